@@ -1,0 +1,57 @@
+# `make demo` and `make test` need nothing done before them.
+#   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
+#   make test             what every change must pass, within ten minutes on two cores
+#   make test-long        full counts and the slow tests as well
+#   make bench            the generation benchmark
+#   make lint             ruff and mypy
+#   make clean            removes .venv, caches and outputs
+
+PYTHON ?= python3
+SEEDS ?= 1
+# Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+PY := $(VENV)/bin/python
+EXTRAS := wandb,hf,demo,dev
+# Named after what was installed and where, so that only a change of either installs again.
+STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long bench lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' was not found; name a Python >= 3.10 with 'make PYTHON=...'" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), but Python >= 3.10 is needed; name one with 'make PYTHON=...'" >&2; exit 1; }
+	@echo "installing into $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed-*
+	@$(PY) -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)
+	$(PY) examples/train_grpo.py seed=0 seeds=$(SEEDS)
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not gpu" --timeout 120
+
+test-long: $(STAMP)
+	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
+
+bench: $(STAMP)
+	$(PY) benchmarks/generate.py
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs multirun wandb .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,80 @@
+"""What every test runs under: one thread, no network, the same hypothesis examples each time."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Before torch and the hubs' clients are imported: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("long", derandomize=True, deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(
+    "long" if os.environ.get("ROLLOUT_TEST_LONG") == "1" else "default"
+)
+
+
+class NetworkAccessError(RuntimeError):
+    """A test tried to leave the machine. No OSError: a client would take that for a bad line."""
+
+
+def is_local(address: object) -> bool:
+    """Whether a socket address is a Unix path or a loopback host."""
+    if not isinstance(address, tuple):
+        return True
+    host = address[0]
+    if host in ("", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(str(host).partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def refuse_remote(connect: Callable[..., Any]) -> Callable[..., Any]:
+    """`connect`, but raising NetworkAccessError for an address that `is_local` denies."""
+
+    def guarded(self: socket.socket, address: object) -> Any:
+        if not is_local(address):
+            raise NetworkAccessError(
+                f"tests may connect to loopback only, not to {address!r}; use a local fake"
+            )
+        return connect(self, address)
+
+    return guarded
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """Refuse connections of Python sockets to other machines, for the whole run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "connect_ex"):
+            patch.setattr(socket.socket, name, refuse_remote(getattr(socket.socket, name)))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Undo what the test before did to torch's thread count."""
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu on a machine without a CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
