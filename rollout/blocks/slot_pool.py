@@ -1,0 +1,24 @@
+"""SlotPool: the rows a request can run in."""
+
+from __future__ import annotations
+
+import heapq
+
+
+class SlotPool:
+    """Slots 1 .. num_slots, lowest first; slot 0 is scratch."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(1, num_slots + 1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest free slot. The caller has checked `num_free`."""
+        return heapq.heappop(self._free)
+
+    def release(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)

@@ -1,0 +1,222 @@
+"""InferenceConfig: every knob of an engine, checked when it is made.
+
+Values that no device could honour are refused here; what one device cannot do is refused by
+`backends.select.create_backend`, when the device is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from rollout.errors import ConfigError
+from rollout.telemetry import MetricsWriter
+
+GIB = 2**30
+_E = TypeVar("_E", bound=Enum)
+
+
+class KVCacheManagementMode(str, Enum):
+    """What suspend does with the KV cache."""
+
+    PERSIST = "persist"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """REF_ZERO forgets a block with its last user, LRU when its space is needed."""
+
+    REF_ZERO = "ref_zero"
+    LRU = "lru"
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):
+    """How a coordinator picks the engine of a request."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    FIRST_PREFIX_BLOCK = "first_prefix_block"
+    ROUND_ROBIN = "round_robin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaInferenceStateConfig:
+    """Shapes of a hybrid model's recurrent states, per request."""
+
+    layer_type_list: list[str]
+    mamba_conv_states_shape: tuple[int, ...]
+    mamba_ssm_states_shape: tuple[int, ...]
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MEMORY_KINDS = ("auto", "device", "reserved", "torch_memory_saver", "unified")
+STABLE_MEMORY_KINDS = ("reserved", "torch_memory_saver", "unified")
+DEFAULT_MAX_REQUESTS = 1024
+DEFAULT_MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceConfig:
+    """Config of one engine. Enums accept their string values; sizes are in GiB where the name says gb.
+
+    Raises ConfigError, naming field, value and remedy.
+    """
+
+    # KV cache
+    block_size_tokens: int = 256
+    buffer_size_gb: float | None = (
+        None  # None: min(20, a quarter of the memory, what max_requests need)
+    )
+    paused_buffer_size_gb: float | None = None  # None: paused requests may hold the whole buffer
+    max_sequence_length: int = 2560
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
+    static_kv_memory_pointers: bool = False
+    memory_kind: str = "auto"
+    unified_memory_level: int = 0
+    max_kv_staleness_versions: int | None = None
+
+    # Scheduling
+    max_requests: int | None = (
+        None  # None: DEFAULT_MAX_REQUESTS, or fewer where the buffer is small
+    )
+    max_tokens: int | None = None  # None: 16384
+    enable_chunked_prefill: bool = False
+    materialize_only_last_token_logits: bool = True
+    seed: int = 0
+    deterministic: bool = False
+
+    # Prefix caching
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = (
+        PrefixCachingEvictionPolicy.REF_ZERO
+    )
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    )
+    prefix_reuse_across_versions: bool = False
+
+    # Device
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    num_cuda_graphs: int | None = None
+    cuda_graph_mixed_prefill_count: int | None = 16
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    use_flashinfer_fused_rope: bool | None = False
+    pg_collection: Any = None
+
+    # Hybrid models
+    mamba_memory_ratio: float | None = None
+    mamba_inference_state_config: MambaInferenceStateConfig | None = None
+
+    # Weights
+    reject_non_finite_weights: bool = True
+
+    # What is reported
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    metrics_writer: MetricsWriter | None = None
+    logging_step_interval: int = 0
+    request_metadata_types: list[tuple[str, Any, bool]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _ENUM_FIELDS.items():
+            object.__setattr__(self, name, _as_enum(name, kind, getattr(self, name)))
+        n = self.block_size_tokens
+        if not isinstance(n, int) or n < 1 or n & (n - 1):
+            nearest = 1 << max(0, round(math.log2(max(1, n))))
+            raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
+        for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):
+            _check_at_least(self, name, 1)
+        for name in ("logging_step_interval", "max_kv_staleness_versions"):
+            _check_at_least(self, name, 0)
+        if self.buffer_size_gb is not None and not self.buffer_size_gb > 0:
+            raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be above 0 (GiB)")
+        if self.paused_buffer_size_gb is not None and self.paused_buffer_size_gb < 0:
+            raise ConfigError(
+                f"paused_buffer_size_gb={self.paused_buffer_size_gb} must be 0 or more (GiB)"
+            )
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Refuse fields that contradict each other, or that would be silently ignored."""
+        mode = self.kv_cache_management_mode
+        stable = self.memory_kind in (*STABLE_MEMORY_KINDS, "auto")
+        if (
+            self.static_kv_memory_pointers
+            and mode is not KVCacheManagementMode.PERSIST
+            and not stable
+        ):
+            raise ConfigError(
+                f"static_kv_memory_pointers=True with kv_cache_management_mode={mode.value!r} cannot hold on "
+                f"memory_kind={self.memory_kind!r}: use memory_kind='auto' or one of {STABLE_MEMORY_KINDS}, "
+                "or kv_cache_management_mode='persist'"
+            )
+        if self.metrics_writer is not None and not callable(
+            getattr(self.metrics_writer, "log", None)
+        ):
+            raise ConfigError(
+                f"metrics_writer={self.metrics_writer!r} has no log(metrics) method; pass wandb, a wandb run or a "
+                "trainer_hooks.MetricsLogger"
+            )
+        if self.logging_step_interval and self.metrics_writer is None:
+            raise ConfigError(
+                f"logging_step_interval={self.logging_step_interval} has nowhere to log to; set metrics_writer too"
+            )
+        for name, remedy in _NOT_BUILT.items():
+            value, default = getattr(self, name), _default(name)
+            if value != default:
+                raise ConfigError(
+                    f"{name}={value!r} is not supported: {remedy}; leave it at {default!r}"
+                )
+
+    def replace(self, **changes: Any) -> InferenceConfig:
+        """A copy with `changes`, checked again."""
+        return dataclasses.replace(self, **changes)
+
+
+_ENUM_FIELDS: dict[str, type[Enum]] = {
+    "kv_cache_management_mode": KVCacheManagementMode,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
+    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
+}
+
+# Refused off their defaults on every device, with the reason.
+_NOT_BUILT = {
+    "enable_prefix_caching": "requests of one group already share their prompt's blocks",
+    "prefix_caching_eviction_policy": "it needs enable_prefix_caching",
+    "prefix_caching_coordinator_policy": "it needs enable_prefix_caching and a coordinator",
+    "prefix_reuse_across_versions": "it needs enable_prefix_caching",
+    "mamba_memory_ratio": "only dense attention models are served",
+    "mamba_inference_state_config": "only dense attention models are served",
+    "pg_collection": "an engine runs in one process",
+    "request_metadata_types": "the tracked metadata is that of DynamicInferenceRequest.get_metadata_types()",
+}
+
+
+def _default(name: str) -> Any:
+    return InferenceConfig.__dataclass_fields__[name].default
+
+
+def _as_enum(name: str, kind: type[_E], value: object) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        legal = [member.value for member in kind]
+        raise ConfigError(f"{name}={value!r} must be one of {legal}") from None
+
+
+def _check_at_least(config: InferenceConfig, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+
+
+def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ConfigError(f"{name}={value!r} must be one of {list(legal)}")

@@ -1,0 +1,1 @@
+"""Which tokens run next. No torch, no clock."""

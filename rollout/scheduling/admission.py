@@ -1,0 +1,114 @@
+"""Admission: is a request well formed, can it ever run here, and how long may it get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from rollout.errors import (
+    BlockOverflowError,
+    ContextOverflowError,
+    InvalidRequestError,
+    MaxSequenceLengthOverflowError,
+    TokenLimitClamped,
+    TokenOverflowError,
+)
+from rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What an engine can hold. Lengths in tokens."""
+
+    vocab_size: int
+    max_sequence_length: int
+    max_pool_tokens: int
+    max_tokens_per_step: int
+    enable_chunked_prefill: bool
+    can_score_prompts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """`max_length` is prompt + output. `error`: it can never run here. `clamped`: it gets less than it asked for."""
+
+    max_length: int
+    error: ContextOverflowError | None = None
+    clamped: TokenLimitClamped | None = None
+
+
+def check_well_formed(
+    prompt_tokens: Tokens[int], params: SamplingParams, limits: AdmissionLimits
+) -> None:
+    """Raise InvalidRequestError for a request that makes no sense on any engine of this model."""
+    if not len(prompt_tokens):
+        raise InvalidRequestError("the prompt is empty; give it at least one token")
+    low, high = min(prompt_tokens), max(prompt_tokens)
+    if low < 0 or high >= limits.vocab_size:
+        culprit = low if low < 0 else high
+        raise InvalidRequestError(
+            f"token id {culprit} is outside the model's vocabulary [0, {limits.vocab_size}); "
+            "was the prompt encoded with another tokenizer?"
+        )
+    total = params.num_tokens_total
+    if total is not None and total <= len(prompt_tokens):
+        raise InvalidRequestError(
+            f"num_tokens_total={total} leaves no token to generate after a prompt of "
+            f"{len(prompt_tokens)}; raise it, or set num_tokens_to_generate instead"
+        )
+    if not params.skip_prompt_log_probs and not limits.can_score_prompts:
+        raise InvalidRequestError(
+            "skip_prompt_log_probs=False needs logits of every prompt token; make the engine with "
+            "InferenceConfig(materialize_only_last_token_logits=False)"
+        )
+    if params.top_n_logprobs > limits.vocab_size:
+        raise InvalidRequestError(
+            f"top_n_logprobs={params.top_n_logprobs} is more than the vocabulary ({limits.vocab_size})"
+        )
+
+
+def admit(
+    request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
+) -> Admission:
+    """Resolve a well-formed request's length limit. P prompt and N new tokens need KV for P + N - 1."""
+    error = _impossible(request_id, num_prompt, limits)
+    if error is not None:
+        return Admission(max_length=num_prompt, error=error)
+    fits = min(limits.max_sequence_length, limits.max_pool_tokens + 1)
+    wanted = params.num_tokens_total
+    if params.num_tokens_to_generate is not None:
+        wanted = num_prompt + params.num_tokens_to_generate
+    if wanted is None or wanted <= fits:
+        return Admission(max_length=fits if wanted is None else wanted)
+    message = (
+        f"{wanted - num_prompt} new tokens were asked for after a prompt of {num_prompt}, but "
+        f"max_sequence_length={limits.max_sequence_length} and a pool of {limits.max_pool_tokens} tokens "
+        f"leave {fits - num_prompt}"
+    )
+    return Admission(max_length=fits, clamped=TokenLimitClamped(request_id, message))
+
+
+def _impossible(
+    request_id: int, num_prompt: int, limits: AdmissionLimits
+) -> ContextOverflowError | None:
+    if num_prompt >= limits.max_sequence_length:
+        return MaxSequenceLengthOverflowError(
+            request_id,
+            f"a prompt of {num_prompt} tokens leaves no room in max_sequence_length="
+            f"{limits.max_sequence_length}; shorten it or raise the limit",
+        )
+    if num_prompt > limits.max_pool_tokens:
+        return BlockOverflowError(
+            request_id,
+            f"a prompt of {num_prompt} tokens is more than the whole KV pool holds "
+            f"({limits.max_pool_tokens}); raise buffer_size_gb",
+            is_transient=False,
+        )
+    if num_prompt > limits.max_tokens_per_step and not limits.enable_chunked_prefill:
+        return TokenOverflowError(
+            request_id,
+            f"a prompt of {num_prompt} tokens does not fit one step (max_tokens="
+            f"{limits.max_tokens_per_step}); set enable_chunked_prefill=True",
+            is_transient=False,
+        )
+    return None

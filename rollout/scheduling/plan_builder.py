@@ -1,0 +1,145 @@
+"""PlanBuilder: gathers the rows of one step and packs them into a StepPlan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.scheduling.sequence import Sequence
+from rollout.step.plan import IntArray, RowSampling, StepPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannedRows:
+    """Who stands behind the rows of a plan in flight: the scheduler's half of the contract."""
+
+    step_id: int
+    computed: list[tuple[Sequence, int]] = field(
+        default_factory=list
+    )  # (sequence, tokens computed)
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # (parent, child)
+    sampled: list[Sequence] = field(default_factory=list)
+    scored: list[tuple[Sequence, int]] = field(
+        default_factory=list
+    )  # (sequence, prompt tokens scored)
+    prefilled: list[Sequence] = field(
+        default_factory=list
+    )  # their prompt is complete with this step
+
+
+class PlanBuilder:
+    """Decode rows are added first, then prefill rows; order is the order of the step's tokens."""
+
+    def __init__(self, step_id: int, weights_version: int) -> None:
+        self._step_id, self._weights_version = step_id, weights_version
+        self.behind = PlannedRows(step_id=step_id)
+        self.num_tokens = 0
+        self._num_decode_rows = 0
+        self._rows: list[int] = []
+        self._query_lens: list[int] = []
+        self._context_lens: list[int] = []
+        self._prefill_token_ids: list[int] = []
+        self._new_rows: list[tuple[int, RowSampling]] = []
+        self._table: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._copies: list[tuple[int, int]] = []
+        self._samples: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._scores: tuple[list[int], list[int]] = ([], [])
+        self._score_top_n = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def add_copies(self, copies: list[tuple[int, int]]) -> None:
+        self._copies.extend(copies)
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """One token, the row's last sampled one."""
+        self._num_decode_rows += 1
+        self._add_compute(sequence, 1)
+        self.add_sample(sequence)
+
+    def add_prefill(self, sequence: Sequence, count: int) -> None:
+        """The next `count` known tokens; the last of all of them also samples."""
+        start, end = sequence.num_computed, sequence.num_computed + count
+        self._prefill_token_ids.extend(sequence.tokens[start:end])
+        first_source = self.num_tokens
+        if sequence.scores_prompt:
+            self._add_scores(sequence, first_source, start, end)
+        self._add_compute(sequence, count)
+        if end == sequence.num_tokens:
+            self.behind.prefilled.append(sequence)
+            self.add_sample(sequence)
+
+    def add_fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` samples from the logits that `parent`, the row just added, samples from."""
+        self.behind.forks.append((parent, child))
+        self.behind.prefilled.append(child)
+        child.num_computed = parent.num_computed
+        self.add_sample(child)
+
+    def add_sample(self, sequence: Sequence) -> None:
+        """Draw the sequence's next token from the step's newest token."""
+        if sequence.is_new_row:
+            self._new_rows.append((sequence.row, sequence.sampling))
+            sequence.is_new_row = False
+        sources, rows, positions = self._samples
+        sources.append(self.num_tokens - 1)
+        rows.append(sequence.row)
+        positions.append(sequence.num_tokens)
+        self.behind.sampled.append(sequence)
+        sequence.num_tokens += 1
+        sequence.num_in_flight += 1
+        sequence.is_on_device = True
+
+    def _add_compute(self, sequence: Sequence, count: int) -> None:
+        sequence.num_computed += count
+        sequence.num_in_flight += 1
+        self.num_tokens += count
+        self._rows.append(sequence.row)
+        self._query_lens.append(count)
+        self._context_lens.append(sequence.num_computed)
+        self.behind.computed.append((sequence, count))
+        table_rows, table_indices, table_blocks = self._table
+        for index in range(sequence.num_blocks_sent, len(sequence.blocks)):
+            table_rows.append(sequence.row)
+            table_indices.append(index)
+            table_blocks.append(sequence.blocks[index])
+        sequence.num_blocks_sent = len(sequence.blocks)
+
+    def _add_scores(self, sequence: Sequence, first_source: int, start: int, end: int) -> None:
+        sources, targets = self._scores
+        last = min(end, sequence.num_prompt - 1)
+        sources.extend(range(first_source, first_source + last - start))
+        targets.extend(sequence.tokens[start + 1 : last + 1])
+        self.behind.scored.append((sequence, last - start))
+        self._score_top_n = max(self._score_top_n, sequence.sampling.top_n)
+
+    def build(self) -> StepPlan:
+        sources, targets = zip(*self._copies, strict=True) if self._copies else ((), ())
+        return StepPlan(
+            step_id=self._step_id,
+            weights_version=self._weights_version,
+            num_decode_rows=self._num_decode_rows,
+            rows=_ints(self._rows),
+            query_lens=_ints(self._query_lens),
+            context_lens=_ints(self._context_lens),
+            prefill_token_ids=_ints(self._prefill_token_ids),
+            new_rows=tuple(self._new_rows),
+            table_rows=_ints(self._table[0]),
+            table_indices=_ints(self._table[1]),
+            table_blocks=_ints(self._table[2]),
+            copy_sources=_ints(sources),
+            copy_targets=_ints(targets),
+            sample_sources=_ints(self._samples[0]),
+            sample_rows=_ints(self._samples[1]),
+            sample_positions=_ints(self._samples[2]),
+            score_sources=_ints(self._scores[0]),
+            score_targets=_ints(self._scores[1]),
+            score_top_n=self._score_top_n,
+        )
+
+
+def _ints(values: list[int] | tuple[int, ...]) -> IntArray:
+    return np.array(values, dtype=np.int32)
