@@ -27,6 +27,7 @@ class Schedule:
     """What schedule() decided. `plan` is None if nothing can run now. The rest are request ids, in order."""
 
     plan: StepPlan | None
+    num_forked: int
     admitted: tuple[int, ...]
     paused: tuple[int, ...]
     resumed: tuple[int, ...]
@@ -143,6 +144,7 @@ class Scheduler:
             self._admit(builder)
         return Schedule(
             plan=None if builder.is_empty else self._launch(builder),
+            num_forked=len(builder.behind.forks),
             admitted=_ids(s for s in self._active if id(s) not in was),
             paused=_ids(s for s in paused if was[id(s)] is Phase.RUNNING),
             resumed=_ids(s for s in runnable if was[id(s)] is Phase.PAUSED),
@@ -168,6 +170,10 @@ class Scheduler:
         touched = {id(s): s for s, _ in behind.computed} | {id(s): s for s in behind.sampled}
         self._settle(behind)
         return self.requeue(s for s in touched.values() if s.phase is not Phase.DONE)
+
+    def requeue_older_than(self, version: int) -> tuple[int, ...]:
+        """Send the requests whose oldest KV was written before `version` back to the queue."""
+        return self.requeue([s for s in self._active if len(s.kv_spans) and s.kv_min < version])
 
     def requeue_active(self) -> tuple[int, ...]:
         """Send every running and paused request back to the queue, without KV. Returns their ids in order."""

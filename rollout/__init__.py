@@ -1,0 +1,94 @@
+"""A rollout engine that lives inside a reinforcement-learning job for language models."""
+
+from rollout.apis.llm import LLM
+from rollout.apis.rollout_group import RolloutGroup
+from rollout.config import (
+    InferenceConfig,
+    KVCacheManagementMode,
+    MambaInferenceStateConfig,
+    PrefixCachingCoordinatorPolicy,
+    PrefixCachingEvictionPolicy,
+)
+from rollout.engine.build import DynamicInferenceEngine
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
+from rollout.errors import (
+    BlockOverflowError,
+    ConfigError,
+    ContextOverflowError,
+    EngineStateError,
+    EventPayloadError,
+    InvalidRequestError,
+    MaxSequenceLengthOverflowError,
+    ModelError,
+    NonFiniteLogitsError,
+    ProtocolError,
+    RemoteError,
+    RequestAbortedError,
+    RequestOverflowError,
+    RolloutError,
+    TokenLimitClamped,
+    TokenOverflowError,
+    WeightUpdateError,
+)
+from rollout.requests import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    InferenceRequest,
+    Status,
+    VLMInferenceRequest,
+    compute_block_hashes_batched,
+    deserialize_tensor,
+    serialize_tensor,
+)
+from rollout.runner.weight_update import WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+from rollout.text import HFTokenizer, Tokenizer
+
+__all__ = [
+    "BlockOverflowError",
+    "ConfigError",
+    "ContextOverflowError",
+    "DynamicInferenceEngine",
+    "DynamicInferenceEvent",
+    "DynamicInferenceEventType",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "EngineState",
+    "EngineStateError",
+    "EngineStats",
+    "EventPayloadError",
+    "HFTokenizer",
+    "InferenceConfig",
+    "InferenceRequest",
+    "InvalidRequestError",
+    "KVCacheManagementMode",
+    "LLM",
+    "MambaInferenceStateConfig",
+    "MaxSequenceLengthOverflowError",
+    "ModelError",
+    "NonFiniteLogitsError",
+    "PrefixCachingCoordinatorPolicy",
+    "PrefixCachingEvictionPolicy",
+    "ProtocolError",
+    "RemoteError",
+    "RequestAbortedError",
+    "RequestOverflowError",
+    "ResumeReport",
+    "RolloutError",
+    "RolloutGroup",
+    "SamplingParams",
+    "Status",
+    "SuspendReport",
+    "TokenLimitClamped",
+    "TokenOverflowError",
+    "Tokenizer",
+    "VLMInferenceRequest",
+    "WeightUpdateError",
+    "WeightUpdateReport",
+    "compute_block_hashes_batched",
+    "deserialize_tensor",
+    "serialize_tensor",
+]

@@ -1,0 +1,71 @@
+"""GroupBook: which submitted groups are finished, and which still wait for samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout.apis.rollout_group import RolloutGroup
+from rollout.errors import EngineStateError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    request_ids: list[int]
+    finished: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
+
+
+class GroupBook:
+    """A group's id is that of its first request."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _OpenGroup] = {}
+        self._group_of: dict[int, int] = {}
+        self._finished: dict[int, RolloutGroup] = {}  # in order of completion
+
+    @property
+    def num_submitted(self) -> int:
+        """Groups not yet handed out."""
+        return len(self._open) + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def open(self, request_ids: Sequence[int]) -> int:
+        group_id = request_ids[0]
+        self._open[group_id] = _OpenGroup(list(request_ids))
+        self._group_of.update(dict.fromkeys(request_ids, group_id))
+        return group_id
+
+    def note_finished(self, request: DynamicInferenceRequest) -> None:
+        """One sample is done. Requests that were added to the engine directly are none of ours."""
+        group_id = self._group_of.pop(request.request_id, None)
+        if group_id is None:
+            return
+        group = self._open[group_id]
+        group.finished[request.request_id] = request
+        if len(group.finished) == len(group.request_ids):
+            requests = [group.finished[request_id] for request_id in group.request_ids]
+            self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
+            del self._open[group_id]
+
+    def are_finished(self, group_ids: Sequence[int]) -> bool:
+        return all(group_id in self._finished for group_id in group_ids)
+
+    def unfinished_requests(self, group_id: int) -> list[int]:
+        """Samples still running. Raises EngineStateError for a group that was handed out, or never was."""
+        if group_id in self._finished:
+            return []
+        if group_id not in self._open:
+            raise EngineStateError(f"group {group_id} is unknown, or was handed out already")
+        group = self._open[group_id]
+        return [i for i in group.request_ids if i not in group.finished]
+
+    def take(self, group_id: int) -> RolloutGroup:
+        return self._finished.pop(group_id)
+
+    def take_finished(self, count: int) -> list[RolloutGroup]:
+        """Up to `count` finished groups, oldest completion first."""
+        return [self.take(group_id) for group_id in list(self._finished)[:count]]

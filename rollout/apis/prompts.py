@@ -1,0 +1,56 @@
+"""What callers may pass as prompts and sampling parameters, brought to one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollout.errors import InvalidRequestError
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
+
+Prompt = str | Sequence[int]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """(list of prompts, whether a single one was given). A flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    items = list(prompts)
+    if not items:
+        return [], False
+    return ([items], True) if _is_id(items[0]) else (items, False)
+
+
+def _is_id(item: object) -> bool:
+    return not isinstance(item, str) and not hasattr(item, "__len__")
+
+
+def per_sample(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, n: int
+) -> list[list[SamplingParams]]:
+    """For each prompt its n samples' parameters, each with a seed of its own if one was given.
+
+    A sample's seed is mix(seed, prompt index, sample index), so no two samples share their noise.
+    Raises InvalidRequestError if a list does not have one entry per prompt.
+    """
+    if n < 1:
+        raise InvalidRequestError(f"n={n} must be at least 1")
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        each = [sampling_params or SamplingParams()] * num_prompts
+    else:
+        each = list(sampling_params)
+        if len(each) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(each)} sampling_params for {num_prompts} prompts; give one for each, or one for all"
+            )
+    return [
+        [_with_seed(params, prompt_index, sample_index) for sample_index in range(n)]
+        for prompt_index, params in enumerate(each)
+    ]
+
+
+def _with_seed(params: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
+    if params.seed is None:
+        return params
+    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))

@@ -1,0 +1,1 @@
+"""The device seam: everything that differs between devices, behind four protocols."""

@@ -1,0 +1,158 @@
+"""The four protocols a device fulfils, and Backend, their frozen bundle.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
+features, V vocabulary, S sample rows, P scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """What a model's KV cache must hold: one K and one V vector per token, layer and KV head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+
+
+class Ops(Protocol):
+    """Device operations used by the layers, the sampler and weight updates."""
+
+    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        """A handle for `linear`. It may hold a packed copy, which `refresh` brings up to date."""
+        ...
+
+    def linear(self, x_TK: Tensor, handle: Any) -> Tensor:
+        """x @ weight.T + bias, [T, N]."""
+        ...
+
+    def refresh(self, handle: Any) -> None:
+        """Follow an in-place change of the handle's weight."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square normalisation over the last dim, computed in float32."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        ...
+
+    def rotary(
+        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotary embedding in the half-split (GPT-NeoX) layout; cos and sin are per token."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half of the last dim) * second half."""
+        ...
+
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+        """Draw one token per row, with its log-prob from these very logits."""
+        ...
+
+    def score(
+        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(raw log-prob of each target [P], top-n ids [P, N], top-n log-probs [P, N])."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over a paged KV cache. It alone knows the cache's layout."""
+
+    def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor, K and V together; dim 0 counts blocks."""
+        ...
+
+    def attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+    ) -> Tensor:
+        """Write K and V at `slots_T` of `batch.kv[layer]`, then attend causally. [T, H, D]."""
+        ...
+
+    def copy_blocks(self, kv: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, in every layer."""
+        ...
+
+    def gather_blocks(self, kv: Sequence[Tensor], blocks: Tensor, out: Tensor) -> None:
+        """Copy `blocks` of every layer into the flat byte tensor `out`, contiguously."""
+        ...
+
+    def scatter_blocks(self, kv: Sequence[Tensor], blocks: Tensor, source: Tensor) -> None:
+        """Inverse of `gather_blocks`."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the model's forward pass: eagerly, compiled, or by replaying a captured graph."""
+
+    def run(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
+        """forward(batch), by whatever means: hidden states of `batch.logit_indices_L`."""
+        ...
+
+
+class MemoryBackend(Protocol):
+    """Reserves named buffers of bytes, gives their memory back, and brings it again."""
+
+    has_stable_addresses: bool
+
+    def allocate(self, name: str, num_bytes: int) -> Tensor:
+        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        ...
+
+    def release(self, name: str) -> int:
+        """Give the buffer's memory back; its contents are lost. Returns bytes released."""
+        ...
+
+    def restore(self, name: str) -> Tensor:
+        """The buffer again, contents undefined; at the same address if `has_stable_addresses`."""
+        ...
+
+
+class HostArena(Protocol):
+    """One reusable host buffer for offloaded bytes (pinned where a device copies from it)."""
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """A flat uint8 view of exactly `num_bytes`; grows the arena when it is too small."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes the arena holds now."""
+        ...
+
+    def discard(self, start: int, end: int) -> int:
+        """Free what can be freed of bytes [start, end); contents lost. Returns bytes freed."""
+        ...
+
+    def release(self) -> int:
+        """Free the arena. Returns bytes freed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """Everything that differs between devices."""
+
+    device: torch.device
+    ops: Ops
+    attention: AttentionBackend
+    executor: Executor
+    memory: MemoryBackend
+    host_arena: HostArena

@@ -1,0 +1,73 @@
+"""ForwardBatch: the device tensors of one forward pass, and SamplingBatch: those of its draws.
+
+Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """What layers and attention need to run T tokens of R rows; decode rows first, a token each.
+
+    Row r owns tokens [query_starts[r], query_starts[r + 1]); its last token sits at position
+    context_lens[r] - 1. `kv[layer]` is that layer's cache tensor in the attention backend's own
+    layout.
+    """
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64: block * block_size + offset where the token's K and V are written
+    block_tables_RM: Tensor  # int32
+    query_starts: NDArray[np.int32]  # host, [R + 1]
+    context_lens: NDArray[np.int32]  # host, [R]
+    num_decode_rows: int
+    block_size: int
+    logit_indices_L: Tensor  # int64: tokens whose logits are wanted
+    kv: Sequence[Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids_T.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Parameters of S draws, a tensor per field; the flags, known on the host, spare passes.
+
+    `mode_S` is 0 raw, 1 temperature, 2 processed. A row with temperature 0 is greedy and reports
+    raw.
+    """
+
+    uniforms_S: Tensor  # float64 in [0, 1)
+    temperature_S: Tensor  # float32
+    top_k_S: Tensor  # int64, 0 = off
+    top_p_S: Tensor  # float32, 0 = off
+    min_p_S: Tensor  # float32, 0 = off
+    mode_S: Tensor  # int8
+    all_greedy: bool
+    any_greedy: bool
+    any_truncation: bool
+    any_logprobs: bool
+    top_n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """S sampled tokens with their log-probs in each row's mode; N = SamplingBatch.top_n."""
+
+    token_ids_S: Tensor  # int64
+    is_finite_S: Tensor  # bool
+    logprobs_S: Tensor | None  # float32
+    top_ids_SN: Tensor | None  # int64
+    top_logprobs_SN: Tensor | None  # float32, in the row's mode
+
+
+MODE_CODES = {"raw": 0, "temperature": 1, "processed": 2}

@@ -1,0 +1,1 @@
+"""How buffers are reserved, given back to the system and brought again."""

@@ -1,0 +1,36 @@
+"""ReservedMemory: CPU buffers that give their pages back and keep their addresses."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollout.backends.memory.mapping import Mapping, give_back_pages, map_bytes
+
+
+class ReservedMemory:
+    """Implements `MemoryBackend` with one anonymous mapping per buffer, kept for good.
+
+    Release hands all pages to the system with madvise(MADV_DONTNEED), whoever still holds a view:
+    the addresses stay valid and read as zero, and a page comes back when it is touched.
+    """
+
+    has_stable_addresses = True
+
+    def __init__(self) -> None:
+        self._mappings: dict[str, Mapping] = {}
+
+    def allocate(self, name: str, num_bytes: int) -> Tensor:
+        """A flat uint8 tensor, zero-filled. Raises ConfigError if there is no address space."""
+        assert name not in self._mappings, f"buffer {name!r} exists"
+        self._mappings[name] = map_bytes(name, num_bytes)
+        return self._mappings[name].tensor
+
+    def release(self, name: str) -> int:
+        """Give the buffer's pages back. Returns its bytes, whether or not they had been touched."""
+        mapping = self._mappings[name]
+        give_back_pages(mapping.region, 0, len(mapping.region))
+        return mapping.tensor.numel()
+
+    def restore(self, name: str) -> Tensor:
+        """The same tensor; its pages appear as they are touched."""
+        return self._mappings[name].tensor

@@ -1,0 +1,1 @@
+"""Every operation the layers and the sampler need, one file per implementation."""

@@ -1,0 +1,88 @@
+"""ReferenceOps: the truth of every operation, in plain torch, on any device.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
+features, V vocabulary, S sample rows, P scored tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.ops import sampling as sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLinear:
+    """Handle of a linear layer that is used as it is stored: nothing to refresh."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None
+
+
+class ReferenceOps:
+    """Implements `Ops`. Other implementations override the operations that they do faster."""
+
+    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> DenseLinear:
+        """A handle that refers to the weight; no copy is made."""
+        return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
+
+    def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
+        """x @ weight.T + bias, [T, N]."""
+        return F.linear(x_TK, handle.weight_NK, handle.bias_N)
+
+    def refresh(self, handle: DenseLinear) -> None:
+        """Nothing to do: the handle reads the weight itself."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, returned in x's dtype.
+
+        Source: Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4.
+        """
+        x_f32 = x.float()
+        scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
+        return (x_f32 * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(
+        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate (first half, second half) of each head by the token's angles.
+
+        cos and sin span the whole head dim, both halves given. Source: Su et al. 2021, "RoFormer",
+        eq. 34, with the pairs (i, i + D/2) of GPT-NeoX.
+        """
+        return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half of the last dim) * second half."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+        """Draw one token per row by inverse CDF; see `sampling.sample`."""
+        return sampler.sample(logits_SV, sampling)
+
+    def score(
+        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Raw log-probs of the targets and the top-n; see `sampling.score`."""
+        return sampler.score(logits_PV, targets_P, top_n)
+
+
+def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    low, high = x_THD.chunk(2, dim=-1)
+    cos_low, cos_high = cos_TD.unsqueeze(1).chunk(2, dim=-1)
+    sin_low, sin_high = sin_TD.unsqueeze(1).chunk(2, dim=-1)
+    rotated = torch.cat((low * cos_low - high * sin_low, high * cos_high + low * sin_high), dim=-1)
+    return rotated.to(x_THD.dtype)

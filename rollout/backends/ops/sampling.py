@@ -1,0 +1,231 @@
+"""Sampling with log-probs in a few passes over the logits, in torch on any device.
+
+A token is drawn by inverting the cumulative distribution at the row's own uniform number: weights
+are float32, their sums over blocks of 128 and all cumulative sums float64. This costs one exp per
+logit, where noise per token (Gumbel-max) would add a hash and two logarithms.
+
+Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary, B blocks, N top-n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.backends.forward_batch import MODE_CODES, SampleResult, SamplingBatch
+from rollout.backends.ops.truncation import keep_mask
+
+_BLOCK = 128
+_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small enough to stay in cache, few enough calls
+
+
+def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    """One token per row with its log-prob and top-n in the row's mode, from these very logits.
+
+    Rows at temperature 0 take the largest logit, the lowest id among equals. A row whose largest
+    logit is not finite (a NaN, +inf, or nothing but -inf) gets is_finite False, token 0 and
+    meaningless log-probs. A token of zero probability is never drawn. Rows without truncation pay
+    nothing for rows with it.
+    """
+    parts = [
+        _sample_chunk(logits_SV[start:end].float(), _rows(sampling, start, end))
+        for start, end in _chunks(logits_SV)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(SampleResult)}
+    return SampleResult(
+        **{
+            name: None if column[0] is None else torch.cat(column)
+            for name, column in columns.items()
+        }
+    )
+
+
+def score(
+    logits_PV: Tensor, targets_P: Tensor, top_n: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(log_softmax(logits)[target] [P], top-n ids and log-probs [P, N], None for top_n 0)."""
+    logprobs, top_ids, top_logprobs = [], [], []
+    for start, end in _chunks(logits_PV):
+        logits_RV = logits_PV[start:end].float()
+        max_R1 = logits_RV.amax(1, keepdim=True)
+        norm_R1 = _log_norm(logits_RV, max_R1).unsqueeze(1)
+        target_R1 = logits_RV.gather(1, targets_P[start:end, None])
+        logprobs.append((target_R1 - max_R1 - norm_R1).squeeze(1))
+        if top_n:
+            values_RN, ids_RN = logits_RV.topk(top_n, dim=1)
+            top_ids.append(ids_RN)
+            top_logprobs.append(values_RN - max_R1 - norm_R1)
+    if not top_n:
+        return torch.cat(logprobs), None, None
+    return torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs)
+
+
+def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
+    """Row ranges to work on in turn; one empty range if there are no rows."""
+    num_rows, vocabulary = logits_SV.shape
+    step = max(1, _CHUNK_ELEMENTS // vocabulary) if logits_SV.device.type == "cpu" else num_rows
+    for start in range(0, max(num_rows, 1), max(step, 1)):
+        yield start, min(start + step, num_rows)
+
+
+def _rows(sampling: SamplingBatch, start: int, end: int) -> SamplingBatch:
+    tensors = {f.name: getattr(sampling, f.name) for f in fields(sampling)}
+    return replace(
+        sampling, **{n: t[start:end] for n, t in tensors.items() if isinstance(t, Tensor)}
+    )
+
+
+class _Drawn(NamedTuple):
+    """Tokens, and log(sum of weights) with which log-probs at temperature are normalised."""
+
+    token_ids_R: Tensor
+    norm_R: Tensor  # over all tokens
+    kept_norm_R: Tensor  # over those that truncation left
+    kept_logits_RV: Tensor  # -inf where a row that reports processed log-probs dropped a token
+
+
+def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    max_R1 = logits_RV.amax(1, keepdim=True)
+    is_finite_R = max_R1.squeeze(1).isfinite()
+    is_greedy_R = sampling.temperature_S == 0
+    inverse_R = torch.where(is_greedy_R, 1.0, sampling.temperature_S).reciprocal_()
+    if sampling.all_greedy:
+        norm_R = _log_norm(logits_RV, max_R1) if sampling.any_logprobs or sampling.top_n else max_R1
+        drawn = _Drawn(logits_RV.argmax(1), norm_R, norm_R, logits_RV)
+    else:
+        drawn = _draw_rows(logits_RV, max_R1, inverse_R, is_greedy_R, sampling)
+    token_ids_R = torch.where(is_finite_R, drawn.token_ids_R, 0)
+    if not (sampling.any_logprobs or sampling.top_n):
+        return SampleResult(
+            token_ids_S=token_ids_R,
+            is_finite_S=is_finite_R,
+            logprobs_S=None,
+            top_ids_SN=None,
+            top_logprobs_SN=None,
+        )
+
+    is_raw_R = (sampling.mode_S == MODE_CODES["raw"]) | is_greedy_R
+    is_processed_R = (sampling.mode_S == MODE_CODES["processed"]) & ~is_greedy_R
+    norm_R = torch.where(is_processed_R, drawn.kept_norm_R, drawn.norm_R)
+    rescaled = (is_raw_R & (inverse_R != 1)).nonzero().squeeze(1)  # summed at temperature so far
+    if rescaled.numel():
+        norm_R = norm_R.index_copy(0, rescaled, _log_norm(logits_RV[rescaled], max_R1[rescaled]))
+
+    def logprob(logits_RN: Tensor) -> Tensor:
+        scale_R1 = torch.where(is_raw_R, 1.0, inverse_R).unsqueeze(1)
+        return (logits_RN - max_R1) * scale_R1 - norm_R.unsqueeze(1)
+
+    logprobs_R = top_ids_RN = top_logprobs_RN = None
+    if sampling.any_logprobs:
+        logprobs_R = logprob(logits_RV.gather(1, token_ids_R.unsqueeze(1))).squeeze(1)
+    if sampling.top_n:
+        values_RN, top_ids_RN = drawn.kept_logits_RV.topk(sampling.top_n, dim=1)
+        top_logprobs_RN = logprob(values_RN)
+    return SampleResult(
+        token_ids_S=token_ids_R,
+        is_finite_S=is_finite_R,
+        logprobs_S=logprobs_R,
+        top_ids_SN=top_ids_RN,
+        top_logprobs_SN=top_logprobs_RN,
+    )
+
+
+def _draw_rows(
+    logits_RV: Tensor,
+    max_R1: Tensor,
+    inverse_R: Tensor,
+    is_greedy_R: Tensor,
+    sampling: SamplingBatch,
+) -> _Drawn:
+    """Sampled rows by inverse CDF, truncated rows once more over what is left, greedy rows."""
+    vocabulary = logits_RV.shape[1]
+    weights_RW = _padded_weights(logits_RV, max_R1, inverse_R)
+    token_ids_R, total_R = _draw(weights_RW, sampling.uniforms_S)
+    norm_R = kept_norm_R = total_R.log().float()
+    kept_logits_RV = logits_RV
+    rows_K = _truncated_rows(sampling, is_greedy_R)
+    if rows_K is not None:
+        kept_KW = weights_RW[rows_K]
+        keep_KV = keep_mask(
+            logits_RV[rows_K],
+            kept_KW[:, :vocabulary],
+            inverse_R[rows_K],
+            sampling.top_k_S[rows_K],
+            sampling.top_p_S[rows_K],
+            sampling.min_p_S[rows_K],
+        )
+        kept_KW[:, :vocabulary] *= keep_KV
+        token_ids_R[rows_K], total_K = _draw(kept_KW, sampling.uniforms_S[rows_K])
+        kept_norm_R = norm_R.index_copy(0, rows_K, total_K.log_().float())
+        if sampling.top_n:
+            kept_logits_RV = _mask_processed(logits_RV, keep_KV, rows_K, sampling.mode_S)
+    if sampling.any_greedy:
+        token_ids_R = torch.where(is_greedy_R, logits_RV.argmax(1), token_ids_R)
+    return _Drawn(token_ids_R, norm_R, kept_norm_R, kept_logits_RV)
+
+
+def _padded_weights(logits_RV: Tensor, max_R1: Tensor, inverse_R: Tensor) -> Tensor:
+    """exp((logits - max) / temperature), with zeros up to a whole number of blocks."""
+    num_rows, vocabulary = logits_RV.shape
+    weights_RW = logits_RV.new_empty(num_rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    weights_RW[:, vocabulary:] = 0
+    head_RV = weights_RW[:, :vocabulary]
+    torch.sub(logits_RV, max_R1, out=head_RV)
+    head_RV.mul_(inverse_R.unsqueeze(1)).exp_()
+    return weights_RW
+
+
+def _log_norm(logits_RV: Tensor, max_R1: Tensor) -> Tensor:
+    """log(sum(exp(logits - max))) of each row, float32."""
+    return (logits_RV - max_R1).exp_().sum(1, dtype=torch.float64).log_().float()
+
+
+def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(the token at each row's uniform, the row's total weight in float64)."""
+    num_rows, width = weights_RW.shape
+    blocks_RBE = weights_RW.view(num_rows, width // _BLOCK, _BLOCK)
+    masses_RB = blocks_RBE.sum(-1, dtype=torch.float64)
+    total_R = masses_RB.sum(1)
+    block_R, rest_R = _locate(masses_RB, uniforms_R * total_R)
+    index_R1E = block_R.view(-1, 1, 1).expand(-1, 1, _BLOCK)
+    offset_R, _ = _locate(blocks_RBE.gather(1, index_R1E).squeeze(1).double(), rest_R)
+    return block_R * _BLOCK + offset_R, total_R
+
+
+def _locate(masses_RB: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(first index whose cumulative mass exceeds the target, the target less the mass before it).
+
+    The index always has mass: a target that rounding put at or above the sum falls on the last one
+    that has.
+    """
+    cumulative_RB = masses_RB.cumsum(1)
+    target_R1 = target_R.unsqueeze(1)
+    index_R1 = torch.searchsorted(cumulative_RB, target_R1, right=True)
+    last_R1 = torch.searchsorted(cumulative_RB, cumulative_RB[:, -1:].contiguous())
+    index_R1 = torch.minimum(index_R1, last_R1).clamp_(max=masses_RB.shape[1] - 1)
+    before_R1 = torch.where(index_R1 > 0, cumulative_RB.gather(1, (index_R1 - 1).clamp_(min=0)), 0)
+    return index_R1.squeeze(1), (target_R1 - before_R1).squeeze(1)
+
+
+def _truncated_rows(sampling: SamplingBatch, is_greedy_R: Tensor) -> Tensor | None:
+    """Indices of the rows that truncate, None if there are none."""
+    if not sampling.any_truncation:
+        return None
+    truncates_R = (sampling.top_k_S > 0) | (sampling.min_p_S > 0)
+    truncates_R |= (sampling.top_p_S > 0) & (sampling.top_p_S < 1)
+    rows_K = (truncates_R & ~is_greedy_R).nonzero().squeeze(1)
+    return rows_K if rows_K.numel() else None
+
+
+def _mask_processed(logits_RV: Tensor, keep_KV: Tensor, rows_K: Tensor, mode_R: Tensor) -> Tensor:
+    """Logits with dropped tokens at -inf, in the truncated rows that report processed log-probs."""
+    is_processed_K = mode_R[rows_K] == MODE_CODES["processed"]
+    visible_KV = keep_KV | ~is_processed_K.unsqueeze(1)
+    masked_KV = logits_RV[rows_K].masked_fill(~visible_KV, -torch.inf)
+    return logits_RV.index_copy(0, rows_K, masked_KV)

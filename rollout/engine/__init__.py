@@ -1,0 +1,1 @@
+"""The only place that knows brain and muscle: requests in, steps, records out."""

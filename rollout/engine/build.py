@@ -1,0 +1,132 @@
+"""The only wirer: from a model and a config to an engine that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.select import create_backend
+from rollout.blocks.block_manager import BlockManager
+from rollout.config import DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS, GIB, InferenceConfig
+from rollout.engine.counters import EngineTelemetry
+from rollout.engine.engine import Engine
+from rollout.engine.intake import RequestIntake
+from rollout.engine.request_book import RequestBook
+from rollout.kv.cache import KVCache
+from rollout.kv.layout import bytes_per_block, num_blocks_in
+from rollout.models.causal_lm import CausalLM
+from rollout.models.loading import build_model
+from rollout.runner.batch_builder import BatchBuilder
+from rollout.runner.model_runner import ModelRunner
+from rollout.runner.weight_update import WeightUpdater
+from rollout.scheduling.admission import AdmissionLimits
+from rollout.scheduling.scheduler import Scheduler
+from rollout.text import Tokenizer
+
+DEFAULT_BUFFER_GB = 20.0
+DEFAULT_MEMORY_FRACTION = 0.25
+
+
+class DynamicInferenceEngine(Engine):
+    """The engine, wired. Made by `from_model`."""
+
+    @classmethod
+    def from_model(
+        cls,
+        model: str | Path | nn.Module | Any,
+        inference_config: InferenceConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        weights_version: int = 0,
+    ) -> DynamicInferenceEngine:
+        """An engine in RUNNING. `model` is a Hugging Face directory, a transformers model, or ours.
+
+        Raises ConfigError for a config this device or model cannot honour, ModelError for a model
+        that cannot be built.
+        """
+        config = inference_config or InferenceConfig()
+        backend = create_backend(config)
+        causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+        causal_lm.prepare(backend)
+        causal_lm.reserve_positions(config.max_sequence_length)
+        cache_spec = causal_lm.cache_spec(config.block_size_tokens)
+        max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
+        num_blocks = _num_blocks(config, backend, cache_spec)
+        num_rows = min(config.max_requests or DEFAULT_MAX_REQUESTS, max_tokens, num_blocks)
+        kv = KVCache(backend, cache_spec, num_blocks)
+        builder = BatchBuilder(
+            num_rows=num_rows,
+            max_blocks=-(-config.max_sequence_length // config.block_size_tokens),
+            block_size=config.block_size_tokens,
+            device=backend.device,
+        )
+        return cls(
+            scheduler=Scheduler(
+                BlockManager(
+                    num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
+                ),
+                max_tokens=max_tokens,
+                max_paused_blocks=_max_paused_blocks(config, backend, cache_spec, num_blocks),
+                enable_chunked_prefill=config.enable_chunked_prefill,
+            ),
+            runner=ModelRunner(causal_lm, backend, kv, builder),
+            updater=WeightUpdater(causal_lm, reject_non_finite=config.reject_non_finite_weights),
+            kv=kv,
+            intake=RequestIntake(
+                limits=_limits(config, causal_lm, num_blocks, max_tokens),
+                tokenizer=tokenizer,
+                end_ids=_end_ids(causal_lm, tokenizer),
+                block_size=config.block_size_tokens,
+                seed=config.seed,
+            ),
+            book=RequestBook(
+                track_paused=config.track_paused_request_events,
+                track_generated_tokens=config.track_generated_token_events,
+            ),
+            telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
+            kv_mode=config.kv_cache_management_mode,
+            max_kv_staleness_versions=config.max_kv_staleness_versions,
+            weights_version=weights_version,
+        )
+
+
+def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
+    """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the defaults."""
+    if config.buffer_size_gb is not None:
+        return num_blocks_in(backend.attention, spec, config.buffer_size_gb)
+    max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
+    usable = max_requests * -(-config.max_sequence_length // config.block_size_tokens)
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * host_bytes / GIB)
+    return min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
+
+
+def _max_paused_blocks(
+    config: InferenceConfig, backend: Backend, spec: CacheSpec, num_blocks: int
+) -> int:
+    if config.paused_buffer_size_gb is None:
+        return num_blocks
+    return int(config.paused_buffer_size_gb * GIB) // bytes_per_block(backend.attention, spec)
+
+
+def _limits(
+    config: InferenceConfig, model: CausalLM, num_blocks: int, max_tokens: int
+) -> AdmissionLimits:
+    return AdmissionLimits(
+        vocab_size=model.spec.vocab_size,
+        max_sequence_length=config.max_sequence_length,
+        max_pool_tokens=num_blocks * config.block_size_tokens,
+        max_tokens_per_step=max_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        can_score_prompts=not config.materialize_only_last_token_logits,
+    )
+
+
+def _end_ids(model: CausalLM, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end a request by default: the tokenizer's, or else those of the model's config."""
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        return (tokenizer.eos_id,)
+    return model.spec.eos_token_ids

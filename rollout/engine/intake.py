@@ -1,0 +1,200 @@
+"""RequestIntake: from what a caller hands in to what the engine runs, with nothing queued on an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.errors import InvalidRequestError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
+from rollout.scheduling.stopping import StopRule
+from rollout.step.plan import RowSampling
+from rollout.step.seeds import mix_seed
+from rollout.text import Tokenizer
+
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedGroup:
+    """Samples of one prompt that are well formed; nothing is queued yet."""
+
+    text: str | None
+    tokens: list[int]
+    params_list: list[SamplingParams]
+    stop_words: list[tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A request to queue: its document, its own copy of the prompt, whether and how long it may run, how it samples and stops."""
+
+    request: DynamicInferenceRequest
+    tokens: list[int]
+    admission: Admission
+    row_sampling: RowSampling
+    stop_rule: StopRule
+    wants_prompt_logprobs: bool
+
+
+class RequestIntake:
+    """Gives out request ids and default seeds. `end_ids` end a request that names no termination id."""
+
+    def __init__(
+        self,
+        *,
+        limits: AdmissionLimits,
+        tokenizer: Tokenizer | None,
+        end_ids: tuple[int, ...],
+        block_size: int,
+        seed: int,
+    ) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._block_size = block_size
+        self._seed = seed
+        self._next_id = 0
+        self._num_submitted = 0
+
+    def validate(
+        self, prompt: str | Sequence[int], params_list: Sequence[SamplingParams]
+    ) -> CheckedGroup:
+        """Check samples of one prompt. Raises InvalidRequestError; changes nothing."""
+        if not params_list:
+            raise InvalidRequestError("a group needs at least one SamplingParams")
+        for params in params_list:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(f"expected SamplingParams, got {type(params).__name__}")
+        tokens = self._tokens(prompt, params_list)
+        for params in params_list:
+            check_well_formed(tokens, params, self._limits)
+        return CheckedGroup(
+            text=prompt if isinstance(prompt, str) else None,
+            tokens=tokens,
+            params_list=list(params_list),
+            stop_words=[self._stop_word_ids(params) for params in params_list],
+        )
+
+    def enter(
+        self,
+        group: CheckedGroup,
+        request_ids: Sequence[int] | None,
+        priority: int,
+        weights_version: int,
+    ) -> list[Entry]:
+        """Give a checked group its ids and seeds. Raises InvalidRequestError for ids that repeat."""
+        ids = self._ids(len(group.params_list), request_ids)
+        self._next_id = max(self._next_id, max(ids) + 1)
+        samples = zip(ids, group.params_list, group.stop_words, strict=True)
+        return [
+            self._entry(group, request_id, params, words, priority, weights_version)
+            for request_id, params, words in samples
+        ]
+
+    def _entry(
+        self,
+        group: CheckedGroup,
+        request_id: int,
+        params: SamplingParams,
+        stop_words: tuple[tuple[int, ...], ...],
+        priority: int,
+        weights_version: int,
+    ) -> Entry:
+        seed = mix_seed(self._seed, self._num_submitted) if params.seed is None else params.seed
+        self._num_submitted += 1
+        admission = admit(request_id, len(group.tokens), params, self._limits)
+        return Entry(
+            request=DynamicInferenceRequest(
+                request_id=request_id,
+                prompt=group.text,
+                prompt_tokens=group.tokens,
+                sampling_params=params,
+                priority=priority,
+                seed=seed,
+                stop_word_ids=[list(word) for word in stop_words] or None,
+                block_size_tokens=self._block_size,
+                weights_version=weights_version,
+                generated_log_probs=[] if params.return_log_probs else None,
+                generated_top_n_logprobs=[] if params.top_n_logprobs else None,
+                tpot=[],
+            ),
+            tokens=list(group.tokens),
+            admission=admission,
+            row_sampling=_row_sampling(params, seed),
+            stop_rule=StopRule(
+                end_ids=self._end_ids_of(params),
+                stop_words=stop_words,
+                max_length=admission.max_length,
+            ),
+            wants_prompt_logprobs=not params.skip_prompt_log_probs,
+        )
+
+    def _tokens(
+        self, prompt: str | Sequence[int], params_list: Sequence[SamplingParams]
+    ) -> list[int]:
+        add_bos = {params.add_BOS for params in params_list}
+        if len(add_bos) > 1:
+            raise InvalidRequestError("add_BOS must be the same for all samples of one prompt")
+        if not isinstance(prompt, str):
+            if add_bos == {True}:
+                raise InvalidRequestError(
+                    "add_BOS=True works on text prompts; put the token into the ids instead"
+                )
+            return _int_list(prompt)
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"the prompt is text ({prompt[:40]!r}) but the engine has no tokenizer; "
+                "pass one, or token ids"
+            )
+        tokens = list(self._tokenizer.encode(prompt))
+        if add_bos == {False}:
+            return tokens
+        if self._tokenizer.bos_id is None:
+            raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
+        return [self._tokenizer.bos_id, *tokens]
+
+    def _stop_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.stop_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop_words={params.stop_words!r} need a tokenizer, and the engine has none"
+            )
+        return tuple(tuple(self._tokenizer.encode(word)) for word in params.stop_words)
+
+    def _ids(self, count: int, request_ids: Sequence[int] | None) -> list[int]:
+        if request_ids is None:
+            return list(range(self._next_id, self._next_id + count))
+        ids = list(request_ids)
+        if len(ids) != count or len(set(ids)) != count:
+            raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
+        return ids
+
+    def _end_ids_of(self, params: SamplingParams) -> tuple[int, ...]:
+        if params.ignore_eos:
+            return ()
+        return self._end_ids if params.termination_id is None else (params.termination_id,)
+
+
+def _int_list(prompt: Sequence[int]) -> list[int]:
+    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequestError(f"a prompt is text or a flat list of ids, found {value!r}")
+    return values
+
+
+def _row_sampling(params: SamplingParams, seed: int) -> RowSampling:
+    wants_logprobs = params.return_log_probs or params.top_n_logprobs > 0
+    return RowSampling(
+        seed=seed & _SEED_MASK,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        logprobs_mode=params.logprobs_mode if wants_logprobs else None,
+        top_n=params.top_n_logprobs,
+    )

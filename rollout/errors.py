@@ -1,0 +1,171 @@
+"""The one exception tree of the engine, and how an error travels between processes.
+
+RolloutError
+├── ConfigError (ValueError)            a configuration that cannot work
+├── InvalidRequestError (ValueError)    a malformed request, refused before anything is queued
+├── EventPayloadError (ValueError)      a payload that the event's type does not take
+├── EngineStateError                    a command that the engine's state does not allow
+├── WeightUpdateError                   an update that was rolled back
+├── ModelError                          an unknown model type, or a checkpoint that does not fit
+├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
+├── ProtocolError                       a message that cannot be understood
+├── RequestAbortedError                 the request was ended by its owner
+├── ContextOverflowError                a request that the context cannot take, now or ever
+│   ├── RequestOverflowError            no row left
+│   ├── TokenOverflowError              no token left in the step
+│   ├── BlockOverflowError              no KV block left
+│   ├── TokenLimitClamped               fewer tokens will be generated than were asked for
+│   └── MaxSequenceLengthOverflowError  longer than any sequence may be; never transient
+└── RemoteError                         an error of another process whose type is unknown here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+
+class RolloutError(Exception):
+    """Base of every error the engine raises. `is_transient`: the same request may succeed later."""
+
+    is_transient: bool = False
+
+
+class ConfigError(RolloutError, ValueError):
+    """A configuration that cannot work. The message names the values and the legal ones."""
+
+
+class InvalidRequestError(RolloutError, ValueError):
+    """A malformed request. The message names the field, its value and the range."""
+
+
+class EventPayloadError(RolloutError, ValueError):
+    """An event was made with a payload that its type does not take."""
+
+
+class EngineStateError(RolloutError):
+    """A command that the engine's state does not allow; names the state and the legal commands."""
+
+
+class WeightUpdateError(RolloutError):
+    """A weight update was rolled back, weights and version untouched; names the tensor or rank."""
+
+
+class ModelError(RolloutError):
+    """An unknown model type, or a checkpoint that does not fit its model."""
+
+
+class NonFiniteLogitsError(RolloutError):
+    """A token had to be sampled from logits holding NaN or infinity."""
+
+
+class ProtocolError(RolloutError):
+    """A message that cannot be understood: wrong fields, unknown header, broken encoding."""
+
+
+class RequestAbortedError(RolloutError):
+    """The request was ended by its owner; the tokens so far are kept."""
+
+
+class ContextOverflowError(RolloutError):
+    """Request `request_id` does not fit the context. `message` says what is missing, if known."""
+
+    def __init__(
+        self, request_id: int | None, message: str | None = None, *, is_transient: bool = True
+    ) -> None:
+        super().__init__(request_id, message)
+        self.request_id = request_id
+        self.message = message
+        self.is_transient = is_transient
+
+    def __str__(self) -> str:
+        request = f"request {'--' if self.request_id is None else self.request_id}"
+        return request if self.message is None else f"{request} | {self.message}"
+
+
+class RequestOverflowError(ContextOverflowError):
+    """No row is left for another running request."""
+
+
+class TokenOverflowError(ContextOverflowError):
+    """The tokens of one step do not suffice."""
+
+
+class BlockOverflowError(ContextOverflowError):
+    """No KV block is left, or (not transient) the whole pool is too small."""
+
+
+class TokenLimitClamped(ContextOverflowError):
+    """Not a failure: the request will generate fewer tokens than it asked for."""
+
+
+class MaxSequenceLengthOverflowError(ContextOverflowError):
+    """Longer than any sequence may be: never transient, whatever `is_transient` says."""
+
+    def __init__(
+        self, request_id: int | None, message: str | None = None, *, is_transient: bool = False
+    ) -> None:
+        super().__init__(request_id, message, is_transient=False)
+
+
+class RemoteError(RolloutError):
+    """Stands for an error of another process; `type_name` is the type it had there."""
+
+    def __init__(self, type_name: str, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(type_name, message)
+        self.type_name = type_name
+        self.message = message
+        self.is_transient = is_transient
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}"
+
+
+def _subtree(error_type: type[RolloutError]) -> Iterator[type[RolloutError]]:
+    """Yield `error_type` and everything below it."""
+    yield error_type
+    for subtype in error_type.__subclasses__():
+        yield from _subtree(subtype)
+
+
+# Built when only the classes above exist: a peer's message can never name any other type.
+_ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
+    {error_type.__name__: error_type for error_type in _subtree(RolloutError)}
+)
+
+
+def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[str, Any]:
+    """Return `error` as type name, message and transient flag, for the wire.
+
+    `is_transient` is the flag of errors that carry none of their own. A ContextOverflowError also
+    keeps its `request_id`; a RemoteError keeps the type name it had at its origin.
+    """
+    encoded: dict[str, Any] = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "is_transient": error.is_transient if isinstance(error, RolloutError) else is_transient,
+    }
+    if isinstance(error, ContextOverflowError):
+        encoded.update(message=error.message, request_id=error.request_id)
+    elif isinstance(error, RemoteError):
+        encoded.update(type=error.type_name, message=error.message)
+    return encoded
+
+
+def decode_error(encoded: Mapping[str, Any]) -> RolloutError:
+    """Return the error that `encode_error` wrote; a type not in our tree becomes a RemoteError.
+
+    Raises ProtocolError if type, message or flag are missing.
+    """
+    try:
+        type_name, message = encoded["type"], encoded["message"]
+        is_transient = bool(encoded["is_transient"])
+    except (KeyError, TypeError) as fault:
+        raise ProtocolError(f"not an encoded error: {encoded!r}") from fault
+    error_type = _ERROR_TYPES.get(type_name)
+    if error_type is None or error_type is RemoteError:
+        return RemoteError(type_name, message, is_transient=is_transient)
+    if issubclass(error_type, ContextOverflowError):
+        return error_type(encoded.get("request_id"), message, is_transient=is_transient)
+    return error_type(message)

@@ -1,0 +1,128 @@
+"""KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.backends.base import Backend, CacheSpec
+from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block
+
+_BUFFER = "kv_cache"
+
+
+class KVCache:
+    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
+
+    It lives through: resident -> [offload] -> release -> restore -> [onload] -> resident. What was
+    not offloaded is lost with release.
+    """
+
+    def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
+        self._memory = backend.memory
+        self._attention = backend.attention
+        self._arena = backend.host_arena
+        self._device = backend.device
+        self._spec = spec
+        self._shape = backend.attention.cache_shape(spec, num_blocks + NUM_SCRATCH_BLOCKS)
+        self.num_blocks = num_blocks
+        self.bytes_per_block = bytes_per_block(backend.attention, spec)
+        self._layers: tuple[Tensor, ...] = ()
+        self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
+        self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache, the scratch block included."""
+        return (self.num_blocks + NUM_SCRATCH_BLOCKS) * self.bytes_per_block
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the tensors exist, that is, not between `release` and `restore`."""
+        return bool(self._layers)
+
+    @property
+    def num_offloaded_bytes(self) -> int:
+        """Bytes of the blocks that wait in the host arena."""
+        return len(self._arena_index) * self.bytes_per_block
+
+    @property
+    def layers(self) -> tuple[Tensor, ...]:
+        """One tensor per layer in the attention backend's layout; new ones after each restore."""
+        assert self._layers, "the KV cache is released"
+        return self._layers
+
+    def data_ptrs(self) -> dict[str, int]:
+        """Address of each layer's tensor, by name; empty while released."""
+        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self._layers)}
+
+    def release(self) -> int:
+        """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
+        if not self._layers:
+            return 0
+        self._layers = ()
+        return self._memory.release(_BUFFER)
+
+    def restore(self) -> int:
+        """Have the memory again, contents undefined. Returns bytes restored, 0 if resident."""
+        if self._layers:
+            return 0
+        self._carve(self._memory.restore(_BUFFER))
+        return self.num_bytes
+
+    def offload(self, block_ids: Sequence[int]) -> int:
+        """Copy these blocks into the host arena, replacing what it held. Returns bytes copied."""
+        buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
+        self._arena_index = {block: index for index, block in enumerate(block_ids)}
+        assert len(self._arena_index) == len(block_ids), "a block is named twice"
+        self._attention.gather_blocks(self.layers, self._ids(block_ids), buffer)
+        return buffer.numel()
+
+    def onload(self, block_ids: Sequence[int]) -> int:
+        """Bring offloaded blocks back in place; the arena forgets them. Returns bytes copied."""
+        if not block_ids:
+            return 0
+        ordered = sorted(block_ids, key=self._arena_index.__getitem__)
+        places = [self._arena_index[block] for block in ordered]
+        arena = self._arena.reserve(self._arena.num_bytes)
+        edges = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        for start, end in pairwise(edges):
+            first = places[start] * self.bytes_per_block
+            source = arena[first : first + (end - start) * self.bytes_per_block]
+            self._attention.scatter_blocks(self.layers, self._ids(ordered[start:end]), source)
+        for block in ordered:
+            del self._arena_index[block]
+        return len(ordered) * self.bytes_per_block
+
+    def discard(self, block_ids: Sequence[int]) -> int:
+        """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
+
+        What is freed is whole pages: a little less than the blocks, until the last of them goes.
+        """
+        num_freed = 0
+        for block in block_ids:
+            start = self._arena_index.pop(block) * self.bytes_per_block
+            num_freed += self._arena.discard(start, start + self.bytes_per_block)
+        if not self._arena_index:
+            self._arena.release()
+        return num_freed
+
+    def retain(self, block_ids: Sequence[int]) -> int:
+        """Forget every offloaded block that is not among `block_ids`. Returns bytes freed."""
+        kept = set(block_ids)
+        return self.discard([block for block in self._arena_index if block not in kept])
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks, in every layer."""
+        self._attention.copy_blocks(self.layers, self._ids(sources), self._ids(targets))
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        return torch.as_tensor(block_ids, dtype=torch.int64, device=self._device)
+
+    def _carve(self, buffer: Tensor) -> None:
+        per_layer = buffer.view(self._spec.num_layers, -1)
+        self._layers = tuple(layer.view(self._spec.dtype).view(self._shape) for layer in per_layer)

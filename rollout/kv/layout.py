@@ -1,0 +1,31 @@
+"""From bytes to blocks. A block holds the K and V of `block_size` tokens in every layer."""
+
+from __future__ import annotations
+
+import math
+
+from rollout.backends.base import AttentionBackend, CacheSpec
+from rollout.errors import ConfigError
+
+GIB = 2**30
+NUM_SCRATCH_BLOCKS = 1  # block 0 takes the writes of padding; it is in no sum
+
+
+def bytes_per_block(attention: AttentionBackend, spec: CacheSpec) -> int:
+    """Bytes of one block over all layers, in the layout of `attention`."""
+    return math.prod(attention.cache_shape(spec, 1)) * spec.dtype.itemsize * spec.num_layers
+
+
+def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
+    """Whole blocks in `buffer_size_gb` GiB, the scratch block not counted.
+
+    Raises ConfigError if not even one fits.
+    """
+    per_block = bytes_per_block(attention, spec)
+    num_blocks = int(buffer_size_gb * GIB) // per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"buffer_size_gb={buffer_size_gb} holds no block of {per_block} bytes; "
+            f"use at least {per_block / GIB:.3g}, or lower block_size_tokens={spec.block_size}"
+        )
+    return num_blocks

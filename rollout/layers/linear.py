@@ -1,0 +1,66 @@
+"""Linear: one or several projections of the same input, fused into one matrix.
+
+Shape letters: T tokens, K in features, N out features of all parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.backends.base import Backend
+from rollout.layers.base import BackendLayer, empty_parameter
+
+
+class Linear(BackendLayer):
+    """y_TN = x_TK @ weight_NK.T + bias_N, where the rows of `weight` belong to named parts.
+
+    Fusing spares operators: query, key and value become one matrix product. The parts keep the
+    names they have in a checkpoint, and `weight_views` gives each as a view of the fused parameter.
+    """
+
+    handle: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tied_weight: nn.Parameter | None = None,
+    ) -> None:
+        """`parts`: names to out features, in row order. `tied_weight` replaces an own weight."""
+        super().__init__()
+        self.parts = dict(parts)
+        num_rows = sum(parts.values())
+        if tied_weight is None:
+            tied_weight = empty_parameter(num_rows, in_features, dtype=dtype, device=device)
+        self.weight = tied_weight
+        self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        self.handle = backend.ops.prepare_linear(self.weight, self.bias)
+
+    def refresh(self) -> None:
+        """Let the backend's handle follow an in-place change of the weight."""
+        self.ops.refresh(self.handle)
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        return self.ops.linear(x_TK, self.handle)
+
+    def weight_views(self) -> dict[str, Tensor]:
+        """Each part's weight (and bias) by name, as a contiguous view of the fused parameter."""
+        views: dict[str, Tensor] = {}
+        start = 0
+        for part, num_rows in self.parts.items():
+            views[f"{part}.weight"] = self.weight.detach()[start : start + num_rows]
+            if self.bias is not None:
+                views[f"{part}.bias"] = self.bias.detach()[start : start + num_rows]
+            start += num_rows
+        return views

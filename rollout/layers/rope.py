@@ -1,0 +1,130 @@
+"""Rotary position embedding: RopeSpec, its frequencies, and RotaryTable of cosines and sines.
+
+Shape letters: T tokens, P positions, D head dim, F = D / 2 frequencies.
+Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; the Llama 3.1 release.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ModelError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """How positions become angles. Fields that `kind` does not use keep their defaults.
+
+    `factor` is how far the context was stretched beyond `original_max_positions`.
+    Raises ModelError for values that give no angles.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole-numbered ends of the ramp
+    attention_factor: float = 1.0  # yarn: multiplies cosine and sine
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ModelError(f"rope type {self.kind!r} is not supported; supported: {ROPE_KINDS}")
+        if self.theta <= 1 or self.factor <= 0:
+            raise ModelError(f"rope theta={self.theta} must exceed 1, factor={self.factor} 0")
+        if self.kind in ("llama3", "yarn") and self.original_max_positions <= 0:
+            raise ModelError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"llama3 rope: high_freq_factor={self.high_freq_factor} must exceed "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position, [F] float32 on the CPU: theta^(-2i / D), scaled by the rope's kind."""
+    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies_F = 1.0 / (rope.theta**exponents_F)
+    if rope.kind == "default":
+        return frequencies_F
+    if rope.kind == "linear":
+        return frequencies_F / rope.factor
+    if rope.kind == "llama3":
+        unscaled_F = _llama3_unscaled_share(rope, frequencies_F)
+    else:
+        unscaled_F = _yarn_unscaled_share(rope, head_dim)
+    return (1 - unscaled_F) * frequencies_F / rope.factor + unscaled_F * frequencies_F
+
+
+def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
+    """1 where a wave turns often within the original context, 0 where rarely, linear in between."""
+    turns_F = rope.original_max_positions * frequencies_F / (2 * math.pi)
+    share_F = (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return share_F.clamp(0, 1)
+
+
+def _yarn_unscaled_share(rope: RopeSpec, head_dim: int) -> Tensor:
+    """As for llama3, but linear in the frequency's index. YaRN, sec. 3.2 and appendix A.2."""
+
+    def index_of_turns(turns: float) -> float:
+        stretch = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(stretch) / (2 * math.log(rope.theta))
+
+    start, end = index_of_turns(rope.beta_fast), index_of_turns(rope.beta_slow)
+    if rope.truncate:
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, head_dim - 1)
+    # 0.001 keeps a ramp of no width finite, as in the reference code of the paper.
+    width = end - start if end != start else 0.001
+    indices_F = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1 - ((indices_F - start) / width).clamp(0, 1)
+
+
+class RotaryTable(nn.Module):
+    """Cosine and sine of every position up to a length that grows on demand, in float32.
+
+    Rows hold the F values twice, [P, D], as the half-split layout of `Ops.rotary` wants them.
+    Growing replaces the buffers, so reserve the longest sequence before capturing a graph that
+    reads them.
+    """
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+    def __init__(self, rope: RopeSpec, head_dim: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.rope = rope
+        self.head_dim = head_dim
+        empty = torch.empty(0, head_dim, dtype=torch.float32, device=device)
+        self.register_buffer("cos_PD", empty, persistent=False)
+        self.register_buffer("sin_PD", empty, persistent=False)
+
+    @property
+    def num_positions(self) -> int:
+        return self.cos_PD.shape[0]
+
+    def reserve(self, num_positions: int) -> None:
+        """Hold at least `num_positions`; growing at least doubles the table."""
+        if num_positions <= self.num_positions:
+            return
+        num_positions = max(num_positions, 2 * self.num_positions)
+        # float32 angles made on the CPU: the numbers that a trainer's transformers model uses.
+        positions_P = torch.arange(num_positions, dtype=torch.float32)
+        angles_PF = torch.outer(positions_P, inverse_frequencies(self.rope, self.head_dim))
+        angles_PD = torch.cat((angles_PF, angles_PF), dim=1)
+        device = self.cos_PD.device
+        self.cos_PD = (angles_PD.cos() * self.rope.attention_factor).to(device)
+        self.sin_PD = (angles_PD.sin() * self.rope.attention_factor).to(device)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos_TD, sin_TD) of positions that have been reserved."""
+        return self.cos_PD.index_select(0, positions_T), self.sin_PD.index_select(0, positions_T)

@@ -1,0 +1,128 @@
+"""CausalLM: the model the engine runs, with its weights addressable by Hugging Face names.
+
+Shape letters: L logit rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.errors import ModelError
+from rollout.layers.base import BackendLayer
+from rollout.layers.linear import Linear
+from rollout.layers.rope import RotaryTable
+from rollout.models.decoder import Decoder
+from rollout.models.spec import ModelSpec
+
+INIT_STD = 0.02
+
+
+class CausalLM(nn.Module):
+    """A decoder with its language-model head, for inference: no parameter has a gradient.
+
+    Life: build (weights undefined), fill through `weight_views`, `prepare`, then run. After an
+    in-place change of weights call `refresh`.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.spec = spec
+        self.model = Decoder(spec, device)
+        self.lm_head = Linear(
+            spec.hidden_size,
+            {"lm_head": spec.vocab_size},
+            bias=False,
+            dtype=spec.dtype,
+            device=device,
+            tied_weight=self.model.embed_tokens.weight if spec.tie_word_embeddings else None,
+        )
+        self.rotary = RotaryTable(spec.rope, spec.head_dim, device=device)
+        self.is_prepared = False
+
+    @classmethod
+    def random(
+        cls,
+        spec: ModelSpec,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> CausalLM:
+        """Matrices of standard deviation 0.02, norms 1, biases 0; the same on every device."""
+        model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
+        generator = torch.Generator().manual_seed(seed)
+        for name, view in model.weight_views().items():
+            is_norm = name.endswith("norm.weight")
+            if view.dim() == 1:
+                view.fill_(1.0 if is_norm else 0.0)
+            elif not (name == "lm_head.weight" and spec.tie_word_embeddings):
+                view.copy_(torch.empty(view.shape).normal_(std=INIT_STD, generator=generator))
+        return model
+
+    def prepare(self, backend: Backend) -> None:
+        """Bind the backend into every layer. The weights must be there: handles may pack them."""
+        for module in self.modules():
+            if isinstance(module, BackendLayer):
+                module.bind(backend)
+        self.is_prepared = True
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make the rotary tables this long now, as graph capture needs; they grow on demand."""
+        self.rotary.reserve(num_positions)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
+        self._require_prepared()
+        self.rotary.reserve(int(batch.context_lens.max()))
+        cos_TD, sin_TD = self.rotary(batch.positions_T)
+        hidden_LE: Tensor = self.model(cos_TD, sin_TD, batch)
+        return hidden_LE
+
+    def compute_logits(self, hidden_LE: Tensor) -> Tensor:
+        """Logits in float32, [L, V]."""
+        self._require_prepared()
+        logits_LV: Tensor = self.lm_head(hidden_LE)
+        return logits_LV.float()
+
+    def weight_views(self) -> dict[str, Tensor]:
+        """Every weight by its Hugging Face name, as a view to read from and copy into.
+
+        Tied weights appear under both names and share their memory. Follow writes with `refresh`.
+        """
+        views: dict[str, Tensor] = {}
+        for path, module in self.named_modules():
+            if isinstance(module, Linear):
+                parent = path.rpartition(".")[0]
+                named = module.weight_views()
+            else:
+                parent = path
+                named = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+            prefix = f"{parent}." if parent else ""
+            views |= {prefix + name: view for name, view in named.items()}
+        return views
+
+    def refresh(self) -> None:
+        """Let packed copies of the weights follow an in-place change."""
+        self._require_prepared()
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.refresh()
+
+    def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
+        """What the KV cache must hold for this model; `dtype` None means the model's own."""
+        return CacheSpec(
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=self.spec.dtype if dtype is None else dtype,
+            block_size=block_size,
+        )
+
+    def _require_prepared(self) -> None:
+        if not self.is_prepared:
+            raise ModelError("the model has no operations yet; call prepare(backend) first")

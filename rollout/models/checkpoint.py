@@ -1,0 +1,123 @@
+"""Checkpoint: a Hugging Face directory of config.json and *.safetensors, opened for reading.
+
+Pickled checkpoints are never opened: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollout.errors import ModelError
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a directory: names known at once, values read shard by shard."""
+
+    shards: dict[Path, list[str]]
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Find the weights. Raises ModelError naming the file that is missing or broken."""
+        single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+        if single.is_file():
+            return cls({single: _tensor_names(single)})
+        if not index.is_file():
+            raise ModelError(
+                f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pickled weights are not "
+                "read: save the model with save_pretrained(..., safe_serialization=True)"
+            )
+        return cls(_indexed_shards(index))
+
+    def keys(self) -> Collection[str]:
+        return [name for names in self.shards.values() for name in names]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Each name with its tensor, read when its turn comes."""
+        for path, names in self.shards.items():
+            try:
+                with safe_open(path, framework="pt") as shard:
+                    for name in names:
+                        yield name, shard.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise _broken(path, error) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json, with the end tokens of generation_config.json where it names any.
+
+    Chat models end turns with tokens that only the latter lists. Raises ModelError.
+    """
+    config = _read_json(directory / CONFIG_FILE)
+    generation_path = directory / GENERATION_FILE
+    if generation_path.is_file():
+        end_token_ids = _read_json(generation_path).get("eos_token_id")
+        if end_token_ids is not None:
+            config["eos_token_id"] = end_token_ids
+    return config
+
+
+def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors. Makes `directory`; tensors must be contiguous."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # transformers refuses a file that does not say for which framework it is.
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            return list(shard.keys())
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, error) from error
+
+
+def _indexed_shards(index: Path) -> dict[Path, list[str]]:
+    """Shards by path. The index, not the shards, says which tensors belong to the model."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")
+    shards: dict[Path, list[str]] = {}
+    for name, file_name in weight_map.items():
+        if Path(file_name).name != file_name:
+            raise ModelError(f"{index} puts {name!r} into {file_name!r}, outside its directory")
+        shards.setdefault(index.parent / file_name, []).append(name)
+    for path, names in shards.items():
+        if not path.is_file():
+            raise ModelError(f"shard {path} is missing; download or save the checkpoint again")
+        if absent := sorted(set(names) - set(_tensor_names(path))):
+            raise ModelError(
+                f"shard {path} lacks {absent[0]!r}, which {index.name} puts there; "
+                "download or save the checkpoint again"
+            )
+    return shards
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _broken(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} cannot be read ({error}); download or save it again")

@@ -1,0 +1,103 @@
+"""build_model: a CausalLM from a directory, a transformers model, a spec or another CausalLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ModelError
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import Checkpoint, read_config, write_directory
+from rollout.models.spec import ModelSpec, parse_dtype
+from rollout.models.weights import NamedTensors, copy_weights
+
+
+def build_model(
+    source: str | Path | nn.Module | ModelSpec,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> CausalLM:
+    """A model ready for `prepare`. `source` is never changed and, save for a CausalLM, not kept.
+
+    A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
+    from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
+    `dtype` "auto" is the config's for directories and specs, the parameters' for modules.
+    Raises ModelError for a source that is none of these or does not fit its own config.
+    """
+    device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
+    if isinstance(source, ModelSpec):
+        return CausalLM.random(_with_dtype(source, dtype), seed, device=device)
+    if isinstance(source, str | Path):
+        return _load_directory(Path(source), dtype, device)
+    if isinstance(source, CausalLM):
+        return _recast(source, dtype, device)
+    if _is_transformers_model(source):
+        return _copy_transformers(source, dtype, device)
+    raise ModelError(
+        f"cannot build a model from {type(source).__name__}; give a Hugging Face directory, "
+        "a transformers model, a rollout.models.CausalLM or a ModelSpec"
+    )
+
+
+def save_hf_directory(model: CausalLM, path: str | Path) -> None:
+    """Write config.json and model.safetensors, which transformers and `build_model` load.
+
+    Tied weights are written once. Raises ModelError if the spec has no Hugging Face config.
+    """
+    views = model.weight_views()
+    if model.spec.tie_word_embeddings:
+        del views["lm_head.weight"]
+    write_directory(Path(path), model.spec.to_hf_config(), views)
+
+
+def _load_directory(directory: Path, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory; models are not downloaded here")
+    config = read_config(directory)
+    if dtype != "auto":
+        config["dtype"] = dtype
+    spec = ModelSpec.from_hf_config(config)
+    return _filled(spec, Checkpoint.open(directory), str(directory), device)
+
+
+def _recast(model: CausalLM, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+    weight = model.model.embed_tokens.weight
+    spec = _with_dtype(replace(model.spec, dtype=weight.dtype), dtype)
+    if spec.dtype == weight.dtype and device == weight.device:
+        return model
+    return _filled(spec, model.weight_views(), "the given CausalLM", device)
+
+
+def _copy_transformers(model: Any, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    config = dict(model.config.to_dict())
+    first_dtype = next((parameter.dtype for parameter in parameters.values()), None)
+    config["dtype"] = first_dtype if dtype == "auto" else dtype
+    end_token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if end_token_ids is not None:
+        config["eos_token_id"] = end_token_ids
+    spec = ModelSpec.from_hf_config(config)
+    return _filled(spec, parameters, f"the given {type(model).__name__}", device)
+
+
+def _is_transformers_model(source: object) -> bool:
+    """Recognised by shape: transformers is not imported, being optional and slow to import."""
+    config = getattr(source, "config", None)
+    has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
+    return has_config and hasattr(source, "named_parameters")
+
+
+def _filled(spec: ModelSpec, tensors: NamedTensors, origin: str, device: torch.device) -> CausalLM:
+    model = CausalLM(spec, device)
+    copy_weights(model.weight_views(), tensors, origin)
+    return model
+
+
+def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:
+    return spec if dtype == "auto" else replace(spec, dtype=parse_dtype(dtype))

@@ -1,0 +1,77 @@
+"""Copying named tensors into a freshly built model, with every mismatch named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ModelError
+from rollout.models.spec import DTYPES
+
+# Older checkpoints store this table, which the model computes from its config.
+COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+
+
+class NamedTensors(Protocol):
+    """Names known at once, tensors read one by one. A dict is one, and so is a Checkpoint."""
+
+    def keys(self) -> Collection[str]: ...
+
+    def items(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
+@torch.no_grad()
+def copy_weights(views: Mapping[str, Tensor], tensors: NamedTensors, origin: str) -> None:
+    """Fill `views` from `tensors`, casting floating dtypes.
+
+    Tied weights may come under either name, or equal under both. `origin` names the source
+    in errors. Raises ModelError for missing, unknown, misshaped or quantized tensors and for tied
+    ones that differ; `views` may then be partly written.
+    """
+    _check_names(views, tensors.keys(), origin)
+    written: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(COMPUTED_SUFFIX):
+            continue
+        view = views[name]
+        _check_tensor(name, tensor, view, origin)
+        tied_name = written.setdefault(view.data_ptr(), name)
+        if tied_name == name:
+            view.copy_(tensor)
+        elif not torch.equal(view, tensor.to(view)):
+            raise ModelError(
+                f"{name!r} and {tied_name!r} differ in {origin}, but its config ties them; "
+                "set tie_word_embeddings to false"
+            )
+
+
+def _check_names(views: Mapping[str, Tensor], names: Collection[str], origin: str) -> None:
+    given = {name for name in names if not name.endswith(COMPUTED_SUFFIX)}
+    if extra := sorted(given - views.keys()):
+        raise ModelError(
+            f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"
+        )
+    filled = {views[name].data_ptr() for name in given}
+    missing = [name for name, view in views.items() if view.data_ptr() not in filled]
+    if missing:
+        raise ModelError(f"{origin} lacks {_listing(missing)}; save the whole model again")
+
+
+def _check_tensor(name: str, tensor: Tensor, view: Tensor, origin: str) -> None:
+    if tensor.shape != view.shape:
+        raise ModelError(
+            f"{name!r} in {origin} has shape {list(tensor.shape)}, but the config gives "
+            f"{list(view.shape)}; does its config belong to it?"
+        )
+    if tensor.dtype not in (*DTYPES.values(), torch.float64):
+        raise ModelError(
+            f"{name!r} in {origin} has dtype {tensor.dtype}; save it as one of {', '.join(DTYPES)}"
+        )
+
+
+def _listing(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"{len(names)} tensors ({shown}{', ...' if len(names) > 3 else ''})"

@@ -1,0 +1,48 @@
+"""Hashes of a prompt's blocks, by which requests are routed to an engine that knows the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollout.errors import ConfigError
+
+HASH_PRIME = 2**61 - 1
+HASH_BASE = 31
+
+
+def compute_block_hashes_batched(
+    prompt_tokens: torch.Tensor | Sequence[int], block_size: int
+) -> list[int]:
+    """Return one hash in [1, HASH_PRIME] per complete block of `prompt_tokens` [num_tokens].
+
+    Each hash covers its block and all blocks before it. A trailing partial block is ignored.
+    The hash is linear and collides, so it may only route: it must never decide what KV is reused.
+    Raises ConfigError unless block_size >= 1.
+    """
+    if block_size < 1:
+        raise ConfigError(f"block_size={block_size} must be at least 1 token")
+    tokens = torch.as_tensor(prompt_tokens, dtype=torch.int64).cpu().numpy()
+    num_blocks = len(tokens) // block_size
+    tokens_BS = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
+    hashes: list[int] = []
+    parent = 0
+    for block_hash in _token_hashes(tokens_BS):
+        parent = (parent * HASH_BASE + block_hash) % HASH_PRIME + 1
+        hashes.append(parent)
+    return hashes
+
+
+def _token_hashes(tokens_BS: np.ndarray) -> list[int]:
+    """Return the hash of each of B blocks of S tokens, in [0, HASH_PRIME), parents left out.
+
+    Polynomial in HASH_BASE over int64; products, sums and powers wrap around in two's complement.
+    """
+    bases = np.full(tokens_BS.shape[1], HASH_BASE, dtype=np.int64)
+    bases[0] = 1
+    powers_S = np.cumprod(bases) % HASH_PRIME
+    sums_B = (tokens_BS * powers_S).sum(axis=1)
+    hashes: list[int] = (sums_B % HASH_PRIME).tolist()
+    return hashes

@@ -1,0 +1,127 @@
+"""How the fields of requests travel through msgpack: tensors, spans, params, top-n dictionaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from rollout.errors import ProtocolError, RolloutError
+from rollout.sampling_params import SamplingParams
+from rollout.version_spans import VersionSpans
+
+T = TypeVar("T")
+TopN = list[dict[int, float] | None]
+_TENSOR_KEYS = frozenset({"dtype", "shape", "data"})
+
+
+def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the values of `tensor` as nested lists. Shape is kept, dtype is not."""
+    values: list[Any] = tensor.tolist()
+    return values
+
+
+def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
+    """Return nested lists as a tensor of torch's default dtype for their values."""
+    return torch.tensor(tensor_as_list)
+
+
+def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return dtype name, shape and raw bytes of `tensor`, wherever it lies."""
+    bytes_N = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "data": bytes_N.numpy().tobytes(),
+    }
+
+
+def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
+    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError if it is not one."""
+    dtype = getattr(torch, str(encoded["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"unknown tensor dtype {encoded['dtype']!r}")
+    shape = torch.Size(encoded["shape"])
+    num_bytes = shape.numel() * dtype.itemsize
+    if len(encoded["data"]) != num_bytes:
+        raise ProtocolError(
+            f"{dtype} tensor of shape {list(shape)} needs {num_bytes} bytes, "
+            f"got {len(encoded['data'])}"
+        )
+    # bytearray: tensors are writable, bytes are not.
+    data = bytearray(encoded["data"])
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def encode_value(value: Any) -> Any:
+    """Return a plain value as it is, a list as a copy, a tensor by `encode_tensor`."""
+    if isinstance(value, torch.Tensor):
+        return encode_tensor(value)
+    return list(value) if isinstance(value, list) else value
+
+
+def decode_value(encoded: Any) -> Any:
+    """Return the value that `encode_value` wrote."""
+    if isinstance(encoded, Mapping) and encoded.keys() == _TENSOR_KEYS:
+        return decode_tensor(encoded)
+    return list(encoded) if isinstance(encoded, list) else encoded
+
+
+def encode_top_n(top_n: TopN) -> list[list[list[Any]] | None]:
+    """Return each token's dictionary as [key, log-prob] pairs: msgpack allows no integer keys."""
+    return [None if row is None else [[key, row[key]] for key in row] for row in top_n]
+
+
+def decode_top_n(encoded: list[list[list[Any]] | None]) -> TopN:
+    """Return the dictionaries that `encode_top_n` wrote, in their order."""
+    return [None if row is None else {key: value for key, value in row} for row in encoded]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldCodec:
+    """The two directions of one kind of field. None never reaches them: it travels as None."""
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+VALUE = FieldCodec(encode_value, decode_value)
+TOP_N = FieldCodec(encode_top_n, decode_top_n)
+SPANS = FieldCodec(VersionSpans.serialize, VersionSpans.deserialize)
+SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserialize)
+
+
+def encode_fields(instance: Any, codecs: Mapping[str, FieldCodec]) -> dict[str, Any]:
+    """Return every field of a dataclass instance, encoded by its codec, or VALUE if it has none."""
+    encoded: dict[str, Any] = {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        codec = codecs.get(field.name, VALUE)
+        encoded[field.name] = None if value is None else codec.encode(value)
+    return encoded
+
+
+def decode_fields(cls: type[T], encoded: Mapping[str, Any], codecs: Mapping[str, FieldCodec]) -> T:
+    """Return the instance of `cls` whose fields `encode_fields` wrote; absent ones take defaults.
+
+    Raises ProtocolError on fields that `cls` does not have, misses, or cannot read; a field that is
+    readable but illegal raises its own error.
+    """
+    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(encoded.keys() - known):
+        raise ProtocolError(f"{cls.__name__} has no field {', '.join(unknown)}")
+    try:
+        return cls(
+            **{
+                name: None if value is None else codecs.get(name, VALUE).decode(value)
+                for name, value in encoded.items()
+            }
+        )
+    except RolloutError:
+        raise
+    except (KeyError, TypeError, ValueError) as fault:
+        raise ProtocolError(f"not an encoded {cls.__name__}: {fault!r}") from fault

@@ -1,0 +1,214 @@
+"""DynamicInferenceRequest: one segment of a request's life in an engine, with its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rollout.errors import InvalidRequestError
+from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.requests.codec import SPANS, FieldCodec
+from rollout.requests.event import EventLog, deserialize_events, serialize_events
+from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.version_spans import VersionSpans
+
+_METADATA_TYPES: tuple[tuple[str, torch.dtype, bool], ...] = (
+    ("temperature", torch.float32, True),
+    ("top_k", torch.int32, True),
+    ("top_p", torch.float32, True),
+    ("min_p", torch.float32, True),
+    ("termination_id", torch.int64, True),
+    ("return_log_probs", torch.bool, False),
+    ("skip_prompt_log_probs", torch.bool, False),
+    ("top_n_logprobs", torch.int32, False),
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest(EventLog, InferenceRequest):
+    """One segment: a prompt and what was generated on it until it finished or was checkpointed.
+
+    Positions count over prompt + generated tokens. While it runs, its engine appends to the lists.
+
+    prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
+        unless it has one dimension.
+    finish_reason: stop | length | abort | error, or None while unfinished.
+    seed: the request seed. weights_version: the version under which the request entered.
+    policy_spans: the version that sampled each position; the prompt carries `weights_version`.
+    kv_spans: the version that wrote each position's KV; positions beyond it are not written.
+    policy_clock, kv_clock: the versions that staleness is relative to, None until a record sets
+        them. completed_at_version, once set, stands for both.
+    context_kv_version_min, _mean: per generated token, over the context it attended to.
+    latency, ttft: seconds; ttft from `event_add_engine` to the first token of all segments.
+    routing_indices: experts chosen, integer [num_tokens, num_layers, num_experts_per_token].
+    """
+
+    prompt_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    generated_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    priority: int = 0
+    seed: int | None = None
+    stop_word_ids: list[list[int]] | None = None
+    finished_chunk_token_count: int = 0
+    latency: float | None = None
+    ttft: float | None = None
+    routing_indices: torch.Tensor | None = None
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    precomputed_block_hashes: list[int] = field(default_factory=list)
+    weights_version: int = 0
+    completed_at_version: int | None = None
+    policy_clock: int | None = None
+    kv_clock: int | None = None
+    policy_spans: VersionSpans = field(default_factory=VersionSpans)
+    kv_spans: VersionSpans = field(default_factory=VersionSpans)
+    context_kv_version_min: list[int] = field(default_factory=list)
+    context_kv_version_mean: list[float] = field(default_factory=list)
+
+    _codecs: ClassVar[Mapping[str, FieldCodec]] = {
+        **InferenceRequest._codecs,
+        "policy_spans": SPANS,
+        "kv_spans": SPANS,
+        "events": FieldCodec(serialize_events, deserialize_events),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prompt_tokens = torch.as_tensor(self.prompt_tokens, dtype=torch.int64)
+        if self.prompt_tokens.dim() != 1:
+            shape = list(self.prompt_tokens.shape)
+            raise InvalidRequestError(f"prompt_tokens of shape {shape} must have one dimension")
+        if not len(self.policy_spans):
+            self.policy_spans.append(len(self.prompt_tokens), self.weights_version)
+        if self.enable_prefix_caching and not self.precomputed_block_hashes:
+            self._compute_block_hashes()
+
+    def __str__(self) -> str:
+        status = None if self.status is None else self.status.name
+        return (
+            f"{type(self).__name__}(request_id={self.request_id}, status={status}, "
+            f"prompt of {len(self.prompt_tokens)}, generated {len(self.generated_tokens)} tokens)"
+        )
+
+    def _compute_block_hashes(self) -> None:
+        """Hash the prompt's complete blocks, if the block size is known."""
+        if self.block_size_tokens is not None:
+            self.precomputed_block_hashes = compute_block_hashes_batched(
+                self.prompt_tokens, self.block_size_tokens
+            )
+
+    # ---- lengths and parameters
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens of this segment."""
+        return len(self.prompt_tokens) + len(self.generated_tokens)
+
+    @property
+    def remaining_prompt_tokens(self) -> torch.Tensor:
+        """The prompt tokens not yet prefilled, int64: a view of `prompt_tokens`."""
+        return self.prompt_tokens[self.finished_chunk_token_count :]
+
+    @property
+    def remaining_prompt_length(self) -> int:
+        """Number of prompt tokens not yet prefilled."""
+        return len(self.prompt_tokens) - self.finished_chunk_token_count
+
+    @property
+    def tracked_metadata(self) -> list[Any]:
+        """The sampling parameters in the order of `get_metadata_types`; no termination id is -1."""
+        params = self.sampling_params or SamplingParams()
+        values = (getattr(params, name) for name, _, _ in _METADATA_TYPES)
+        return [-1 if value is None else value for value in values]
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
+        """Return (name, dtype, is it needed on the device) of each tracked sampling parameter."""
+        return list(_METADATA_TYPES)
+
+    def succeeded(self) -> bool:
+        """The request completed, without a non-transient error."""
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        """The request ended by a non-transient error."""
+        return self.status is Status.FAILED
+
+    # ---- versions
+
+    @property
+    def policy_versions(self) -> torch.Tensor:
+        """The version that sampled each generated token: int32 [num_generated_tokens]."""
+        versions = self.stamped_policy_spans().to_array()
+        return torch.from_numpy(versions[len(self.prompt_tokens) :])
+
+    @property
+    def policy_staleness(self) -> torch.Tensor | None:
+        """Age of each position's policy: int32 [num_tokens], or None before any clock is set."""
+        now = self.policy_clock if self.completed_at_version is None else self.completed_at_version
+        return None if now is None else self.staleness_at(now)[0]
+
+    @property
+    def kv_cache_staleness(self) -> torch.Tensor | None:
+        """Age of each position's KV: int32 [num_tokens], or None before any clock is set."""
+        now = self.kv_clock if self.completed_at_version is None else self.completed_at_version
+        return None if now is None else self.staleness_at(now)[1]
+
+    def staleness_at(self, version: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return policy and KV staleness relative to `version`: `version` minus each stamp.
+
+        Both int32 [num_tokens] on the CPU. A position whose KV is not written has the age 0.
+        """
+        return (
+            _ages(self.stamped_policy_spans(), version),
+            _ages(self._padded(self.kv_spans, version), version),
+        )
+
+    def stamped_policy_spans(self) -> VersionSpans:
+        """Return a copy of the policy spans in which tokens nobody stamped carry the clock."""
+        clock = self.weights_version if self.policy_clock is None else self.policy_clock
+        return self._padded(self.policy_spans, clock)
+
+    def freeze_versions(self, version: int) -> None:
+        """Fix the staleness of a request that ended at weights version `version`.
+
+        KV that is not written reads as `version`, but the last generated token's, which no forward
+        pass will ever write, as the version that sampled it.
+        """
+        self.completed_at_version = version
+        self.policy_spans = self.stamped_policy_spans()
+        num_unwritten = self.num_tokens - len(self.kv_spans)
+        if num_unwritten and self.generated_tokens:
+            self.kv_spans.append(num_unwritten - 1, version)
+            self.kv_spans.append(1, self.policy_spans.version_at(self.num_tokens - 1))
+        else:
+            self.kv_spans.append(num_unwritten, version)
+
+    def _padded(self, spans: VersionSpans, version: int) -> VersionSpans:
+        """Return a copy of `spans` over all positions, missing ones made under `version`."""
+        padded = spans.copy()
+        padded.append(self.num_tokens - len(spans), version)
+        return padded
+
+    # ---- wire
+
+    def serialize(self) -> dict[str, Any]:
+        """Return all fields but `event_add_engine` as a dictionary for msgpack."""
+        encoded = super().serialize()
+        del encoded["event_add_engine"]
+        return encoded
+
+
+def _ages(spans: VersionSpans, version: int) -> torch.Tensor:
+    """Return `version` minus each entry: int32 [len(spans)]."""
+    return torch.from_numpy(np.int32(version) - spans.to_array())
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicVLMInferenceRequest(DynamicInferenceRequest, VLMInferenceRequest):
+    """A segment whose prompt has images."""

@@ -1,0 +1,166 @@
+"""The life log of a request: what happened to it, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from rollout.errors import EventPayloadError, ProtocolError, decode_error, encode_error
+
+
+class DynamicInferenceEventType(Enum):
+    """What can happen to a request. Travels by name."""
+
+    ADD_ENGINE = auto()  # once per request, when it enters the engine's queue
+    ADD_CONTEXT = auto()  # with the last chunk of its prefill
+    GENERATED_TOKEN = auto()
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+    ERROR_TRANSIENT = auto()
+    ERROR_NONTRANSIENT = auto()
+
+
+_ERROR_EVENTS = (
+    DynamicInferenceEventType.ERROR_TRANSIENT,
+    DynamicInferenceEventType.ERROR_NONTRANSIENT,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DynamicInferenceEvent:
+    """One event. Raises EventPayloadError if the payload is not the one its type takes.
+
+    timestamp: seconds since the epoch; now if not given.
+    payload: an exception for ERROR_*, a dictionary with `token_id` for GENERATED_TOKEN, else None.
+    """
+
+    type: DynamicInferenceEventType
+    timestamp: float = field(default_factory=time.time)
+    payload: Any = None
+
+    def __post_init__(self) -> None:
+        payload = self.payload
+        if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
+            is_legal = isinstance(payload, dict) and "token_id" in payload
+            wanted = "a dictionary with token_id"
+        elif self.type in _ERROR_EVENTS:
+            is_legal, wanted = isinstance(payload, BaseException), "an exception"
+        else:
+            is_legal, wanted = payload is None, "no payload"
+        if not is_legal:
+            raise EventPayloadError(f"{self.type.name} takes {wanted}, got {payload!r}")
+
+    def __str__(self) -> str:
+        detail = "" if self.payload is None else f", {self.payload!r}"
+        return f"[{self.timestamp:.3f}] {self.type.name}{detail}"
+
+    def serialize(self) -> dict[str, Any]:
+        """Return type name, timestamp and payload for the wire; an error as `encode_error` says."""
+        payload = self.payload
+        if self.type in _ERROR_EVENTS:
+            is_transient = self.type is DynamicInferenceEventType.ERROR_TRANSIENT
+            payload = encode_error(payload, is_transient=is_transient)
+        return {"type": self.type.name, "timestamp": self.timestamp, "payload": payload}
+
+    @classmethod
+    def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceEvent:
+        """Return the event that `serialize` wrote; an error of unknown type is a RemoteError.
+
+        Raises ProtocolError on an unknown event type or missing keys.
+        """
+        try:
+            event_type = DynamicInferenceEventType[obj["type"]]
+            timestamp, payload = obj["timestamp"], obj["payload"]
+        except KeyError as fault:
+            raise ProtocolError(f"not an encoded event: {obj!r}") from fault
+        if event_type in _ERROR_EVENTS:
+            payload = decode_error(payload)
+        return cls(type=event_type, timestamp=timestamp, payload=payload)
+
+
+def serialize_events(events: list[DynamicInferenceEvent]) -> list[dict[str, Any]]:
+    """Return every event for the wire."""
+    return [event.serialize() for event in events]
+
+
+def deserialize_events(encoded: list[Mapping[str, Any]]) -> list[DynamicInferenceEvent]:
+    """Return the events that `serialize_events` wrote."""
+    return [DynamicInferenceEvent.deserialize(event) for event in encoded]
+
+
+@dataclass(kw_only=True, eq=False)
+class EventLog:
+    """The events of one segment, oldest first. `event_add_engine` is its request's, even if an
+    earlier segment logged it."""
+
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    event_add_engine: DynamicInferenceEvent | None = None
+
+    def add_event(
+        self, type: DynamicInferenceEventType, payload: Any | None = None
+    ) -> DynamicInferenceEvent:
+        """Append an event that happens now and return it. ADD_ENGINE is entered only once."""
+        if type is DynamicInferenceEventType.ADD_ENGINE and self.event_add_engine is not None:
+            return self.event_add_engine
+        event = DynamicInferenceEvent(type=type, payload=payload)
+        self.events.append(event)
+        if type is DynamicInferenceEventType.ADD_ENGINE:
+            self.event_add_engine = event
+        return event
+
+    def add_event_add_engine(self) -> DynamicInferenceEvent:
+        """The request entered the engine's queue; a second call returns the first event."""
+        return self.add_event(DynamicInferenceEventType.ADD_ENGINE)
+
+    def add_event_add_context(self) -> DynamicInferenceEvent:
+        """The last chunk of the prompt was prefilled."""
+        return self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+
+    def add_event_generated_token(
+        self,
+        token: int,
+        blocks_total: int | None = None,
+        blocks_hashed_total: int | None = None,
+        blocks_hashed_active: int | None = None,
+        blocks_ref_count: int | None = None,
+    ) -> DynamicInferenceEvent:
+        """A token was generated; the pool's counts are noted if given."""
+        payload = {"token_id": token}
+        if blocks_total is not None:
+            payload["blocks_total"] = blocks_total
+        if blocks_hashed_total is not None:
+            payload["blocks_hashed_total"] = blocks_hashed_total
+        if blocks_hashed_active is not None:
+            payload["blocks_hashed_active"] = blocks_hashed_active
+        if blocks_ref_count is not None:
+            payload["blocks_ref_count"] = blocks_ref_count
+        return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+
+    def add_event_pause(self) -> DynamicInferenceEvent:
+        """The request waits for blocks and keeps those it has."""
+        return self.add_event(DynamicInferenceEventType.PAUSE)
+
+    def add_event_evict(self) -> DynamicInferenceEvent:
+        """The request lost its blocks and went back into the queue."""
+        return self.add_event(DynamicInferenceEventType.EVICT)
+
+    def add_event_finish(self) -> DynamicInferenceEvent:
+        """The request completed."""
+        return self.add_event(DynamicInferenceEventType.FINISH)
+
+    def add_event_fail(self) -> DynamicInferenceEvent:
+        """The request failed."""
+        return self.add_event(DynamicInferenceEventType.FAIL)
+
+    def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
+        """An error that did not end the request."""
+        return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
+
+    def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
+        """The error that ended the request."""
+        return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)

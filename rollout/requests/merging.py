@@ -1,0 +1,104 @@
+"""How the values of several segments become those of one request.
+
+A segment that was generated without values contributes placeholders, one per generated token, so
+that values stay aligned with tokens. If no segment has values the result is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.event import DynamicInferenceEventType
+
+Segments = Sequence[DynamicInferenceRequest]
+
+
+def concatenated_fields(segments: Segments) -> dict[str, Any]:
+    """Return the fields of a merged request that are its segments' fields, one after the other."""
+    log_probs = _values(segments, "generated_log_probs", float("nan"))
+    tokens = [token for segment in segments for token in segment.generated_tokens]
+    return {
+        "generated_tokens": tokens,
+        "generated_length": len(tokens),
+        "generated_text": _text(segments),
+        "generated_log_probs": log_probs_tensor(log_probs),
+        "generated_top_n_logprobs": _values(segments, "generated_top_n_logprobs", None),
+        "tpot": _values(segments, "tpot", float("nan")),
+        "routing_indices": _routing(segments),
+        "events": [event for segment in segments for event in segment.events],
+        "context_kv_version_min": [v for s in segments for v in s.context_kv_version_min],
+        "context_kv_version_mean": [v for s in segments for v in s.context_kv_version_mean],
+    }
+
+
+def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
+    """Return the segment that answers for the original prompt: the last one that has no other.
+
+    It is the first segment, unless that was evicted before its first token and started over.
+    """
+    num_prompt_tokens = len(segments[0].prompt_tokens)
+    return [s for s in segments if len(s.prompt_tokens) == num_prompt_tokens][-1]
+
+
+def log_probs_tensor(log_probs: torch.Tensor | list[float] | None) -> torch.Tensor | None:
+    """Return log-probs as a float32 tensor [num_tokens] on the CPU, None if there are none."""
+    if log_probs is None:
+        return None
+    return torch.as_tensor(log_probs, dtype=torch.float32, device="cpu")
+
+
+def time_to_first_token(segments: Segments) -> float | None:
+    """Return seconds from ADD_ENGINE to the first token of any segment, None without either.
+
+    A segment that logged no GENERATED_TOKEN events has its `ttft` set by whoever generated it.
+    """
+    for segment in segments:
+        if segment.ttft is not None:
+            return segment.ttft
+        added = segment.event_add_engine
+        for event in segment.events:
+            if event.type is DynamicInferenceEventType.GENERATED_TOKEN and added is not None:
+                return event.timestamp - added.timestamp
+    return None
+
+
+def _values(segments: Segments, name: str, placeholder: object) -> list[Any] | None:
+    """Return list or tensor `name` of all segments, `placeholder` where a segment has no values."""
+    parts = [getattr(segment, name) for segment in segments]
+    if all(part is None for part in parts):
+        return None
+    merged: list[Any] = []
+    for segment, part in zip(segments, parts, strict=True):
+        if part is None or not len(part):
+            merged += [placeholder] * len(segment.generated_tokens)
+        else:
+            merged += part.tolist() if isinstance(part, torch.Tensor) else part
+    return merged
+
+
+def _routing(segments: Segments) -> torch.Tensor | None:
+    """Return the routing indices along tokens; -1, which is no expert, where there are none."""
+    known = [s.routing_indices for s in segments if s.routing_indices is not None]
+    if not known:
+        return None
+    shape = known[0].shape[1:]
+    return torch.cat(
+        [
+            known[0].new_full((len(segment.generated_tokens), *shape), -1)
+            if segment.routing_indices is None
+            else segment.routing_indices
+            for segment in segments
+        ]
+    )
+
+
+def _text(segments: Segments) -> str | None:
+    """Return the generated text, or None if a segment with tokens has none."""
+    texts = [segment.generated_text for segment in segments if segment.generated_tokens]
+    if not texts or any(text is None for text in texts):
+        return None
+    return "".join(text for text in texts if text is not None)

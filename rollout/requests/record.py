@@ -1,0 +1,208 @@
+"""DynamicInferenceRequestRecord: the history of one request over its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollout.errors import EngineStateError, ProtocolError
+from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
+from rollout.requests.merging import (
+    concatenated_fields,
+    log_probs_tensor,
+    segment_of_prompt,
+    time_to_first_token,
+)
+from rollout.requests.request import Status
+from rollout.sampling_params import SamplingParams
+from rollout.version_spans import VersionSpans
+
+# What a segment came to, which says nothing about the one after it.
+_CLEARED_BY_CHECKPOINT = (
+    "prompt",
+    "inference_parameters",
+    "finish_reason",
+    "segments",
+    "generated_length",
+    "generated_text",
+    "generated_segments",
+    "generated_sequence_lengths",
+    "prompt_log_probs",
+    "prompt_top_n_logprobs",
+    "latency",
+    "ttft",
+    "routing_indices",
+    "completed_at_version",
+)
+
+
+@dataclass(eq=False)
+class DynamicInferenceRequestRecord:
+    """All segments of one request, oldest first; only the last one grows. `latency` in seconds.
+
+    The last segment holds the record's clock, the versions its staleness is relative to. A record
+    that no engine owns is aged by `increment_staleness`; an engine calls `observe_version` before
+    it hands one out.
+    """
+
+    requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    latency: float | None = None
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
+        """Return a record of `request`, which stays its first segment."""
+        return cls(requests=[request])
+
+    def __getitem__(self, idx: int) -> DynamicInferenceRequest:
+        """Return segment `idx`."""
+        return self.requests[idx]
+
+    @property
+    def current(self) -> DynamicInferenceRequest:
+        """The last segment."""
+        return self.requests[-1]
+
+    @property
+    def request_id(self) -> int:
+        """The id that all segments share."""
+        return self.requests[0].request_id
+
+    @property
+    def policy_clock(self) -> int:
+        """The version policy staleness is relative to; at first that of the request's entry."""
+        clock = self.current.policy_clock
+        return self.current.weights_version if clock is None else clock
+
+    @property
+    def kv_clock(self) -> int:
+        """The version KV staleness is relative to; at first that of the request's entry."""
+        clock = self.current.kv_clock
+        return self.current.weights_version if clock is None else clock
+
+    def observe_version(self, version: int) -> None:
+        """Set the clock to the engine's weights version. A completed request keeps its own."""
+        self.current.policy_clock = version
+        self.current.kv_clock = version
+
+    def increment_staleness(self, policy_only: bool = False) -> None:
+        """Age all tokens so far by one version, those of a completed request excepted.
+
+        With `policy_only` the KV clock stands still: for requests that have no KV to age.
+        """
+        request = self.current
+        policy_clock, kv_clock = self.policy_clock, self.kv_clock
+        if request.completed_at_version is not None:
+            return
+        request.policy_spans = request.stamped_policy_spans()
+        request.policy_clock = policy_clock + 1
+        if policy_only:
+            request.kv_clock = kv_clock
+            return
+        request.kv_spans.append(request.num_tokens - len(request.kv_spans), kv_clock)
+        request.kv_clock = kv_clock + 1
+
+    def checkpoint(self, tokenizer: object = None) -> None:
+        """Append a segment whose prompt is everything so far, to be prefilled again.
+
+        Policy spans are carried, KV spans start anew, block hashes are recomputed, and
+        num_tokens_to_generate shrinks by what was generated. `tokenizer` is accepted for callers
+        of the former interface and not used. Raises EngineStateError if no token is left to
+        generate.
+        """
+        old = self.current
+        generated = old.prompt_tokens.new_tensor(old.generated_tokens)
+        cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
+        self.requests.append(
+            dataclasses.replace(
+                old,
+                **cleared,
+                prompt_tokens=torch.cat([old.prompt_tokens, generated]),
+                sampling_params=_remaining_params(old),
+                status=Status.WAITING_IN_QUEUE,
+                finished_chunk_token_count=0,
+                precomputed_block_hashes=[],
+                generated_tokens=[],
+                generated_log_probs=_empty_like(old.generated_log_probs),
+                generated_top_n_logprobs=_empty_like(old.generated_top_n_logprobs),
+                tpot=_empty_like(old.tpot),
+                events=[],
+                policy_spans=old.stamped_policy_spans(),
+                kv_spans=VersionSpans(),
+                context_kv_version_min=[],
+                context_kv_version_mean=[],
+            )
+        )
+
+    def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
+        """Return the whole history as one request, as if it had never been checkpointed.
+
+        What describes the prompt comes from the first segment, the outcome from the last, the
+        rest is concatenated; log-probs are float32 tensors. The record is left as it is.
+        `tokenizer` is accepted for callers of the former interface and not used.
+        """
+        first, last = self.requests[0], self.current
+        prefilled = segment_of_prompt(self.requests)
+        num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
+        return dataclasses.replace(
+            first,
+            **concatenated_fields(self.requests),
+            status=last.status,
+            finish_reason=last.finish_reason,
+            finished_chunk_token_count=num_chunk_tokens,
+            precomputed_block_hashes=list(first.precomputed_block_hashes),
+            prompt_log_probs=log_probs_tensor(prefilled.prompt_log_probs),
+            prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
+            latency=self.latency,
+            ttft=time_to_first_token(self.requests),
+            completed_at_version=last.completed_at_version,
+            policy_clock=self.policy_clock,
+            kv_clock=self.kv_clock,
+            policy_spans=last.stamped_policy_spans(),
+            kv_spans=last.kv_spans.copy(),
+        )
+
+    def serialize(self) -> dict[str, Any]:
+        """Return the record as a dictionary that msgpack can carry."""
+        return {
+            "requests": [request.serialize() for request in self.requests],
+            "latency": self.latency,
+        }
+
+    @classmethod
+    def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
+        """Return the record that `serialize` wrote. Raises ProtocolError if it is not one."""
+        if obj.keys() != {"requests", "latency"}:
+            raise ProtocolError(f"not an encoded record: it has the keys {sorted(obj)}")
+        return cls(
+            requests=[_deserialize_segment(request) for request in obj["requests"]],
+            latency=obj["latency"],
+        )
+
+
+def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None:
+    """Return the params of the next segment: fewer tokens to generate, all else equal."""
+    params = request.sampling_params
+    if params is None or params.num_tokens_to_generate is None:
+        return params
+    num_left = params.num_tokens_to_generate - len(request.generated_tokens)
+    if num_left < 1:
+        raise EngineStateError(
+            f"request {request.request_id} has generated all of its "
+            f"{params.num_tokens_to_generate} tokens; only an unfinished one can be checkpointed"
+        )
+    return dataclasses.replace(params, num_tokens_to_generate=num_left)
+
+
+def _empty_like(values: object) -> list[Any] | None:
+    """Return a list to append to if `values` were kept, None if they were not asked for."""
+    return None if values is None else []
+
+
+def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
+    """Return a segment; one with images is a DynamicVLMInferenceRequest."""
+    request_type = DynamicVLMInferenceRequest if "imgs" in obj else DynamicInferenceRequest
+    return request_type.deserialize(obj)

@@ -1,0 +1,95 @@
+"""InferenceRequest: one prompt, what was asked for and what came of it. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from rollout.requests.codec import (
+    SAMPLING_PARAMS,
+    TOP_N,
+    FieldCodec,
+    TopN,
+    decode_fields,
+    encode_fields,
+)
+from rollout.sampling_params import SamplingParams
+
+Request = TypeVar("Request", bound="InferenceRequest")
+
+
+class Status(Enum):
+    """Where a request is: queued, running, paused, done, failed. Travels by name."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    COMPLETED = 4
+    FAILED = 5
+
+
+# eq=False here and below: tensors have no single truth value, so requests compare by identity.
+@dataclass(kw_only=True, eq=False)
+class InferenceRequest:
+    """One inference request.
+
+    arrival_time, and seconds in `tpot` (one per generated token), are floats.
+    inference_parameters: former name of `sampling_params`, used if that is None.
+    *_log_probs: float32, one per token; prompt positions start at the second token.
+    *_top_n_logprobs: one dictionary {token id: log-prob} per token, None where there is no value.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    sampling_params: SamplingParams | None = None
+    inference_parameters: SamplingParams | None = None
+    prompt_tokens: torch.Tensor | list[int] | None = None
+    arrival_time: float | None = None
+    status: Status | None = None
+    encoder_prompt: str | None = None
+    generated_text: str | None = None
+    segments: list[str] | None = None
+    generated_segments: list[str] | None = None
+    generated_sequence_lengths: list[int] | None = None
+    generated_tokens: torch.Tensor | list[int] | None = None
+    prompt_log_probs: torch.Tensor | list[float] | None = None
+    generated_log_probs: torch.Tensor | list[float] | None = None
+    prompt_top_n_logprobs: TopN | None = None
+    generated_top_n_logprobs: TopN | None = None
+    generated_length: int | None = None
+    tpot: list[float] | None = None
+
+    _codecs: ClassVar[Mapping[str, FieldCodec]] = {
+        "sampling_params": SAMPLING_PARAMS,
+        "inference_parameters": SAMPLING_PARAMS,
+        "status": FieldCodec(lambda status: status.name, lambda name: Status[name]),
+        "prompt_top_n_logprobs": TOP_N,
+        "generated_top_n_logprobs": TOP_N,
+    }
+
+    def __post_init__(self) -> None:
+        if self.sampling_params is None:
+            self.sampling_params = self.inference_parameters
+
+    def serialize(self) -> dict[str, Any]:
+        """Return all fields as a dictionary for msgpack; tensors as dtype, shape and bytes."""
+        return encode_fields(self, self._codecs)
+
+    @classmethod
+    def deserialize(cls: type[Request], obj: Mapping[str, Any]) -> Request:
+        """Return the request that `serialize` wrote. Raises ProtocolError if it is not one."""
+        return decode_fields(cls, obj, cls._codecs)
+
+
+@dataclass(kw_only=True, eq=False)
+class VLMInferenceRequest(InferenceRequest):
+    """A request with images: `imgs` and `num_tiles` per image, as the vision model takes them."""
+
+    num_img_embeddings_per_tile: int
+    imgs: torch.Tensor
+    num_tiles: torch.Tensor
+    decoder_seq_length: int

@@ -1,0 +1,1 @@
+"""From a StepPlan to a StepOutput, and from named tensors to new weights."""

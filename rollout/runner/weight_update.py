@@ -1,0 +1,120 @@
+"""Weight updates as transactions: verify everything first, then copy in place."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from rollout.models.causal_lm import CausalLM
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateReport:
+    """A committed update. `stall_seconds` is the part during which no step could run."""
+
+    version: int
+    seconds: float
+    stall_seconds: float
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedWeights:
+    """Source tensors that fit the model: one per parameter, tied ones once. They are not copied."""
+
+    tensors: Mapping[str, Tensor]
+
+
+class WeightUpdater:
+    """The only writer of the model's weights. Addresses never change, so captured graphs stay valid."""
+
+    def __init__(self, model: CausalLM, *, reject_non_finite: bool) -> None:
+        self._model = model
+        self._views = model.weight_views()
+        self._reject_non_finite = reject_non_finite
+
+    @torch.no_grad()
+    def verify(self, named_tensors: NamedTensors) -> VerifiedWeights:
+        """Check names, shapes, dtypes and values in place; nothing is written.
+
+        Raises WeightUpdateError naming the tensor at fault and what was expected of it.
+        """
+        source = dict(named_tensors)
+        self._check_names(source)
+        chosen: dict[int, str] = {}
+        for name, tensor in source.items():
+            self._check_tensor(name, tensor)
+            first = chosen.setdefault(self._views[name].data_ptr(), name)
+            if first != name and not torch.equal(tensor, source[first].to(tensor)):
+                raise WeightUpdateError(
+                    f"{name!r} and {first!r} are tied in this model, but the update gives them "
+                    "different values; send one of them, or equal ones"
+                )
+        return VerifiedWeights(tensors={name: source[name] for name in chosen.values()})
+
+    @torch.no_grad()
+    def commit(self, verified: VerifiedWeights) -> tuple[int, float]:
+        """Copy in place and bring packed copies up to date. Returns (bytes written, seconds)."""
+        start = time.perf_counter()
+        num_bytes = 0
+        for name, tensor in verified.tensors.items():
+            view = self._views[name]
+            view.copy_(tensor)
+            num_bytes += view.numel() * view.element_size()
+        self._model.refresh()
+        return num_bytes, time.perf_counter() - start
+
+    def checksum(self) -> str:
+        """CRC-32 over names and bytes of all weights, in name order: equal weights, equal checksum."""
+        value = 0
+        for name in sorted(self._views):
+            view = self._views[name].detach().cpu().contiguous()
+            value = zlib.crc32(name.encode(), value)
+            value = zlib.crc32(view.view(torch.uint8).numpy().data, value)
+        return f"{value:08x}"
+
+    def _check_names(self, source: Mapping[str, Tensor]) -> None:
+        if extra := sorted(source.keys() - self._views.keys()):
+            raise WeightUpdateError(
+                f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
+                "send the parameters of the same architecture under their Hugging Face names"
+            )
+        given = {self._views[name].data_ptr() for name in source}
+        missing = [name for name, view in self._views.items() if view.data_ptr() not in given]
+        if missing:
+            raise WeightUpdateError(
+                f"the update lacks {len(missing)} of the model's tensors ({_listing(missing)}); "
+                "send all parameters at once"
+            )
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        view = self._views[name]
+        if tensor.shape != view.shape:
+            raise WeightUpdateError(
+                f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
+            )
+        if tensor.dtype != view.dtype and not tensor.is_floating_point():
+            raise WeightUpdateError(
+                f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {view.dtype}; "
+                "send a floating dtype"
+            )
+        if tensor.is_meta:
+            raise WeightUpdateError(f"{name!r} is on the meta device and has no values")
+        if self._reject_non_finite and not torch.isfinite(tensor.to(view.dtype)).all():
+            raise WeightUpdateError(
+                f"{name!r} holds NaN or infinity (as {view.dtype}); the serving weights are kept. "
+                "reject_non_finite_weights=False would let it pass"
+            )
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

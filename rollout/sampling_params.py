@@ -1,0 +1,122 @@
+"""How one request wants its tokens sampled, stopped and reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rollout.errors import InvalidRequestError
+
+LOGPROBS_MODES = ("raw", "temperature", "processed")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Immutable sampling settings of one request. Raises InvalidRequestError (a ValueError) on a
+    value outside its range, and when both token limits are given.
+
+    temperature: 0 is greedy. top_k, top_p, min_p: 0 switches the truncation off.
+    num_tokens_to_generate: limit on new tokens; num_tokens_total: limit on prompt + new tokens;
+        neither: up to the engine's longest sequence.
+    termination_id: the end token; None takes the tokenizer's, -1 matches none. `ignore_eos` runs on
+        past it.
+    stop_words: a string or strings; kept as a tuple. `detokenize_stop_sequence` keeps them in the
+        text.
+    seed: the request seed; None lets the engine derive one.
+    logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
+        `processed` = after temperature and truncation.
+    streaming_interval: tokens between two partial replies.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    num_tokens_to_generate: int | None = None
+    num_tokens_total: int | None = None
+    termination_id: int | None = None
+    stop_words: str | list[str] | tuple[str, ...] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = True
+    top_n_logprobs: int = 0
+    logprobs_mode: str = "raw"
+    add_BOS: bool = False
+    detokenize_stop_sequence: bool = False
+    return_prompt_tokens: bool = True
+    streaming: bool = False
+    streaming_interval: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_float("temperature", 0.0, math.inf)
+        self._check_float("top_p", 0.0, 1.0)
+        self._check_float("min_p", 0.0, 1.0)
+        self._check_int("top_k", 0)
+        self._check_int("top_n_logprobs", 0)
+        self._check_int("streaming_interval", 1)
+        self._check_int("num_tokens_to_generate", 1, optional=True)
+        self._check_int("num_tokens_total", 1, optional=True)
+        self._check_int("termination_id", -1, optional=True)
+        # The widest integers msgpack can carry.
+        self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise InvalidRequestError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
+                f"num_tokens_total={self.num_tokens_total} contradict each other; give only one"
+            )
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise InvalidRequestError(
+                f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}"
+            )
+        object.__setattr__(self, "stop_words", _stop_words_as_tuple(self.stop_words))
+
+    def serialize(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that msgpack can carry."""
+        encoded = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.stop_words is not None:
+            encoded["stop_words"] = list(self.stop_words)
+        return encoded
+
+    @classmethod
+    def deserialize(cls, encoded: Mapping[str, Any]) -> SamplingParams:
+        """Return what `serialize` wrote. Raises InvalidRequestError on unknown fields."""
+        unknown = sorted(set(encoded) - {field.name for field in fields(cls)})
+        if unknown:
+            raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")
+        return cls(**encoded)
+
+    def _check_float(self, name: str, low: float, high: float) -> None:
+        """Raise InvalidRequestError unless `name` is a finite number in [low, high]."""
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            interval = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and >= {low:g}"
+            raise InvalidRequestError(f"{name}={value!r} must be {interval}")
+
+    def _check_int(
+        self, name: str, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
+        """Raise InvalidRequestError unless `name` is an integer in range, or a legal None."""
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if not is_int or value < low or (high is not None and value > high):
+            interval = f">= {low}" if high is None else f"in [{low}, {high}]"
+            suffix = ", or None" if optional else ""
+            raise InvalidRequestError(f"{name}={value!r} must be an integer {interval}{suffix}")
+
+
+def _stop_words_as_tuple(stop_words: object) -> tuple[str, ...] | None:
+    """Return the stop words as a tuple. Raises InvalidRequestError unless they are strings."""
+    if stop_words is None:
+        return None
+    words = (stop_words,) if isinstance(stop_words, str) else stop_words
+    if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
+        raise InvalidRequestError(
+            f"stop_words={stop_words!r} must be a non-empty string or a list of them"
+        )
+    return tuple(words)

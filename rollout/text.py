@@ -1,0 +1,179 @@
+"""Between token ids and text: the Tokenizer protocol, a Hugging Face adapter, streaming."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+_REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
+_MAX_PENDING_BYTES = 3
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a sequence, or None if there is none."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a sequence, or None if there is none."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without adding special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+        ...
+
+
+class HFTokenizer:
+    """Tokenizer over a `tokenizers.Tokenizer` or a transformers tokenizer.
+
+    `eos_id` and `bos_id` given here win over those that a transformers tokenizer names itself.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._is_transformers = hasattr(tokenizer, "eos_token_id")
+        self.eos_id = eos_id if eos_id is not None else getattr(tokenizer, "eos_token_id", None)
+        self.bos_id = bos_id if bos_id is not None else getattr(tokenizer, "bos_token_id", None)
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> HFTokenizer:
+        """Load `tokenizer.json` of a model directory, and its end and begin tokens.
+
+        Their ids come from `tokenizer_config.json`, else `generation_config.json` or `config.json`.
+        Raises ValueError without `tokenizer.json`, ImportError without the package `tokenizers`.
+        """
+        import tokenizers
+
+        root = Path(directory)
+        if not (root / "tokenizer.json").is_file():
+            raise ValueError(f"{root} holds no tokenizer.json; save a fast tokenizer there")
+        tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+        return cls(
+            tokenizer,
+            eos_id=_special_id(root, tokenizer, "eos_token"),
+            bos_id=_special_id(root, tokenizer, "bos_token"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        if self._is_transformers:
+            return len(self._tokenizer)
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without adding special tokens."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoded) if self._is_transformers else list(encoded.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens left out."""
+        # Cleaning up spaces would change text that has been streamed already.
+        options = {"clean_up_tokenization_spaces": False} if self._is_transformers else {}
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, **options))
+
+
+def as_tokenizer(source: Any) -> Tokenizer:
+    """Return `source` as a Tokenizer: one already, a model directory, or a Hugging Face tokenizer.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return HFTokenizer.from_directory(source)
+    if isinstance(source, Tokenizer):
+        return source
+    if hasattr(source, "encode") and hasattr(source, "decode"):
+        return HFTokenizer(source)
+    raise TypeError(f"{type(source).__name__} is no tokenizer: it lacks encode() or decode()")
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of ids into text, piece by piece.
+
+    No piece holds half a UTF-8 character and no text is given twice; all pieces together are
+    `tokenizer.decode` of all ids. The work per call does not grow with the text: only the ids since
+    the last-but-one complete character are decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_context_ids = 0  # leading ids of the window that only give context
+        self._num_emitted = 0  # characters of the window's text that were given out
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add `ids` and return the text that is complete now, possibly none."""
+        num_known_ids = len(self._window)
+        self._window.extend(ids)
+        if len(self._window) == num_known_ids:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        num_complete = _complete_length(text)
+        piece = text[self._num_emitted : num_complete]
+        self._num_emitted = max(self._num_emitted, num_complete)
+        if piece and num_complete == len(text):
+            self._slide()
+        return piece
+
+    def finish(self) -> str:
+        """Return what is still held back; bytes that never became a character are U+FFFD."""
+        piece = self._tokenizer.decode(self._window)[self._num_emitted :]
+        self._window, self._num_context_ids, self._num_emitted = [], 0, 0
+        return piece
+
+    def _slide(self) -> None:
+        """Forget the old context; the ids after it become the context of the next piece."""
+        # A decoder may treat the first token specially (a stripped space), so one piece stays.
+        del self._window[: self._num_context_ids]
+        self._num_context_ids = len(self._window)
+        self._num_emitted = len(self._tokenizer.decode(self._window))
+
+
+def _complete_length(text: str) -> int:
+    """Return how many leading characters of `text` no further byte can change."""
+    tail = text[-_MAX_PENDING_BYTES:]
+    return len(text) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
+
+
+def _special_id(root: Path, tokenizer: Any, name: str) -> int | None:
+    """Return the id of special token `name` ("eos_token", "bos_token") of a model directory."""
+    token = _read_json(root / "tokenizer_config.json").get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
+        return int(token_id)
+    for file_name in ("generation_config.json", "config.json"):
+        token_id = _read_json(root / file_name).get(f"{name}_id")
+        if isinstance(token_id, list):
+            token_id = token_id[0] if token_id else None
+        if token_id is not None:
+            return int(token_id)
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in `path`, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
