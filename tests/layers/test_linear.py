@@ -1,0 +1,48 @@
+"""Fused projections: their parts, and handles that follow their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.testing import assert_close
+
+from rollout.layers.linear import Linear
+from tests.models.oracle_backend import oracle_backend
+
+CPU = torch.device("cpu")
+
+
+def make_fused() -> Linear:
+    fused = Linear(3, {"gate": 2, "up": 1}, bias=True, dtype=torch.float32, device=CPU)
+    views = fused.weight_views()
+    views["gate.weight"].copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+    views["gate.bias"].copy_(torch.tensor([0.5, 0.0]))
+    views["up.weight"].copy_(torch.tensor([[1.0, 1.0, 1.0]]))
+    views["up.bias"].copy_(torch.tensor([-1.0]))
+    return fused
+
+
+def test_parts_are_contiguous_rows_of_the_fused_weight() -> None:
+    fused = make_fused()
+    assert list(fused.weight_views()) == ["gate.weight", "gate.bias", "up.weight", "up.bias"]
+    assert all(view.is_contiguous() for view in fused.weight_views().values())
+    assert fused.weight.tolist() == [[1, 0, 0], [0, 2, 0], [1, 1, 1]]
+
+
+def test_forward_concatenates_the_parts_outputs() -> None:
+    fused = make_fused()
+    fused.bind(oracle_backend())
+    assert_close(fused(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[1.5, 4.0, 5.0]]))
+
+
+def test_a_changed_weight_counts_after_refresh() -> None:
+    fused = make_fused()
+    fused.bind(oracle_backend())
+    fused.weight_views()["up.weight"].zero_()
+    fused.refresh()
+    assert_close(fused(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[1.5, 4.0, -1.0]]))
+
+
+def test_a_tied_weight_is_the_given_parameter() -> None:
+    table = torch.nn.Parameter(torch.ones(4, 3), requires_grad=False)
+    head = Linear(3, {"head": 4}, bias=False, dtype=torch.float32, device=CPU, tied_weight=table)
+    assert head.weight is table

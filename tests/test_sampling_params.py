@@ -1,0 +1,102 @@
+"""rollout.sampling_params: ranges, immutability, the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.errors import InvalidRequestError
+from rollout.sampling_params import LOGPROBS_MODES, SamplingParams
+
+OUT_OF_RANGE = [
+    ("temperature", -0.1, "finite and >= 0"),
+    ("temperature", math.nan, "finite and >= 0"),
+    ("temperature", math.inf, "finite and >= 0"),
+    ("temperature", "hot", "finite and >= 0"),
+    ("top_k", -1, ">= 0"),
+    ("top_k", 1.5, "integer"),
+    ("top_k", True, "integer"),
+    ("top_p", -0.1, "[0, 1]"),
+    ("top_p", 1.1, "[0, 1]"),
+    ("top_p", math.nan, "[0, 1]"),
+    ("min_p", -0.1, "[0, 1]"),
+    ("min_p", 1.1, "[0, 1]"),
+    ("num_tokens_to_generate", 0, ">= 1"),
+    ("num_tokens_total", -3, ">= 1"),
+    ("termination_id", -2, ">= -1"),
+    ("top_n_logprobs", -1, ">= 0"),
+    ("streaming_interval", 0, ">= 1"),
+    ("seed", 2**64, "18446744073709551615"),
+    ("logprobs_mode", "cooked", "raw, temperature, processed"),
+    ("stop_words", [""], "non-empty string"),
+    ("stop_words", [1], "non-empty string"),
+    ("stop_words", 1, "non-empty string"),
+]
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 10),
+    top_k=st.integers(0, 1000),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    num_tokens_to_generate=st.none() | st.integers(1, 10_000),
+    termination_id=st.none() | st.integers(-1, 200_000),
+    stop_words=st.none() | st.text(min_size=1) | st.lists(st.text(min_size=1)),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    return_log_probs=st.booleans(),
+    top_n_logprobs=st.integers(0, 20),
+    logprobs_mode=st.sampled_from(LOGPROBS_MODES),
+    streaming=st.booleans(),
+    streaming_interval=st.integers(1, 64),
+)
+
+
+@pytest.mark.parametrize(("field", "value", "interval"), OUT_OF_RANGE)
+def test_value_out_of_range_raises_naming_field_value_and_range(field, value, interval):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    for part in (field, repr(value), interval):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 0), ("top_p", 1.0), ("min_p", 1), ("top_k", 0), ("termination_id", -1)],
+)
+def test_ends_of_the_ranges_are_legal(field, value):
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_both_token_limits_contradict_each_other():
+    with pytest.raises(InvalidRequestError, match="contradict"):
+        SamplingParams(num_tokens_to_generate=4, num_tokens_total=8)
+
+
+def test_params_cannot_be_edited_and_can_be_hashed():
+    params = SamplingParams(stop_words=["END"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.5
+    assert hash(params) == hash(SamplingParams(stop_words="END"))
+
+
+def test_stop_words_do_not_follow_the_callers_list():
+    words = ["a"]
+    params = SamplingParams(stop_words=words)
+    words.append("b")
+    assert params.stop_words == ("a",)
+
+
+@given(params_strategy)
+def test_params_survive_msgpack(params):
+    wire = msgpack.unpackb(msgpack.packb(params.serialize()))
+    assert SamplingParams.deserialize(wire) == params
+
+
+def test_unknown_parameter_on_the_wire_is_refused_by_name():
+    with pytest.raises(InvalidRequestError, match="heat"):
+        SamplingParams.deserialize({"heat": 1.0})

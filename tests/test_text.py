@@ -1,0 +1,163 @@
+"""rollout.text: adapters of Hugging Face tokenizers, and text that grows piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.text import HFTokenizer, IncrementalDetokenizer, Tokenizer, as_tokenizer
+
+
+class ByteTokenizer:
+    """One id per byte; 256 ends a sequence and has no text."""
+
+    eos_id = 256
+    bos_id = None
+    vocab_size = 257
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def pieces_of(tokenizer: Tokenizer, chunks: list[list[int]]) -> list[str]:
+    """What a stream gives for `chunks`, the rest last."""
+    stream = IncrementalDetokenizer(tokenizer)
+    return [*(stream.push(chunk) for chunk in chunks), stream.finish()]
+
+
+def space_stripping_tokenizer():
+    """Words as in SentencePiece: the first one loses its space; bytes stand for rare characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders = tokenizers.decoders
+    words = ["<unk>", "</s>", "\u2581the", "\u2581cat", "s", *(f"<0x{b:02X}>" for b in range(256))]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+def byte_ids(text: str) -> list[int]:
+    """Ids of the bytes of `text` in `space_stripping_tokenizer`."""
+    return [5 + byte for byte in text.encode()]
+
+
+@given(st.lists(st.lists(st.integers(0, 256), max_size=5), max_size=30))
+def test_pieces_of_any_bytes_are_the_whole_text(chunks):
+    tokenizer = ByteTokenizer()
+    whole = tokenizer.decode([i for chunk in chunks for i in chunk])
+    assert "".join(pieces_of(tokenizer, chunks)) == whole
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\ufffd", codec="utf-8")))
+def test_no_piece_holds_half_a_character(text):
+    pieces = pieces_of(ByteTokenizer(), [[byte] for byte in text.encode()])
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text
+
+
+def test_character_appears_with_its_last_byte():
+    chunks = [[byte] for byte in "a😀b".encode()]
+    assert pieces_of(ByteTokenizer(), chunks) == ["a", "", "", "", "😀", "b", ""]
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement():
+    assert pieces_of(ByteTokenizer(), [list(b"ok\xf0\x9f")]) == ["ok", "\ufffd"]
+
+
+def test_pushing_nothing_gives_nothing():
+    assert pieces_of(ByteTokenizer(), [[], [65], []]) == ["", "A", "", ""]
+
+
+def test_work_per_token_does_not_grow_with_the_text():
+    longest = 0
+
+    class MeasuringTokenizer(ByteTokenizer):
+        def decode(self, ids):
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return super().decode(ids)
+
+    pieces_of(MeasuringTokenizer(), [[byte] for byte in ("é" * 500).encode()])
+    assert longest <= 4
+
+
+def test_spaces_survive_streaming_where_a_first_word_loses_its_own():
+    tokenizer = HFTokenizer(space_stripping_tokenizer())
+    the, cat, plural, end = 2, 3, 4, 1
+    chunks = [[the], [cat], [plural], [end], [cat]]
+    assert pieces_of(tokenizer, chunks) == ["the", " cat", "s", "", " cat", ""]
+
+
+def test_byte_fallback_characters_are_held_until_complete():
+    tokenizer = HFTokenizer(space_stripping_tokenizer())
+    chunks = [[2], *([i] for i in byte_ids("😀")), [3]]
+    assert pieces_of(tokenizer, chunks) == ["the", "", "", "", "😀", " cat", ""]
+
+
+def test_raw_tokenizer_is_adapted():
+    tokenizer = as_tokenizer(space_stripping_tokenizer())
+    assert isinstance(tokenizer, Tokenizer)
+    assert tokenizer.vocab_size == 261
+    assert tokenizer.encode("é") == byte_ids("é")
+    assert tokenizer.decode([2, 3, 1]) == "the cat"
+    assert tokenizer.eos_id is None
+
+
+def test_transformers_tokenizer_is_adapted_with_its_end_token():
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=space_stripping_tokenizer(), eos_token="</s>"
+    )
+    tokenizer = as_tokenizer(fast)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (1, None, 261)
+    assert tokenizer.encode("é") == byte_ids("é")
+    assert tokenizer.decode([2, 3, 1]) == "the cat"
+
+
+def test_tokenizer_of_ours_is_taken_as_it_is():
+    tokenizer = ByteTokenizer()
+    assert as_tokenizer(tokenizer) is tokenizer
+
+
+def test_other_object_is_refused():
+    with pytest.raises(TypeError, match="int is no tokenizer"):
+        as_tokenizer(3)
+
+
+@pytest.mark.parametrize(
+    ("file_name", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "</s>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}),
+        ("generation_config.json", {"eos_token_id": [1, 4]}),
+        ("config.json", {"eos_token_id": 1}),
+    ],
+)
+def test_directory_names_its_end_token(tmp_path, file_name, content):
+    space_stripping_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file_name).write_text(json.dumps(content))
+    tokenizer = as_tokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (1, None)
+    assert tokenizer.decode([2, 3]) == "the cat"
+
+
+def test_directory_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        HFTokenizer.from_directory(tmp_path)
