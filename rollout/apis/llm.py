@@ -23,7 +23,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.text import HFTokenizer, Tokenizer
+from rollout.text import Tokenizer, as_tokenizer
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
@@ -44,7 +44,9 @@ class LLM:
         *,
         weights_version: int = 0,
     ) -> None:
-        self.tokenizer = _as_tokenizer(model, tokenizer)
+        if tokenizer is None and isinstance(model, str | Path):
+            tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self.engine = DynamicInferenceEngine.from_model(
             model, inference_config, self.tokenizer, weights_version
         )
@@ -177,11 +179,3 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
-
-
-def _as_tokenizer(model: object, tokenizer: object) -> Tokenizer | None:
-    if tokenizer is not None:
-        return tokenizer if isinstance(tokenizer, Tokenizer) else HFTokenizer(tokenizer)
-    if isinstance(model, str | Path) and (Path(model) / "tokenizer.json").is_file():
-        return HFTokenizer.from_directory(model)
-    return None

@@ -16,6 +16,7 @@ from rollout.engine.counters import EngineTelemetry
 from rollout.engine.engine import Engine
 from rollout.engine.intake import RequestIntake
 from rollout.engine.request_book import RequestBook
+from rollout.engine.suspension import Suspension
 from rollout.kv.cache import KVCache
 from rollout.kv.layout import bytes_per_block, num_blocks_in
 from rollout.models.causal_lm import CausalLM
@@ -63,15 +64,16 @@ class DynamicInferenceEngine(Engine):
             block_size=config.block_size_tokens,
             device=backend.device,
         )
-        return cls(
-            scheduler=Scheduler(
-                BlockManager(
-                    num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
-                ),
-                max_tokens=max_tokens,
-                max_paused_blocks=_max_paused_blocks(config, backend, cache_spec, num_blocks),
-                enable_chunked_prefill=config.enable_chunked_prefill,
+        scheduler = Scheduler(
+            BlockManager(
+                num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
             ),
+            max_tokens=max_tokens,
+            max_paused_blocks=_max_paused_blocks(config, backend, cache_spec, num_blocks),
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
+        return cls(
+            scheduler=scheduler,
             runner=ModelRunner(causal_lm, backend, kv, builder),
             updater=WeightUpdater(causal_lm, reject_non_finite=config.reject_non_finite_weights),
             kv=kv,
@@ -87,7 +89,7 @@ class DynamicInferenceEngine(Engine):
                 track_generated_tokens=config.track_generated_token_events,
             ),
             telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
-            kv_mode=config.kv_cache_management_mode,
+            suspension=Suspension(scheduler, kv, config.kv_cache_management_mode),
             max_kv_staleness_versions=config.max_kv_staleness_versions,
             weights_version=weights_version,
         )

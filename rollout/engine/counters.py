@@ -80,6 +80,7 @@ class EngineTelemetry:
         self._totals.num_suspends += 1
         self._totals.suspend_seconds += report.seconds
         self._totals.suspended_bytes += report.bytes_released
+        self._totals.num_recomputed_requests += report.num_requests_requeued
         self._write({f"engine/suspend/{name}": value for name, value in _numbers(report)})
 
     def note_resume(self, report: ResumeReport) -> None:

@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from rollout.config import KVCacheManagementMode
 from rollout.engine.counters import EngineTelemetry
 from rollout.engine.intake import Entry, RequestIntake
-from rollout.engine.kv_policy import KV_POLICIES
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.request_book import RequestBook
 from rollout.engine.state import EngineState, StateMachine
-from rollout.errors import InvalidRequestError, WeightUpdateError
+from rollout.engine.suspension import Suspension
+from rollout.errors import InvalidRequestError
 from rollout.kv.cache import KVCache
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weight_update import NamedTensors, WeightUpdater, WeightUpdateReport
+from rollout.runner.weight_update import (
+    NamedTensors,
+    WeightUpdater,
+    WeightUpdateReport,
+    next_version,
+)
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Schedule, Scheduler
 from rollout.step.output import StepOutput
@@ -40,18 +45,16 @@ class Engine:
         intake: RequestIntake,
         book: RequestBook,
         telemetry: EngineTelemetry,
-        kv_mode: KVCacheManagementMode,
+        suspension: Suspension,
         max_kv_staleness_versions: int | None,
         weights_version: int,
     ) -> None:
         self._scheduler, self._runner, self._updater, self._kv = scheduler, runner, updater, kv
         self._intake, self._book, self._telemetry = intake, book, telemetry
-        self._kv_mode = kv_mode
+        self._suspension = suspension
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._weights_version = weights_version
         self._machine = StateMachine()
-        self._suspended_mode = kv_mode
-        self._num_requeued = 0
         self._impossible: list[DynamicInferenceRequestRecord] = []
 
     # ---- requests
@@ -207,21 +210,9 @@ class Engine:
         """
         with self._machine.command("suspend") as must_run:
             if not must_run:
-                return SuspendReport(mode=self._suspended_mode.value)
-            start = time.perf_counter()
-            chosen = self._kv_mode if mode is None else KVCacheManagementMode(mode)
-            suspended = KV_POLICIES[chosen].suspend(self._scheduler, self._kv)
-            self._book.note_requeued(suspended.requeued, evicted=False)
-            self._suspended_mode, self._num_requeued = chosen, len(suspended.requeued)
-        self._telemetry.note_recomputed(len(suspended.requeued))
-        report = SuspendReport(
-            mode=chosen.value,
-            seconds=time.perf_counter() - start,
-            bytes_released=suspended.bytes_released,
-            bytes_kept=suspended.bytes_kept,
-            bytes_on_host=suspended.bytes_on_host,
-            num_requests_requeued=len(suspended.requeued),
-        )
+                return self._suspension.nothing_suspended()
+            report, requeued = self._suspension.suspend(mode)
+            self._book.note_requeued(requeued, evicted=False)
         self._telemetry.note_suspend(report)
         return report
 
@@ -229,16 +220,8 @@ class Engine:
         """Have the memory and the KV again; leads to PAUSED. Answered as done if PAUSED already."""
         with self._machine.command("resume") as must_run:
             if not must_run:
-                return ResumeReport(mode=self._suspended_mode.value)
-            start = time.perf_counter()
-            num_bytes = KV_POLICIES[self._suspended_mode].resume(self._scheduler, self._kv)
-        report = ResumeReport(
-            mode=self._suspended_mode.value,
-            seconds=time.perf_counter() - start,
-            bytes_restored=num_bytes,
-            num_requests_recomputed=self._num_requeued,
-        )
-        self._num_requeued = 0
+                return self._suspension.nothing_resumed()
+            report = self._suspension.resume()
         self._telemetry.note_resume(report)
         return report
 
@@ -263,7 +246,7 @@ class Engine:
     def set_generation_epoch(self, version: int) -> None:
         """A commit without tensors. Legal in PAUSED and SUSPENDED, for a version above the current."""
         self._require_quiet("set the generation epoch", in_flight=False)
-        self._commit_version(self._next_version(version))
+        self._commit_version(next_version(self._weights_version, version))
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -276,7 +259,7 @@ class Engine:
         """
         self._require_quiet("update weights", in_flight=in_flight)
         start = time.perf_counter()
-        new_version = self._next_version(version)
+        new_version = next_version(self._weights_version, version)
         num_bytes, stall_seconds = self._updater.commit(self._updater.verify(named_tensors))
         self._commit_version(new_version)
         report = WeightUpdateReport(
@@ -293,16 +276,6 @@ class Engine:
         running = (EngineState.RUNNING,) if in_flight else ()
         states = (EngineState.PAUSED, EngineState.SUSPENDED, *running)
         self._machine.require(*states, to=what)
-
-    def _next_version(self, version: int | None) -> int:
-        if version is None:
-            return self._weights_version + 1
-        if version <= self._weights_version:
-            raise WeightUpdateError(
-                f"version={version} must be above the serving version {self._weights_version}: a "
-                "number never names two different weights"
-            )
-        return version
 
     def _commit_version(self, version: int) -> None:
         self._weights_version = version

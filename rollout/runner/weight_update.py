@@ -116,5 +116,17 @@ class WeightUpdater:
             )
 
 
+def next_version(current: int, version: int | None) -> int:
+    """The version an update gets: `version`, or current + 1. Raises WeightUpdateError unless larger."""
+    if version is None:
+        return current + 1
+    if version <= current:
+        raise WeightUpdateError(
+            f"version={version} must be above the serving version {current}: a number never names "
+            "two different weights"
+        )
+    return version
+
+
 def _listing(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

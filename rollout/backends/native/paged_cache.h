@@ -1,0 +1,26 @@
+/* The cache of one layer, [block, offset, K or V, KV head, D] in float32, and the step's tokens. */
+
+#ifndef ROLLOUT_PAGED_CACHE_H
+#define ROLLOUT_PAGED_CACHE_H
+
+#include "vectors.h"
+
+/* Strides count floats from token to token; heads of one token are contiguous. */
+struct attention {
+    float *out;                 /* [tokens, heads, dim], contiguous */
+    const float *q;
+    float *cache;
+    const int32_t *tables;      /* [rows, table_stride] */
+    const int32_t *query_starts; /* [rows + 1] */
+    const int32_t *context_lens; /* [rows] */
+    int64_t q_stride, table_stride, block_size, heads, kv_heads, dim;
+};
+
+/* K of a row's token for all KV heads; its V follows after kv_heads * dim floats. */
+INLINE float *token_at(const struct attention *a, int64_t row, int64_t position) {
+    int64_t block = a->tables[row * a->table_stride + position / a->block_size];
+    int64_t slot = block * a->block_size + position % a->block_size;
+    return a->cache + slot * 2 * a->kv_heads * a->dim;
+}
+
+#endif

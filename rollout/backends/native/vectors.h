@@ -1,0 +1,70 @@
+/* Eight floats at a time, with GCC's and Clang's vector extensions: no intrinsics, any CPU. */
+
+#ifndef ROLLOUT_VECTORS_H
+#define ROLLOUT_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 8
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+/* aligned(4): pointers to these may be dereferenced at any float. */
+typedef float v8f __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t v8i __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v4f __attribute__((vector_size(16), aligned(4), may_alias));
+typedef double v4d __attribute__((vector_size(32), aligned(8), may_alias));
+
+INLINE v8f splat(float x) { return (v8f){x, x, x, x, x, x, x, x}; }
+
+INLINE v8f load(const float *p) { return *(const v8f *)p; }
+
+INLINE void store(float *p, v8f x) { *(v8f *)p = x; }
+
+INLINE v8f select_v8(v8i mask, v8f yes, v8f no) {
+    return (v8f)(((v8i)yes & mask) | ((v8i)no & ~mask));
+}
+
+INLINE v8f max_v8(v8f a, v8f b) { return select_v8(a > b, a, b); }
+
+INLINE float sum_v8(v8f x) {
+    union { v8f whole; v4f half[2]; } u = {x};
+    v4f s = u.half[0] + u.half[1];
+    return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+INLINE float largest_of(v8f x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
+}
+
+/* Add eight floats to four sums of double precision. */
+INLINE v4d add_as_doubles(v4d sums, v8f x) {
+    union { v8f whole; v4f half[2]; } u = {x};
+    return sums + (__builtin_convertvector(u.half[0], v4d) + __builtin_convertvector(u.half[1], v4d));
+}
+
+/* exp(x) within 2 units of the last place; 0 below -86.5, x capped at 88, NaN gives 0.
+   exp(x) = 2^n exp(r), |r| <= ln(2)/2; Taylor's series to r^7 leaves less than 6e-9. */
+INLINE v8f exp_v8(v8f x) {
+    const v8f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    v8f capped = select_v8(x > 88.0f, splat(88.0f), x);
+    v8f shifted = capped * 1.44269504f + magic;
+    v8f n = shifted - magic;
+    v8f r = capped - n * 0.693145752f; /* ln(2), its 16 leading bits and the rest */
+    r = r - n * 1.42860677e-6f;
+    v8f y = r * (1.0f / 5040) + 1.0f / 720;
+    y = y * r + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    v8i scaled = (v8i)y + (((v8i)shifted - (v8i)magic) << 23);
+    return (v8f)(scaled & (x >= -86.5f));
+}
+
+#endif
