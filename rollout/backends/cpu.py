@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import torch
 
+from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.base import Backend, MemoryBackend
+from rollout.backends.base import AttentionBackend, Backend, MemoryBackend, Ops
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.native.kernels import Kernels
+from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
+from rollout.backends.ops.native import NativeOps
 
 MEMORY_KINDS = ("device", "reserved")
 
 
 def cpu_backend(memory_kind: str) -> Backend:
-    """A Backend on CPU; `memory_kind` is one of MEMORY_KINDS."""
+    """A Backend on CPU, with compiled kernels if there are any; `memory_kind` of MEMORY_KINDS."""
     device = torch.device("cpu")
-    memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory(device)
+    memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
+    ops: Ops = CpuOps()
+    attention: AttentionBackend = TorchSdpaAttention()
+    library = load_library()
+    if library is not None:
+        kernels = Kernels(library)
+        ops, attention = NativeOps(kernels), NativePagedAttention(kernels)
     return Backend(
         device=device,
-        ops=CpuOps(),
-        attention=TorchSdpaAttention(),
+        ops=ops,
+        attention=attention,
         executor=EagerExecutor(),
         memory=memory,
         host_arena=MappedHostArena(),

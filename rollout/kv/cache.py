@@ -7,10 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.backends.base import Backend, CacheSpec
 from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block
+
+BlockIds = Sequence[int] | NDArray[np.integer]
 
 _BUFFER = "kv_cache"
 
@@ -74,17 +77,17 @@ class KVCache:
         self._carve(self._memory.restore(_BUFFER))
         return self.num_bytes
 
-    def offload(self, block_ids: Sequence[int]) -> int:
+    def offload(self, block_ids: BlockIds) -> int:
         """Copy these blocks into the host arena, replacing what it held. Returns bytes copied."""
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
-        self._arena_index = {block: index for index, block in enumerate(block_ids)}
+        self._arena_index = {int(block): index for index, block in enumerate(block_ids)}
         assert len(self._arena_index) == len(block_ids), "a block is named twice"
         self._attention.gather_blocks(self.layers, self._ids(block_ids), buffer)
         return buffer.numel()
 
-    def onload(self, block_ids: Sequence[int]) -> int:
+    def onload(self, block_ids: BlockIds) -> int:
         """Bring offloaded blocks back in place; the arena forgets them. Returns bytes copied."""
-        if not block_ids:
+        if len(block_ids) == 0:
             return 0
         ordered = sorted(block_ids, key=self._arena_index.__getitem__)
         places = [self._arena_index[block] for block in ordered]
@@ -98,7 +101,7 @@ class KVCache:
             del self._arena_index[block]
         return len(ordered) * self.bytes_per_block
 
-    def discard(self, block_ids: Sequence[int]) -> int:
+    def discard(self, block_ids: BlockIds) -> int:
         """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
 
         What is freed is whole pages: a little less than the blocks, until the last of them goes.
@@ -111,16 +114,16 @@ class KVCache:
             self._arena.release()
         return num_freed
 
-    def retain(self, block_ids: Sequence[int]) -> int:
+    def retain(self, block_ids: BlockIds) -> int:
         """Forget every offloaded block that is not among `block_ids`. Returns bytes freed."""
         kept = set(block_ids)
         return self.discard([block for block in self._arena_index if block not in kept])
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy whole blocks, in every layer."""
         self._attention.copy_blocks(self.layers, self._ids(sources), self._ids(targets))
 
-    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+    def _ids(self, block_ids: BlockIds) -> Tensor:
         return torch.as_tensor(block_ids, dtype=torch.int64, device=self._device)
 
     def _carve(self, buffer: Tensor) -> None:

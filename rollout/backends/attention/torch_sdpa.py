@@ -86,7 +86,9 @@ def _with_context(q_QHD: Tensor, context_C2GD: Tensor) -> Tensor:
 def _group(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Heads first, query heads grouped under their KV head; K and V are expanded views."""
     num_groups = k_CGD.shape[1]
-    q_GEQD = q_QHD.transpose(0, 1).unflatten(0, (num_groups, -1))
+    num_queries, num_heads, head_dim = q_QHD.shape
+    q_QGED = q_QHD.view(num_queries, num_groups, num_heads // num_groups, head_dim)
+    q_GEQD = q_QGED.permute(1, 2, 0, 3)
     shape = (-1, q_GEQD.shape[1], -1, -1)
     k_GECD = k_CGD.transpose(0, 1).unsqueeze(1).expand(shape)
     v_GECD = v_CGD.transpose(0, 1).unsqueeze(1).expand(shape)

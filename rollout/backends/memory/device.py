@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rollout.backends.memory.mapping import map_bytes
-from rollout.errors import ConfigError
 
 
 class DeviceMemory:
     """Implements `MemoryBackend`. Memory goes back once the caller has dropped its own views, too.
 
-    On CPU each buffer is a mapping of its own, so that the system gets the memory at once.
+    Each buffer is a mapping of its own, so that the system gets the memory at once.
     """
 
     has_stable_addresses = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._num_bytes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
         """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
         assert name not in self._num_bytes, f"buffer {name!r} exists"
-        self._tensors[name] = self._new(name, num_bytes)
+        self._tensors[name] = map_bytes(name, num_bytes).tensor
         self._num_bytes[name] = num_bytes
         return self._tensors[name]
 
@@ -36,15 +33,5 @@ class DeviceMemory:
     def restore(self, name: str) -> Tensor:
         """The buffer, allocated anew if it was released; its address may differ."""
         if name not in self._tensors:
-            self._tensors[name] = self._new(name, self._num_bytes[name])
+            self._tensors[name] = map_bytes(name, self._num_bytes[name]).tensor
         return self._tensors[name]
-
-    def _new(self, name: str, num_bytes: int) -> Tensor:
-        if self._device.type == "cpu":
-            return map_bytes(name, num_bytes).tensor
-        try:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"{self._device} has no {num_bytes} bytes for buffer {name!r}; lower buffer_size_gb"
-            ) from error

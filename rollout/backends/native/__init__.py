@@ -1,1 +1,1 @@
-"""Plain C kernels for CPUs: built at first use, called through ctypes, always replaceable by torch."""
+"""Plain C kernels for CPUs, built at first use, called through ctypes; torch can replace them."""

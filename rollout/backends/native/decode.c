@@ -1,17 +1,17 @@
 /* Attention of single tokens to their paged context, reading blocks in place.
 
    A row's context is read once, in order, for all heads, a tile at a time with an online softmax
-   (Milakov and Gimelshein 2018). The next lines are prefetched by hand: K and V of a token are two
-   runs, which hardware prefetchers follow badly. */
+   (Milakov and Gimelshein 2018). Decoding many rows is bound by reading the cache, so the next tile,
+   of the next row at last, is prefetched while a tile is worked on. */
 
 #include "paged_cache.h"
 
-#define TILE 32
+#define TILE 16
 #define LINE 16 /* floats in a cache line */
 
 struct tile {
-    int count;               /* tokens */
-    const float *k[TILE];    /* each token's K of all heads */
+    int count;            /* tokens */
+    const float *k[TILE]; /* each token's K of all heads, then its V */
 };
 
 INLINE void prefetch(const float *start, int64_t count) {
@@ -20,7 +20,7 @@ INLINE void prefetch(const float *start, int64_t count) {
 
 static void find_tile(const struct attention *a, int64_t row, int64_t start, struct tile *tile) {
     int64_t left = a->context_lens[row] - start;
-    tile->count = left < 0 ? 0 : left < TILE ? (int)left : TILE;
+    tile->count = left < TILE ? (int)left : TILE;
     for (int i = 0; i < tile->count; i++) tile->k[i] = token_at(a, row, start + i);
 }
 
@@ -33,15 +33,17 @@ INLINE float dot(const float *a, const float *b, int64_t dim) {
     return sum_v8(even + odd);
 }
 
-/* scores[head][token] = q k; meanwhile V of these tokens comes into the cache. */
+/* scores[head][token] = q k; meanwhile K and V of the next tile are fetched, evenly spread. */
 INLINE void score_tile(const struct attention *a, const float *q, const struct tile *tile,
-                       float (*scores)[TILE], int64_t dim) {
-    const int64_t group = a->heads / a->kv_heads, kv_size = a->kv_heads * dim;
+                       const struct tile *next, float (*scores)[TILE], int64_t dim) {
+    const int64_t group = a->heads / a->kv_heads, share = 2 * dim / group;
     for (int i = 0; i < tile->count; i++) {
         const float *k = tile->k[i];
-        prefetch(k + kv_size, kv_size);
-        for (int64_t head = 0; head < a->heads; head++) {
-            scores[head][i] = dot(q + head * dim, k + head / group * dim, dim);
+        for (int64_t head = 0; head < a->heads; k += dim) {
+            for (int64_t end = head + group; head < end; head++) {
+                if (i < next->count) prefetch(next->k[i] + head * share, share);
+                scores[head][i] = dot(q + head * dim, k, dim);
+            }
         }
     }
     for (int64_t head = 0; head < a->heads; head++) {
@@ -60,7 +62,7 @@ INLINE float weigh(float *scores, float scale, float *largest, float *sum) {
         store(scores + i, weight);
         total += weight;
     }
-    float shrink = expf(old - new);
+    float shrink = exp_v8(splat(old - new))[0];
     *largest = new;
     *sum = *sum * shrink + sum_v8(total);
     return shrink;
@@ -78,33 +80,32 @@ INLINE void add_values(float *out, const float *weights, const struct tile *tile
     for (int j = 0; j < width / LANES; j++) store(out + j * LANES, sums[j]);
 }
 
-INLINE void decode_row(const struct attention *a, int64_t row, int64_t dim) {
+INLINE void decode_row(const struct attention *a, int64_t row, int64_t last, struct tile *tile,
+                       int64_t dim) {
     const int64_t heads = a->heads, group = heads / a->kv_heads, kv_size = a->kv_heads * dim;
-    const int64_t token = a->query_starts[row];
+    const int64_t token = a->query_starts[row], context = a->context_lens[row];
     const float *q = a->q + token * a->q_stride;
     const float scale = 1.0f / sqrtf((float)dim);
     float *out = a->out + token * heads * dim;
     float scores[heads][TILE], largest[heads], sum[heads];
-    struct tile tile, next;
+    struct tile next;
 
     memset(out, 0, sizeof(float) * heads * dim);
     for (int64_t head = 0; head < heads; head++) largest[head] = -INFINITY, sum[head] = 0;
-    find_tile(a, row, 0, &tile);
-    for (int64_t start = 0; tile.count > 0; start += TILE, tile = next) {
-        find_tile(a, row, start + TILE, &next);
-        score_tile(a, q, &tile, scores, dim);
+    for (int64_t start = 0; start < context; start += TILE, *tile = next) {
+        next.count = 0;
+        if (start + TILE < context) find_tile(a, row, start + TILE, &next);
+        else if (row + 1 < last) find_tile(a, row + 1, 0, &next);
+        score_tile(a, q, tile, &next, scores, dim);
         for (int64_t head = 0; head < heads; head++) {
             const int64_t kv_offset = head / group * dim;
             float shrink = weigh(scores[head], scale, &largest[head], &sum[head]);
-            if (head % group == 0) {
-                for (int i = 0; i < next.count; i++) prefetch(next.k[i] + kv_offset, dim);
-            }
             int64_t j = 0;
             for (; j + 64 <= dim; j += 64) {
-                add_values(out + head * dim + j, scores[head], &tile, kv_size + kv_offset + j, shrink, 64);
+                add_values(out + head * dim + j, scores[head], tile, kv_size + kv_offset + j, shrink, 64);
             }
             for (; j < dim; j += 16) {
-                add_values(out + head * dim + j, scores[head], &tile, kv_size + kv_offset + j, shrink, 16);
+                add_values(out + head * dim + j, scores[head], tile, kv_size + kv_offset + j, shrink, 16);
             }
         }
     }
@@ -117,19 +118,21 @@ INLINE void decode_row(const struct attention *a, int64_t row, int64_t dim) {
 
 /* Rows [first, last), one query token each. The head dim is a multiple of 16. */
 EXPORT void attend_decode(const struct attention *a, int64_t first, int64_t last) {
+    struct tile tile;
+    find_tile(a, first, 0, &tile);
     for (int64_t row = first; row < last; row++) {
-        if (a->dim == 64) decode_row(a, row, 64);
-        else if (a->dim == 128) decode_row(a, row, 128);
-        else decode_row(a, row, a->dim);
+        if (a->dim == 64) decode_row(a, row, last, &tile, 64);
+        else if (a->dim == 128) decode_row(a, row, last, &tile, 128);
+        else decode_row(a, row, last, &tile, a->dim);
     }
 }
 
-/* Write each token's K and V at its slot; k and v have `k_stride` and `v_stride` floats per token. */
-EXPORT void write_tokens(float *cache, const float *k, const float *v, const int64_t *slots,
-                         int64_t tokens, int64_t kv_size, int64_t k_stride, int64_t v_stride) {
-    for (int64_t i = 0; i < tokens; i++) {
-        float *slot = cache + slots[i] * 2 * kv_size;
-        memcpy(slot, k + i * k_stride, sizeof(float) * kv_size);
-        memcpy(slot + kv_size, v + i * v_stride, sizeof(float) * kv_size);
+/* Write each token's K and V at its slot. */
+EXPORT void write_tokens(const struct attention *a) {
+    const int64_t kv_size = a->kv_heads * a->dim;
+    for (int64_t i = 0; i < a->tokens; i++) {
+        float *slot = a->cache + a->slots[i] * 2 * kv_size;
+        memcpy(slot, a->k + i * a->k_stride, sizeof(float) * kv_size);
+        memcpy(slot + kv_size, a->v + i * a->v_stride, sizeof(float) * kv_size);
     }
 }

@@ -5,15 +5,17 @@
 
 #include "vectors.h"
 
-/* Strides count floats from token to token; heads of one token are contiguous. */
+/* Strides count floats from token to token; heads of one token are contiguous. Decode rows come
+   first, one token each. */
 struct attention {
-    float *out;                 /* [tokens, heads, dim], contiguous */
-    const float *q;
+    float *out; /* [tokens, heads, dim], contiguous */
+    const float *q, *k, *v;
     float *cache;
-    const int32_t *tables;      /* [rows, table_stride] */
+    const int64_t *slots;        /* [tokens]: where each token's K and V are written */
+    const int32_t *tables;       /* [rows, table_stride] */
     const int32_t *query_starts; /* [rows + 1] */
     const int32_t *context_lens; /* [rows] */
-    int64_t q_stride, table_stride, block_size, heads, kv_heads, dim;
+    int64_t q_stride, k_stride, v_stride, table_stride, block_size, tokens, heads, kv_heads, dim;
 };
 
 /* K of a row's token for all KV heads; its V follows after kv_heads * dim floats. */

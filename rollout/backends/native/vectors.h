@@ -14,6 +14,7 @@
 /* aligned(4): pointers to these may be dereferenced at any float. */
 typedef float v8f __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t v8i __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t v8u __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float v4f __attribute__((vector_size(16), aligned(4), may_alias));
 typedef double v4d __attribute__((vector_size(32), aligned(8), may_alias));
 
@@ -63,8 +64,8 @@ INLINE v8f exp_v8(v8f x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    v8i scaled = (v8i)y + (((v8i)shifted - (v8i)magic) << 23);
-    return (v8f)(scaled & (x >= -86.5f));
+    v8u scaled = (v8u)y + (((v8u)shifted - (v8u)magic) << 23); /* wraps where it is masked */
+    return (v8f)((v8i)scaled & (x >= -86.5f));
 }
 
 #endif

@@ -48,9 +48,10 @@ class CpuOps(ReferenceOps):
     def linear(self, x_TK: Tensor, handle: CpuLinear) -> Tensor:  # type: ignore[override]
         """x @ weight.T + bias, [T, N]."""
         if handle.packed is not None and 1 < x_TK.shape[0] <= _MAX_PACKED_ROWS:
-            return torch.ops.mkldnn._linear_pointwise(
+            y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x_TK, handle.packed, handle.bias_N, "none", [], ""
             )
+            return y_TN
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
     def refresh(self, handle: CpuLinear) -> None:  # type: ignore[override]
@@ -63,7 +64,7 @@ def can_pack(weight_NK: Tensor) -> bool:
     return (
         weight_NK.dtype == torch.float32
         and weight_NK.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )

@@ -10,7 +10,7 @@ Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -37,13 +37,19 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
     ]
     if len(parts) == 1:
         return parts[0]
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(SampleResult)}
     return SampleResult(
-        **{
-            name: None if column[0] is None else torch.cat(column)
-            for name, column in columns.items()
-        }
+        token_ids_S=torch.cat([part.token_ids_S for part in parts]),
+        is_finite_S=torch.cat([part.is_finite_S for part in parts]),
+        logprobs_S=_cat([part.logprobs_S for part in parts]),
+        top_ids_SN=_cat([part.top_ids_SN for part in parts]),
+        top_logprobs_SN=_cat([part.top_logprobs_SN for part in parts]),
     )
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    """The parts in one; None if they are None."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def score(
@@ -75,9 +81,14 @@ def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _rows(sampling: SamplingBatch, start: int, end: int) -> SamplingBatch:
-    tensors = {f.name: getattr(sampling, f.name) for f in fields(sampling)}
     return replace(
-        sampling, **{n: t[start:end] for n, t in tensors.items() if isinstance(t, Tensor)}
+        sampling,
+        uniforms_S=sampling.uniforms_S[start:end],
+        temperature_S=sampling.temperature_S[start:end],
+        top_k_S=sampling.top_k_S[start:end],
+        top_p_S=sampling.top_p_S[start:end],
+        min_p_S=sampling.min_p_S[start:end],
+        mode_S=sampling.mode_S[start:end],
     )
 
 

@@ -1,0 +1,103 @@
+"""Kernels: the C functions with their types, and their work split over threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_float, c_int64, c_void_p
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+_TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
+# Arguments of each function: p pointer, i int64, f float.
+_SIGNATURES = {
+    "linear": "pii",
+    "rms_norm": "pppiiiif",
+    "add_rms_norm": "pppppiif",
+    "rotary": "ppppiiii",
+    "silu_mul": "ppii",
+    "write_tokens": "p",
+    "attend_decode": "pii",
+    "attend_prefill": "ppii",
+    "sample_rows": "ppii",
+    "score_rows": "ppii",
+    "prefill_scratch_bytes": "",
+    "sampling_scratch_bytes": "i",
+}
+
+
+class AttentionArgs(ctypes.Structure):
+    """struct attention of paged_cache.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("out", "q", "k", "v", "cache", "slots", "tables")),
+        *((name, c_void_p) for name in ("query_starts", "context_lens")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "table_stride")),
+        *((name, c_int64) for name in ("block_size", "tokens", "heads", "kv_heads", "dim")),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """struct linear of linear.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("y", "x", "w", "bias")),
+        *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
+    )
+
+
+class SamplingArgs(ctypes.Structure):
+    """struct sampling of sampling.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "uniforms", "temperature", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("min_p", "mode", "tokens", "is_finite", "logprobs")),
+        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
+        *((name, c_int64) for name in ("vocabulary", "top_n")),
+    )
+
+
+class ScoringArgs(ctypes.Structure):
+    """struct scoring of sampling.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "targets", "logprobs")),
+        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
+        *((name, c_int64) for name in ("vocabulary", "top_n")),
+    )
+
+
+class Kernels:
+    """The functions of the compiled library; while they run, other Python threads can."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [_TYPES[letter] for letter in arguments]
+            function.restype = c_int64 if name.endswith("_bytes") else None
+            setattr(self, name, function)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is no kernel; the kernels are {sorted(_SIGNATURES)}")
+
+    def split(self, num_items: int, work: Callable[[int, int], None], smallest: int = 1) -> None:
+        """work(first, last) over [0, num_items), in as many parts as torch has threads.
+
+        No part is smaller than `smallest`: handing one to another thread costs some 50 us.
+        """
+        num_threads = torch.get_num_threads()
+        num_parts = 1 if num_threads == 1 else min(num_threads, num_items // smallest)
+        if num_parts <= 1:
+            work(0, num_items)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(thread_name_prefix="rollout-native")
+        edges = [num_items * part // num_parts for part in range(num_parts + 1)]
+        futures = [self._pool.submit(work, *part) for part in pairwise(edges[1:])]
+        work(edges[0], edges[1])
+        for future in futures:
+            future.result()

@@ -1,0 +1,111 @@
+"""Build the C kernels with the system's compiler, once per machine and version, and load them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "ROLLOUT_NATIVE"  # "0" turns the kernels off
+_FOLDER = Path(__file__).parent
+# No -ffast-math: the kernels tell NaN and infinity apart. Vectors are explicit in the source.
+_FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast"),
+    *("-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC"),
+)
+_COMPILE_TIMEOUT_S = 120
+
+
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None, with one log line that says why.
+
+    None if ROLLOUT_NATIVE=0, without a C compiler, or where compiling or loading fails.
+    """
+    if os.environ.get(SWITCH) == "0":
+        logger.info("native kernels: off (%s=0); using torch", SWITCH)
+        return None
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    if compiler is None:
+        logger.info("native kernels: off (no C compiler found); using torch")
+        return None
+    started = time.monotonic()
+    try:
+        path, was_built = _build(compiler)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("native kernels: off (%s); using torch", str(detail).strip())
+        return None
+    verb = "compiled" if was_built else "loaded"
+    logger.info("native kernels: %s %s (%.2f s)", verb, path, time.monotonic() - started)
+    return library
+
+
+def _build(compiler: str) -> tuple[Path, bool]:
+    """(the shared object of these sources, compiler, flags and CPU; whether it was made now)."""
+    sources = sorted(_FOLDER.glob("*.c"))
+    path = _cache_folder() / f"{_digest(compiler, sources)}.so"
+    if path.exists():
+        return path, False
+    # Compiled beside its place and renamed: another process sees all of it or nothing.
+    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, *map(str, sources), "-o", unfinished, "-lm"]
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+        )
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    return path, True
+
+
+def _digest(compiler: str, sources: list[Path]) -> str:
+    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, _cpu_identity())).encode())
+    for file in (*sources, *sorted(_FOLDER.glob("*.h"))):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _cpu_identity() -> str:
+    """What -march=native depends on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.split("\t")[0].strip() in names)
+
+
+def _cache_folder() -> Path:
+    """A folder that only this user can write: code is loaded from it. OSError if there is none."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    candidates = (
+        Path(home) / "rollout" / "native",
+        Path(tempfile.gettempdir()) / f"rollout-native-{os.getuid()}",
+    )
+    for folder in candidates:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_private(folder) and os.access(folder, os.W_OK):
+                return folder
+        except OSError as error:
+            logger.debug("no kernels kept in %s: %s", folder, error)
+    raise OSError(f"no private folder to keep the kernels in; tried {[str(f) for f in candidates]}")
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others_write

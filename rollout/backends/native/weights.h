@@ -1,0 +1,76 @@
+/* Unnormalised probabilities of one row of logits, in blocks, and what truncation leaves of them. */
+
+#ifndef ROLLOUT_WEIGHTS_H
+#define ROLLOUT_WEIGHTS_H
+
+#include "vectors.h"
+
+#define BLOCK 128
+
+/* weight(x) = exp((x - largest) * inverse_temperature): the most probable token weighs 1. */
+struct row {
+    const float *logits;
+    int64_t vocabulary;
+    float largest, inverse_temperature;
+};
+
+/* Tokens ranked by (logit descending, id ascending) are kept up to (logit, id), if they also weigh
+   min_weight. */
+struct cutoff {
+    float logit;
+    int64_t id;
+    float min_weight;
+};
+
+INLINE int is_kept(const struct cutoff *cut, float logit, int64_t id, float weight) {
+    int is_ranked = logit > cut->logit || (logit == cut->logit && id <= cut->id);
+    return is_ranked && weight >= cut->min_weight;
+}
+
+INLINE int64_t num_blocks(const struct row *r) { return (r->vocabulary + BLOCK - 1) / BLOCK; }
+
+/* The logits of a block; a last, partial one is copied to `padded` and filled up with -inf. */
+INLINE const float *block_logits(const struct row *r, int64_t block, float *padded) {
+    int64_t start = block * BLOCK, count = r->vocabulary - start;
+    if (count >= BLOCK) return r->logits + start;
+    for (int64_t i = 0; i < BLOCK; i++) padded[i] = i < count ? r->logits[start + i] : -INFINITY;
+    return padded;
+}
+
+INLINE v8f weigh(const struct row *r, v8f logits) {
+    return exp_v8((logits - r->largest) * r->inverse_temperature);
+}
+
+/* The weights of a block, those of dropped tokens 0; `cut` may be NULL. */
+INLINE void block_weights(const struct row *r, int64_t block, const struct cutoff *cut, float *weights) {
+    float padded[BLOCK];
+    const float *logits = block_logits(r, block, padded);
+    for (int64_t i = 0; i < BLOCK; i += LANES) store(weights + i, weigh(r, load(logits + i)));
+    if (!cut) return;
+    for (int64_t i = 0; i < BLOCK; i++) {
+        if (!is_kept(cut, logits[i], block * BLOCK + i, weights[i])) weights[i] = 0;
+    }
+}
+
+/* Tokens by their distance from the largest logit. */
+#define BUCKET_SHIFT 18 /* keeps 8 bits of exponent and 5 of mantissa: a bucket is at most 3 % wide */
+#define BUCKETS (1 << (31 - BUCKET_SHIFT))
+
+struct ranked {
+    float logit;
+    int32_t id;
+    float weight;
+};
+
+struct histogram {
+    const struct row *row;
+    int32_t count[BUCKETS];
+    double mass[BUCKETS];
+    struct ranked *members; /* room for the whole vocabulary: all may share a bucket */
+};
+
+/* What top-k (off at 0), then top-p (off unless 0 < p < 1), then min-p leave. */
+struct cutoff find_cutoff(const struct row *r, int64_t top_k, float top_p, float min_p,
+                          struct histogram *scratch);
+
+#endif

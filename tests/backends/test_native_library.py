@@ -1,0 +1,104 @@
+"""The compiled kernels: built once, kept privately, and done without where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.backends.attention.native import NativePagedAttention
+from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
+from rollout.backends.cpu import cpu_backend
+from rollout.backends.native.library import load_library
+from rollout.backends.ops.cpu import CpuOps
+from rollout.backends.ops.native import NativeOps
+from tests.contracts.implementations import kernels
+
+
+@pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, with the kernels switched on."""
+    kernels()  # skips where there is no compiler
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("ROLLOUT_NATIVE", raising=False)
+    return tmp_path / "cache"
+
+
+def last_line(caplog: pytest.LogCaptureFixture) -> str:
+    return caplog.records[-1].getMessage()
+
+
+def test_kernels_are_compiled_once_and_then_loaded(
+    cache_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert load_library() is not None
+    assert "compiled" in last_line(caplog)
+    assert load_library() is not None
+    assert "loaded" in last_line(caplog)
+    assert [path.suffix for path in (cache_home / "rollout" / "native").iterdir()] == [".so"]
+
+
+def test_a_backend_uses_the_kernels(cache_home: Path) -> None:
+    backend = cpu_backend("device")
+    assert isinstance(backend.ops, NativeOps)
+    assert isinstance(backend.attention, NativePagedAttention)
+
+
+def test_the_switch_turns_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("ROLLOUT_NATIVE", "0")
+    backend = cpu_backend("device")
+    assert type(backend.ops) is CpuOps
+    assert type(backend.attention) is TorchSdpaAttention
+    assert "ROLLOUT_NATIVE=0" in last_line(caplog)
+
+
+def test_no_compiler_means_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.delenv("ROLLOUT_NATIVE", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert load_library() is None
+    assert "no C compiler" in last_line(caplog)
+
+
+def test_a_compiler_that_fails_means_torch_and_leaves_nothing(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert load_library() is None
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert not list((cache_home / "rollout" / "native").iterdir())
+
+
+def test_a_cache_that_others_can_write_is_not_used(cache_home: Path) -> None:
+    shared = cache_home / "rollout" / "native"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    assert load_library() is not None
+    assert not list(shared.iterdir())
+
+
+def test_work_is_split_over_torchs_threads_without_gap_or_overlap() -> None:
+    compiled = kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for num_items, smallest in ((10, 1), (10, 4), (2, 1), (1, 1), (7, 100)):
+            seen: list[tuple[int, int]] = []
+            compiled.split(
+                num_items, lambda first, last, to=seen: to.append((first, last)), smallest
+            )
+            covered = [item for first, last in sorted(seen) for item in range(first, last)]
+            assert covered == list(range(num_items))
+            assert len(seen) == max(1, min(3, num_items // smallest))
+    finally:
+        torch.set_num_threads(before)

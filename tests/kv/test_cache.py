@@ -1,0 +1,133 @@
+"""KVCache over both CPU memory kinds: what is released, offloaded and brought back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.backends.base import CacheSpec
+from rollout.backends.cpu import MEMORY_KINDS, cpu_backend
+from rollout.kv.cache import KVCache
+from tests.contracts.residency import process_resident_bytes
+
+SPEC = CacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32, block_size=16)
+
+
+@pytest.fixture(params=MEMORY_KINDS)
+def cache(request: pytest.FixtureRequest) -> KVCache:
+    return filled(KVCache(cpu_backend(request.param), SPEC, num_blocks=9))
+
+
+def filled(cache: KVCache) -> KVCache:
+    for index, layer in enumerate(cache.layers):
+        generator = torch.Generator().manual_seed(index)
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return cache
+
+
+def snapshot(cache: KVCache) -> list[Tensor]:
+    return [layer.clone() for layer in cache.layers]
+
+
+def test_sizes_count_the_scratch_block_once(cache: KVCache) -> None:
+    assert cache.bytes_per_block == 3 * 16 * 2 * 2 * 8 * 4
+    assert cache.num_bytes == 10 * cache.bytes_per_block
+    assert [layer.shape[0] for layer in cache.layers] == [10, 10, 10]
+
+
+def test_layers_share_no_memory(cache: KVCache) -> None:
+    cache.layers[1].zero_()
+    assert cache.layers[0].all()
+    assert cache.layers[2].all()
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_suspend_with_offload_brings_the_live_blocks_back_unchanged(kind: str) -> None:
+    cache = filled(KVCache(cpu_backend(kind), SPEC, num_blocks=9))
+    before = snapshot(cache)
+    live = [7, 2, 3, 9]
+    assert cache.offload(live) == 4 * cache.bytes_per_block
+    assert cache.num_offloaded_bytes == 4 * cache.bytes_per_block
+    assert cache.release() == cache.num_bytes
+    assert not cache.is_resident
+    assert cache.data_ptrs() == {}
+    assert cache.restore() == cache.num_bytes
+    assert cache.onload(live) == 4 * cache.bytes_per_block
+    assert cache.num_offloaded_bytes == 0
+    for layer, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer[live], old[live])
+
+
+@given(
+    live=st.lists(st.integers(1, 9), unique=True, min_size=1),
+    aborted=st.sets(st.integers(1, 9)),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_blocks_may_be_discarded_while_offloaded(
+    live: list[int], aborted: set[int], shuffle
+) -> None:  # type: ignore[no-untyped-def]
+    cache = filled(KVCache(cpu_backend("reserved"), SPEC, num_blocks=9))
+    before = snapshot(cache)
+    gone = [block for block in live if block in aborted]
+    rest = [block for block in live if block not in aborted]
+    cache.offload(live)
+    cache.release()
+    cache.discard(gone)
+    cache.restore()
+    shuffle.shuffle(rest)
+    assert cache.onload(rest) == len(rest) * cache.bytes_per_block
+    for layer, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer[rest], old[rest])
+
+
+def test_discarding_the_last_block_frees_the_arena(cache: KVCache) -> None:
+    backend = cpu_backend("reserved")
+    cache = filled(KVCache(backend, SPEC, num_blocks=9))
+    cache.offload([1, 2])
+    cache.discard([2])
+    assert backend.host_arena.num_bytes > 0
+    cache.discard([1])
+    assert backend.host_arena.num_bytes == 0
+
+
+def test_release_gives_the_memory_back_and_restore_takes_no_page() -> None:
+    spec = CacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=64)
+    for kind in MEMORY_KINDS:
+        before = process_resident_bytes()
+        cache = KVCache(cpu_backend(kind), spec, num_blocks=63)
+        for layer in cache.layers:
+            layer.fill_(1)
+        del layer
+        assert process_resident_bytes() - before > cache.num_bytes - (2 << 20)
+        cache.release()
+        assert process_resident_bytes() - before < 2 << 20
+        cache.restore()
+        assert process_resident_bytes() - before < 2 << 20
+        del cache
+
+
+def test_reserved_memory_keeps_every_layers_address() -> None:
+    cache = KVCache(cpu_backend("reserved"), SPEC, num_blocks=9)
+    before = cache.data_ptrs()
+    assert len(before) == len(set(before.values())) == 3
+    cache.release()
+    cache.restore()
+    assert cache.data_ptrs() == before
+
+
+def test_release_and_restore_twice_do_nothing_more(cache: KVCache) -> None:
+    assert cache.restore() == 0
+    cache.release()
+    assert cache.release() == 0
+    cache.restore()
+    assert cache.is_resident
+
+
+def test_blocks_are_copied_in_every_layer(cache: KVCache) -> None:
+    before = snapshot(cache)
+    cache.copy_blocks([4], [8])
+    for layer, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer[8], old[4])
