@@ -1,0 +1,124 @@
+"""An engine that only keeps its state and a log of calls, and finished requests made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollout.config import KVCacheManagementMode
+from rollout.engine.reports import ResumeReport, SuspendReport
+from rollout.engine.state import EngineState, StateMachine
+from rollout.errors import WeightUpdateError
+from rollout.requests import DynamicInferenceRequest, Status
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+
+
+class FakeLLM:
+    """The control verbs of LLM on the engine's own state machine; weights are kept by name."""
+
+    def __init__(self, state: EngineState = EngineState.RUNNING, weights_version: int = 0) -> None:
+        self._machine = StateMachine(state)
+        self.weights_version = weights_version
+        self.weights: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+
+    @property
+    def state(self) -> EngineState:
+        return self._machine.state
+
+    def pause(self) -> None:
+        self._run("pause")
+
+    def unpause(self) -> None:
+        self._run("unpause")
+
+    def suspend(self, mode: KVCacheManagementMode | None = None) -> SuspendReport:
+        self._run("suspend")
+        return SuspendReport(mode="default" if mode is None else mode.value)
+
+    def resume(self) -> ResumeReport:
+        self._run("resume")
+        return ResumeReport(mode="default")
+
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None
+    ) -> WeightUpdateReport:
+        self._machine.require(EngineState.PAUSED, EngineState.SUSPENDED, to="update weights")
+        self.calls.append("update")
+        weights = dict(named_tensors)
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise WeightUpdateError("not finite")
+        self.weights = weights
+        self.weights_version = self.weights_version + 1 if version is None else version
+        return WeightUpdateReport(
+            version=self.weights_version, seconds=0.0, stall_seconds=0.0, num_bytes=0, checksum=""
+        )
+
+    def _run(self, command: str) -> None:
+        self.calls.append(command)
+        with self._machine.command(command):
+            pass
+
+
+class FakeAsyncLLM(FakeLLM):
+    """The same verbs, awaitable."""
+
+    async def pause(self) -> None:  # type: ignore[override]
+        super().pause()
+
+    async def unpause(self) -> None:  # type: ignore[override]
+        super().unpause()
+
+    async def suspend(self, mode: KVCacheManagementMode | None = None) -> SuspendReport:  # type: ignore[override]
+        return super().suspend(mode)
+
+    async def resume(self) -> ResumeReport:  # type: ignore[override]
+        return super().resume()
+
+    async def update_weights(  # type: ignore[override]
+        self, named_tensors: NamedTensors, version: int | None = None
+    ) -> WeightUpdateReport:
+        return super().update_weights(named_tensors, version)
+
+
+TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
+
+
+def finished_request(
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    *,
+    versions: Sequence[int],
+    kv_versions: Sequence[float] | None = None,
+    params: SamplingParams = TRAINABLE,
+    status: Status = Status.COMPLETED,
+    logprobs: Sequence[float] | None = None,
+) -> DynamicInferenceRequest:
+    """A request whose token i was sampled under versions[i]; its KV was written one step later.
+
+    `kv_versions`: the mean context version of each token; the policy's own by default. Log-probs
+    are -1, -2, ... by default.
+    """
+    fields: dict[str, Any] = {
+        "request_id": 7,
+        "prompt_tokens": list(prompt),
+        "generated_tokens": list(generated),
+        "generated_log_probs": torch.tensor(
+            [-float(i + 1) for i in range(len(generated))] if logprobs is None else logprobs
+        ),
+        "sampling_params": params,
+        "status": status,
+        "weights_version": versions[0] if versions else 0,
+        "context_kv_version_mean": [float(v) for v in (kv_versions or versions)],
+    }
+    request = DynamicInferenceRequest(**fields)
+    for version in versions:
+        request.policy_spans.append(1, version)
+    request.kv_spans.append(len(prompt), request.weights_version)
+    for version in versions[1:]:
+        request.kv_spans.append(1, version)
+    request.freeze_versions(versions[-1] if versions else 0)
+    return request

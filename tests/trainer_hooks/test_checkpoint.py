@@ -1,0 +1,108 @@
+"""Checkpoints: whole or absent, exact, and loadable by transformers."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
+from trainer_hooks.checkpoint import read_trainer_state
+
+
+class SavedPolicy(torch.nn.Linear):
+    """A module that writes itself as save_pretrained does; `fails` stands for a kill halfway."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(2, 2)
+        self._fails = fails
+
+    def save_pretrained(self, save_directory: str) -> None:
+        (Path(save_directory) / "model.txt").write_text("weights")
+        if self._fails:
+            raise KeyboardInterrupt
+
+
+def trained(policy: torch.nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+    policy(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def save(root: Path, step: int, policy: SavedPolicy | None = None, keep: int = 2) -> Path:
+    policy = policy or SavedPolicy()
+    state = TrainerState(
+        step=step, weights_version=step + 1, prompts={"position": 3, "unfinished": [1, 2]}
+    )
+    return save_checkpoint(root, state, policy, trained(policy), keep=keep)
+
+
+def test_state_optimizer_and_random_numbers_come_back(tmp_path: Path) -> None:
+    policy = SavedPolicy()
+    optimizer = trained(policy)
+    state = TrainerState(step=7, weights_version=9, prompts={"unfinished": [4]})
+    save_checkpoint(tmp_path, state, policy, optimizer)
+    drawn = (torch.rand(3), random.random(), np.random.rand(3))
+
+    restored = torch.optim.AdamW(policy.parameters(), lr=0.5)
+    assert load_checkpoint(tmp_path / "step_000007", restored) == state
+    again = (torch.rand(3), random.random(), np.random.rand(3))
+    assert torch.equal(drawn[0], again[0])
+    assert drawn[1] == again[1]
+    assert np.array_equal(drawn[2], again[2])
+    for mine, theirs in zip(optimizer.state.values(), restored.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+    assert restored.param_groups[0]["lr"] == 0.1
+
+
+def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "missing") is None
+    for step in (8, 9, 100):
+        assert find_checkpoint(tmp_path) != save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000009", "step_000100"]
+    assert find_checkpoint(tmp_path) == tmp_path / "step_000100"
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    before = save(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, SavedPolicy(fails=True))
+    assert find_checkpoint(tmp_path) == before
+    after = save(tmp_path, 2)
+    assert find_checkpoint(tmp_path) == after
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    again = save(tmp_path, 1)
+    assert read_trainer_state(again).step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_another_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no checkpoint.*trainer_state.json"):
+        read_trainer_state(tmp_path)
+
+
+def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        tie_word_embeddings=True,
+    )
+    policy = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    saved = save_checkpoint(tmp_path, TrainerState(step=1, weights_version=1), policy, optimizer)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    tokens = torch.arange(5)[None]
+    assert torch.equal(loaded(tokens).logits, policy(tokens).logits)

@@ -1,0 +1,127 @@
+"""Batches of rollouts: layout, lags, failed rollouts, and log-probs that do not match."""
+
+import math
+
+import pytest
+import torch
+
+from rollout.errors import ConfigError
+from rollout.requests import Status
+from rollout.sampling_params import SamplingParams
+from tests.trainer_hooks.fakes import TRAINABLE, finished_request
+from trainer_hooks import collate_rollouts
+from trainer_hooks.collate import check_logprobs_match
+
+
+def two_rollouts() -> list:
+    return [
+        finished_request([10, 11], [20, 21, 22], versions=[1, 1, 2], kv_versions=[1, 1, 1.25]),
+        finished_request([12], [23], versions=[2]),
+    ]
+
+
+def test_rows_are_prompt_then_completion_padded_on_the_right() -> None:
+    batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3, pad_id=99)
+    assert batch.tokens_BT.tolist() == [[10, 11, 20, 21, 22], [12, 23, 99, 99, 99]]
+    assert batch.mask_BT.tolist() == [[False, False, True, True, True], [False, True] + [False] * 3]
+    assert batch.attention_mask_BT.sum(dim=1).tolist() == [5, 2]
+    assert batch.position_ids_BT[0].tolist() == [0, 1, 2, 3, 4]
+    assert batch.prompt_lengths_B.tolist() == [2, 1]
+    assert batch.completion_lengths_B.tolist() == [3, 1]
+    assert len(batch) == 2
+
+
+def test_column_t_belongs_to_token_t() -> None:
+    batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
+    assert batch.behaviour_logprobs_BT.tolist() == [[0, 0, -1, -2, -3], [0, -1, 0, 0, 0]]
+    assert batch.policy_lag_BT.tolist() == [[0, 0, 2, 2, 1], [0, 1, 0, 0, 0]]
+    assert batch.kv_lag_BT.tolist() == [[0, 0, 0, 0, 0.75], [0, 0, 0, 0, 0]]
+
+
+def test_kv_staleness_is_that_of_the_tokens_own_entry() -> None:
+    # The KV of token i is written when token i + 1 is sampled, the last by nobody.
+    batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
+    assert batch.kv_staleness_BT.tolist() == [[0, 0, 2, 1, 1], [0, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("failed_reward", [None, math.nan])
+def test_a_failed_rollout_is_masked_out_and_has_no_reward(failed_reward: float | None) -> None:
+    batch = collate_rollouts(two_rollouts(), [failed_reward, 0.5], train_version=2)
+    assert batch.mask_BT.sum(dim=1).tolist() == [0, 1]
+    assert math.isnan(batch.rewards_B[0])
+    assert batch.rewards_B[1] == 0.5
+    assert batch.policy_lag_BT[0].tolist() == [0, 0, 0, 0, 0]
+
+
+def test_a_request_that_failed_is_a_failed_rollout_whatever_it_scored() -> None:
+    aborted = finished_request([1], [2, 3], versions=[0, 0], status=Status.FAILED)
+    never_ran = finished_request([1], [], versions=[], status=Status.FAILED, logprobs=[])
+    batch = collate_rollouts([aborted, never_ran], [1.0, 1.0], train_version=0)
+    assert not batch.mask_BT.any()
+    assert batch.rewards_B.isnan().all()
+    assert batch.tokens_BT.tolist() == [[1, 2, 3], [1, 0, 0]]
+
+
+def test_select_keeps_the_rows_asked_for_and_drops_columns_of_padding() -> None:
+    batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
+    chosen = batch.select(torch.tensor([1]))
+    assert chosen.tokens_BT.tolist() == [[12, 23]]
+    assert chosen.rewards_B.tolist() == [0.0]
+    assert chosen.train_version == 3
+    assert batch.select(torch.tensor([True, False])).tokens_BT.shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "temperature"),
+    [
+        (SamplingParams(return_log_probs=True), 1.0),
+        (SamplingParams(return_log_probs=True, logprobs_mode="processed", temperature=0.7), 0.7),
+        (SamplingParams(return_log_probs=True, logprobs_mode="temperature", temperature=0.7), 0.7),
+        (SamplingParams(return_log_probs=True, logprobs_mode="temperature", top_k=5), 1.0),
+    ],
+)
+def test_logprobs_that_the_trainer_recomputes_are_taken(
+    params: SamplingParams, temperature: float
+) -> None:
+    check_logprobs_match(params, temperature)
+
+
+@pytest.mark.parametrize(
+    ("params", "temperature", "named"),
+    [
+        (SamplingParams(logprobs_mode="raw", temperature=0.7), 0.7, "'raw'.*0.7.*'temperature'"),
+        (SamplingParams(logprobs_mode="temperature", temperature=0.7), 1.0, "0.7.*=1.0"),
+        (SamplingParams(logprobs_mode="processed", top_p=0.9), 1.0, "'processed'.*truncation"),
+        (SamplingParams(temperature=0.0), 1.0, "0.0.*1.0"),
+        (SamplingParams(temperature=0.0, logprobs_mode="temperature"), 0.0, "above 0"),
+    ],
+)
+def test_logprobs_of_another_distribution_are_refused_naming_both(
+    params: SamplingParams, temperature: float, named: str
+) -> None:
+    params = SamplingParams(**{**params.serialize(), "return_log_probs": True})
+    request = finished_request([1], [2], versions=[0], params=params)
+    with pytest.raises(ConfigError, match=named):
+        collate_rollouts([request], [1.0], train_version=0, temperature=temperature)
+
+
+def test_rollouts_without_logprobs_are_refused() -> None:
+    silent = finished_request([1], [2], versions=[0], params=SamplingParams())
+    with pytest.raises(ConfigError, match="return_log_probs=True"):
+        collate_rollouts([silent], [1.0], train_version=0)
+    torn = finished_request([1], [2, 3], versions=[0, 0], logprobs=[-1.0, math.nan])
+    with pytest.raises(ConfigError, match=r"request 7.*without a log-prob"):
+        collate_rollouts([torn], [1.0], train_version=0)
+
+
+def test_a_train_version_older_than_a_token_is_refused() -> None:
+    request = finished_request([1], [2], versions=[5], params=TRAINABLE)
+    with pytest.raises(ConfigError, match=r"train_version=4.*version 5"):
+        collate_rollouts([request], [1.0], train_version=4)
+
+
+def test_one_reward_per_request_is_wanted() -> None:
+    with pytest.raises(ConfigError, match="2 requests and 1 rewards"):
+        collate_rollouts(two_rollouts(), [1.0], train_version=3)
+    with pytest.raises(ConfigError, match="0 requests"):
+        collate_rollouts([], [], train_version=3)

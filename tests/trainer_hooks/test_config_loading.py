@@ -1,0 +1,100 @@
+"""From mappings to dataclasses, and from command lines to overrides."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.errors import ConfigError
+from trainer_hooks.config_loading import load_dataclass
+from trainer_hooks.hydra_job import checked_overrides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    mode: Literal["auto", "never"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    seed: int
+    limit: int | None = None
+    inner: Inner
+    engine: InferenceConfig
+
+
+def load(**changes: Any) -> Outer:
+    values = {"seed": 1, "inner": {"learning_rate": 1}, "engine": {}}
+    return load_dataclass(Outer, {**values, **changes})
+
+
+def test_nested_mappings_become_dataclasses() -> None:
+    config = OmegaConf.create(
+        {
+            "seed": 3,
+            "inner": {"learning_rate": "${seed}", "betas": [0.8, 0.9]},
+            "engine": {"block_size_tokens": 16, "kv_cache_management_mode": "offload"},
+        }
+    )
+    loaded = load_dataclass(Outer, config)
+    assert loaded.inner == Inner(learning_rate=3, betas=(0.8, 0.9))
+    assert loaded.engine.block_size_tokens == 16
+    assert loaded.engine.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
+    assert loaded.limit is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sed": 1}, "unknown config key sed; did you mean seed?"),
+        ({"inner": {"learning_rte": 1.0}}, "inner.learning_rte; did you mean inner.learning_rate?"),
+        ({"engine": {"block_size": 16}}, "engine.block_size; did you mean engine.block_size_token"),
+        ({"qqq": 1}, "unknown config key qqq; known: engine, inner, limit, seed"),
+        ({"inner": {}}, "inner.learning_rate is missing"),
+        ({"seed": "one"}, "seed='one' does not fit its type, int"),
+        ({"seed": True}, "seed=True"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"limit": "2"}, "limit='2'"),
+        ({"inner": 3}, "inner=3 does not fit its type, Inner"),
+        ({"inner": {"learning_rate": 1.0, "mode": "alwys"}}, "mode='alwys'.*'auto', 'never'"),
+        ({"engine": {"block_size_tokens": -4}}, "block_size_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_full_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        load(**changes)
+
+
+def test_plain_overrides_of_known_keys_may_name_what_the_yaml_leaves_out() -> None:
+    arguments = ["engine.enable_prefix_caching=true", "seed=1,2", "inner=small"]
+    assert checked_overrides(arguments, Outer) == [
+        "++engine.enable_prefix_caching=true",
+        "++seed=1,2",
+        "inner=small",
+    ]
+
+
+def test_flags_and_keys_of_hydra_pass() -> None:
+    arguments = [
+        "--multirun", "--config-name", "other", "hydra.run.dir=/tmp/x", "hydra/launcher=basic",
+        "+new=1", "++a.b=2", "~inner.mode", "--config-dir=/tmp",
+    ]  # fmt: skip
+    assert checked_overrides(arguments, Outer) == arguments
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("engine.enable_prefix_cachin=true", "did you mean engine.enable_prefix_caching"),
+        ("engin.device=cpu", "unknown config key engin; did you mean engine"),
+    ],
+)
+def test_unknown_keys_are_refused_before_hydra_sees_them(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked_overrides([argument], Outer)

@@ -1,0 +1,22 @@
+"""Log-probs a trainer recomputes."""
+
+import math
+
+import torch
+from torch.testing import assert_close
+
+from trainer_hooks import token_logprobs
+
+
+def test_column_t_is_the_log_prob_of_token_t() -> None:
+    # Position 0 predicts token 1 with odds 3 : 1, position 1 predicts token 2 with 1 : 1.
+    logits = torch.tensor([[[math.log(3.0), 0.0], [5.0, 5.0], [9.0, -9.0]]])
+    logprobs = token_logprobs(logits, torch.tensor([[1, 0, 1]]))
+    assert_close(logprobs, torch.tensor([[0.0, math.log(0.75), math.log(0.5)]]))
+
+
+def test_temperature_divides_the_logits() -> None:
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    expected = torch.log_softmax(logits / 0.5, dim=-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    assert_close(token_logprobs(logits, tokens, 0.5)[:, 1:], expected.squeeze(-1))

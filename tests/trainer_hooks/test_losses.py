@@ -1,0 +1,211 @@
+"""The GRPO loss against values worked out by hand, its gradients, and its metrics."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rollout.errors import ConfigError
+from trainer_hooks import PolicyLossConfig, policy_loss
+from trainer_hooks.losses import kl_estimate
+
+NAN = math.nan
+
+
+def logs(*ratios: float) -> torch.Tensor:
+    """Log-probs that are `ratios` times as likely as behaviour log-probs of 0."""
+    return torch.tensor([ratios]).log()
+
+
+def loss_of(ratios: list[float], advantages: list[float], **options: Any) -> float:
+    shape = (1, len(ratios))
+    loss, _ = policy_loss(
+        logs(*ratios), torch.zeros(shape), torch.tensor([advantages]), torch.ones(shape), **options
+    )
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.0, 2.0, -2.0),
+        (1.1, 1.0, -1.1),
+        (1.5, 1.0, -1.28),  # clipped above
+        (0.5, 1.0, -0.5),  # the minimum is not the clipped side
+        (0.5, -1.0, 0.8),  # clipped below
+        (1.5, -1.0, 1.5),
+    ],
+)
+def test_loss_of_one_token(ratio: float, advantage: float, expected: float) -> None:
+    assert loss_of([ratio], [advantage]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_tokens_weigh_the_same_whatever_the_length_of_their_rollout() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    advantages = torch.tensor([[1.0], [5.0]])
+    loss, _ = policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask)
+    assert float(loss) == pytest.approx(-(3 * 1.0 + 5.0) / 4)
+
+
+def test_gradients_of_micro_batches_add_up_to_that_of_the_batch() -> None:
+    torch.manual_seed(0)
+    behaviour, advantages = torch.randn(4, 6) - 3.0, torch.randn(4, 1)
+    mask = torch.rand(4, 6) > 0.4
+    start = behaviour + 0.1 * torch.randn(4, 6)
+
+    whole = start.clone().requires_grad_()
+    policy_loss(whole, behaviour, advantages, mask)[0].backward()
+    parts = start.clone().requires_grad_()
+    for rows in (slice(0, 1), slice(1, 4)):
+        policy_loss(
+            parts[rows],
+            behaviour[rows],
+            advantages[rows],
+            mask[rows],
+            aggregation_denominator=int(mask.sum()),
+        )[0].backward()
+    assert_close(parts.grad, whole.grad)
+
+
+def test_on_policy_gradient_is_minus_the_advantage_over_the_token_count() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, metrics = policy_loss(
+        logprobs, logprobs.detach(), torch.tensor([[3.0, -1.0]]), torch.ones(1, 2)
+    )
+    loss.backward()
+    assert_close(logprobs.grad, torch.tensor([[-1.5, 0.5]]))
+    assert metrics["ratio_mean"] == 1.0
+    assert metrics["clip_fraction"] == metrics["approx_kl"] == 0.0
+    assert metrics["entropy"] == pytest.approx(1.5)
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    logprobs = logs(1.5, 0.5).requires_grad_()
+    loss, metrics = policy_loss(
+        logprobs, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
+    )
+    loss.backward()
+    assert_close(logprobs.grad, torch.zeros(1, 2))
+    assert metrics["clip_fraction"] == 1.0
+
+
+def test_what_is_outside_the_mask_does_not_matter_even_if_it_is_not_a_number() -> None:
+    logprobs = torch.tensor([[NAN, -1.0, -math.inf]], requires_grad=True)
+    behaviour = torch.tensor([[0.0, -1.0, NAN]])
+    loss, metrics = policy_loss(
+        logprobs, behaviour, torch.tensor([[NAN, 2.0, NAN]]), torch.tensor([[0, 1, 0]])
+    )
+    loss.backward()
+    assert float(loss.detach()) == -2.0
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[0.0, -2.0, 0.0]]
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_batch_without_trained_tokens_gives_zero_and_zero_gradients() -> None:
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    loss, metrics = policy_loss(
+        logprobs, torch.zeros(2, 3), torch.ones(2, 1), torch.zeros(2, 3, dtype=torch.bool)
+    )
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert_close(logprobs.grad, torch.zeros(2, 3))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_proximal_logprobs_move_the_clip_and_weigh_stale_tokens() -> None:
+    # pi / proximal = 1.5 is clipped to 1.28; proximal / behaviour = 1.6 stays below the cap of 2.
+    loss, metrics = policy_loss(
+        logs(1.5 * 1.6),
+        torch.zeros(1, 1),
+        torch.ones(1, 1),
+        torch.ones(1, 1),
+        proximal_logprobs_BT=logs(1.6),
+    )
+    assert float(loss) == pytest.approx(-1.6 * 1.28, rel=1e-6)
+    assert metrics["importance_cap_fraction"] == 0.0
+    assert metrics["importance_weight_mean"] == pytest.approx(1.6)
+    assert metrics["ratio_mean"] == pytest.approx(1.5)
+
+
+def test_importance_weights_are_capped_and_the_capped_share_is_reported() -> None:
+    loss, metrics = policy_loss(
+        logs(4.0, 1.0),
+        torch.zeros(1, 2),
+        torch.ones(1, 2),
+        torch.ones(1, 2),
+        PolicyLossConfig(importance_cap=2.0),
+        proximal_logprobs_BT=logs(4.0, 1.0),
+    )
+    assert float(loss) == pytest.approx(-(2.0 * 1.0 + 1.0) / 2)
+    assert metrics["importance_cap_fraction"] == 0.5
+
+
+def test_a_cap_below_one_changes_nothing_without_proximal_logprobs() -> None:
+    assert loss_of([1.0], [1.0], config=PolicyLossConfig(importance_cap=0.5)) == -1.0
+
+
+def test_no_gradient_flows_into_proximal_or_behaviour_logprobs() -> None:
+    proximal = torch.zeros(1, 1, requires_grad=True)
+    behaviour = torch.zeros(1, 1, requires_grad=True)
+    logprobs = torch.zeros(1, 1, requires_grad=True)
+    loss, _ = policy_loss(
+        logprobs, behaviour, torch.ones(1, 1), torch.ones(1, 1), proximal_logprobs_BT=proximal
+    )
+    loss.backward()
+    assert proximal.grad is None
+    assert behaviour.grad is None
+
+
+def test_reference_term_adds_the_weighted_kl_estimate() -> None:
+    # ratio reference / policy = 2: k3 = 2 - ln 2 - 1
+    options = {"reference_logprobs_BT": logs(2.0)}
+    loss = loss_of([1.0], [0.0], config=PolicyLossConfig(kl_coefficient=0.5), **options)
+    assert loss == pytest.approx(0.5 * (2.0 - math.log(2.0) - 1.0), rel=1e-6)
+
+
+def test_kl_estimate_averages_to_the_divergence() -> None:
+    sampled, other = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
+    estimate = (sampled * kl_estimate(sampled.log(), other.log())).sum()
+    assert_close(estimate, (sampled * (sampled / other).log()).sum())
+
+
+def test_lags_only_add_metrics() -> None:
+    arguments = (logs(1.5, 1.5, 1.0), torch.zeros(1, 3), torch.ones(1, 1), torch.ones(1, 3))
+    plain, _ = policy_loss(*arguments)
+    loss, metrics = policy_loss(
+        *arguments,
+        policy_lag_BT=torch.tensor([[2, 0, 1]]),
+        kv_lag_BT=torch.tensor([[0.5, 0.0, 1.0]]),
+    )
+    assert loss == plain
+    assert metrics["stale_fraction"] == pytest.approx(2 / 3)
+    assert metrics["stale_clip_fraction"] == 0.5
+    assert metrics["kv_lag_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "gspo"}, "kind='gspo'.*available: grpo"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"importance_cap": 0.0}, "importance_cap=0.0"),
+        ({"kl_coefficient": -1.0}, "kl_coefficient=-1.0"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PolicyLossConfig(**fields)
+
+
+def test_shapes_that_differ_and_a_missing_reference_are_refused() -> None:
+    wide, narrow = torch.zeros(2, 3), torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match=r"one shape.*\(2, 2\)"):
+        policy_loss(wide, narrow, torch.zeros(2, 1), wide)
+    with pytest.raises(ConfigError, match=r"advantages_BT.*\(2,\)"):
+        policy_loss(wide, wide, torch.zeros(2), wide)
+    with pytest.raises(ConfigError, match="reference_logprobs_BT"):
+        policy_loss(wide, wide, wide, wide, PolicyLossConfig(kl_coefficient=0.1))

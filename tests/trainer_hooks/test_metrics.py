@@ -1,0 +1,186 @@
+"""Metrics of a step, and the sinks they go to."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from rollout.errors import ConfigError
+from rollout.telemetry import MetricsWriter
+from tests.trainer_hooks.fakes import finished_request
+from trainer_hooks import MetricsLogger, collate_rollouts
+from trainer_hooks.metrics import (
+    ProgressView,
+    read_jsonl,
+    rollout_metrics,
+    timing_metrics,
+    write_reward_curve,
+)
+from trainer_hooks.metrics.curve import running_mean
+from trainer_hooks.metrics.wandb_run import declare_axes
+from trainer_hooks.phase import PhaseTimings
+
+
+class FakeWandbRun:
+    """What a run was told."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str | None] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.exit_code: int | None = None
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.rows.append(data)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.exit_code = exit_code
+
+
+def test_rollout_metrics_by_hand() -> None:
+    requests = [
+        finished_request([1], [2, 3, 4], versions=[0, 1, 2]),
+        finished_request([1], [2], versions=[2]),
+        finished_request([1], [2, 3], versions=[2, 2]),
+        finished_request([1], [2, 3], versions=[0, 0]),
+    ]
+    batch = collate_rollouts(requests, [1.0, 0.0, 0.5, None], train_version=2)
+    metrics = rollout_metrics(batch, group_size=2)
+    assert metrics["reward"] == 0.5
+    # Sample deviations within the groups: sqrt(0.5) and, of a single valid rollout, 0.
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(0.5) / 2)
+    assert metrics["failed_fraction"] == 0.25
+    assert metrics["completions/mean_length"] == 2.0
+    assert metrics["completions/max_length"] == 3.0
+    assert metrics["completions/num_tokens"] == 8
+    # Trained tokens are aged 2, 1, 0; 0; 0, 0. Their KV is written a step later: 1, 0, 0; 0; 0, 0.
+    assert metrics["policy_staleness/mean"] == 0.5
+    assert metrics["policy_staleness/max"] == 2.0
+    assert metrics["policy_staleness/stale_fraction"] == pytest.approx(2 / 6)
+    assert metrics["kv_cache_staleness/mean"] == pytest.approx(1 / 6)
+    assert metrics["kv_cache_staleness/max"] == 1.0
+
+
+def test_rows_that_are_not_whole_groups_are_refused() -> None:
+    batch = collate_rollouts([finished_request([1], [2], versions=[0])], [1.0], train_version=0)
+    with pytest.raises(ConfigError, match=r"1 rollouts.*group_size=2"):
+        rollout_metrics(batch, group_size=2)
+
+
+def test_timing_metrics_name_every_part_of_a_step() -> None:
+    timings = PhaseTimings(update_s=1.0, resume_s=2.0, generate_s=4.0, suspend_s=5.0)
+    metrics = timing_metrics(timings, train_s=3.0, num_generated_tokens=100)
+    assert metrics["completions/tokens_per_s"] == 25.0
+    assert {name: value for name, value in metrics.items() if name.startswith("timing_s/")} == {
+        "timing_s/update": 1.0,
+        "timing_s/resume": 2.0,
+        "timing_s/train": 3.0,
+        "timing_s/generate": 4.0,
+        "timing_s/suspend": 5.0,
+    }
+
+
+def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:
+    run, output = FakeWandbRun(), io.StringIO()
+    view = ProgressView(Console(file=output, width=100), line_interval=1)
+    view.start_stage("GRPO", 2)
+    with MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run, console=view) as logger:
+        logger.log({"reward": 0.25, "policy_staleness/mean": 0.5}, step=1, version=3)
+    row = {"trainer/step": 1, "rollout/version": 3, "reward": 0.25, "policy_staleness/mean": 0.5}
+    assert read_jsonl(tmp_path / "m.jsonl") == run.rows == [row]
+    assert output.getvalue().strip() == "GRPO 1/2  reward 0.250  staleness 0.50"
+    assert run.exit_code == 0
+
+
+def test_the_engine_can_write_to_a_logger_and_its_rows_take_the_latest_axes(tmp_path: Path) -> None:
+    with MetricsLogger(jsonl=tmp_path / "m.jsonl") as logger:
+        assert isinstance(logger, MetricsWriter)
+        logger.log({"reward": 0.5}, step=4, version=6)
+        logger.log({"engine/num_running": 2})
+    assert read_jsonl(tmp_path / "m.jsonl")[1] == {
+        "trainer/step": 4,
+        "rollout/version": 6,
+        "engine/num_running": 2,
+    }
+
+
+def test_an_exception_closes_the_sinks_and_marks_the_wandb_run(tmp_path: Path) -> None:
+    run = FakeWandbRun()
+    with pytest.raises(RuntimeError), MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run):
+        raise RuntimeError
+    assert run.exit_code == 1
+
+
+def test_rows_are_on_the_disk_at_once_and_are_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "m.jsonl"
+    logger = MetricsLogger(jsonl=path)
+    logger.log({"loss": math.nan, "reward": math.inf, "step": 2})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "loss": None,
+        "reward": None,
+        "step": 2,
+    }
+    logger.close()
+
+
+def test_a_new_run_starts_the_file_anew_and_a_resumed_one_keeps_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsLogger(jsonl=path) as logger:
+        logger.log({"warmup/step": 1})
+        for step in (1, 2, 3):
+            logger.log({"reward": step / 10}, step=step)
+    with path.open("a") as file:
+        file.write('{"trainer/step": 4, "rew')  # torn by a kill
+    with MetricsLogger(jsonl=path, resume_step=2) as logger:
+        logger.log({"reward": 0.9}, step=3)
+    assert [row.get("reward") for row in read_jsonl(path)] == [None, 0.1, 0.2, 0.9]
+    with MetricsLogger(jsonl=path):
+        pass
+    assert read_jsonl(path) == []
+
+
+def test_both_axes_are_declared_and_staleness_is_drawn_over_versions() -> None:
+    run = FakeWandbRun()
+    declare_axes(run)
+    assert run.axes["trainer/step"] is run.axes["rollout/version"] is None
+    assert run.axes["*"] == "trainer/step"
+    assert run.axes["policy_staleness/*"] == "rollout/version"
+
+
+def test_a_terminal_gets_one_live_bar_with_the_latest_values() -> None:
+    output = io.StringIO()
+    view = ProgressView(Console(file=output, force_terminal=True, width=120))
+    view.start_stage("GRPO", 2)
+    view.show({"trainer/step": 1, "reward": 0.5})
+    view.show({"completions/tokens_per_s": 1234.0})
+    view.close()
+    view.close()
+    last = Text.from_ansi(output.getvalue()).plain.splitlines()[-1]
+    assert "1/2" in last
+    assert "reward 0.500  1,234 tokens/s" in last
+
+
+def test_without_a_terminal_a_step_is_printed_once_at_its_interval_and_at_the_end() -> None:
+    output = io.StringIO()
+    view = ProgressView(Console(file=output, width=100), line_interval=2)
+    view.start_stage("GRPO", 3)
+    for step in (1, 2, 2, 3):
+        view.show({"trainer/step": step, "reward": step})
+    assert [line.split()[1] for line in output.getvalue().splitlines()] == ["2/3", "3/3"]
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_reward_curve(tmp_path / "curve.png", [0.1, 0.4, 0.5], title="t")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_running_mean_looks_back_only() -> None:
+    assert running_mean([1.0, 3.0, 5.0], window=2) == [1.0, 2.0, 4.0]

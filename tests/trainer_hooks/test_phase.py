@@ -1,0 +1,142 @@
+"""Generation phases: commands in order, from every state, with exceptions, with awaitables."""
+
+import asyncio
+
+import pytest
+import torch
+
+from rollout.config import KVCacheManagementMode
+from rollout.engine.state import EngineState
+from rollout.errors import ConfigError, WeightUpdateError
+from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
+from trainer_hooks import InProcessWeightSync, generation_phase
+
+RUNNING, PAUSED, SUSPENDED = EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED
+WEIGHTS = {"w": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("before", "entry"),
+    [
+        (SUSPENDED, ["update", "resume", "unpause"]),
+        (PAUSED, ["update", "unpause"]),
+        (RUNNING, ["pause", "update", "unpause"]),
+    ],
+)
+def test_weights_are_pushed_before_the_engine_runs(before: EngineState, entry: list[str]) -> None:
+    llm = FakeLLM(before, weights_version=4)
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, version=9) as phase:
+        assert llm.calls == entry
+        assert llm.state is RUNNING
+        assert llm.weights_version == 9
+    assert llm.calls == [*entry, "pause", "suspend"]
+    assert llm.state is SUSPENDED
+    assert phase.update_report is not None
+    assert phase.update_report.version == 9
+
+
+@pytest.mark.parametrize(
+    ("before", "entry"), [(SUSPENDED, ["resume", "unpause"]), (PAUSED, ["unpause"]), (RUNNING, [])]
+)
+def test_without_weights_the_engine_just_runs(before: EngineState, entry: list[str]) -> None:
+    llm = FakeLLM(before)
+    with generation_phase(llm) as phase:
+        assert llm.calls == entry
+    assert llm.state is SUSPENDED
+    assert phase.update_report is None
+
+
+def test_version_none_is_the_next_one() -> None:
+    llm = FakeLLM(SUSPENDED, weights_version=4)
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS):
+        assert llm.weights_version == 5
+
+
+def test_an_exception_in_the_block_leaves_the_engine_suspended() -> None:
+    llm = FakeLLM(SUSPENDED)
+    with pytest.raises(KeyboardInterrupt), generation_phase(llm):
+        raise KeyboardInterrupt
+    assert llm.state is SUSPENDED
+
+
+@pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])
+def test_a_refused_push_leaves_the_engine_suspended_and_never_enters(before: EngineState) -> None:
+    llm = FakeLLM(before, weights_version=4)
+    broken = {"w": torch.tensor([float("nan")])}
+    with (
+        pytest.raises(WeightUpdateError),
+        generation_phase(llm, InProcessWeightSync(llm), broken),
+    ):
+        pytest.fail("the block must not run")
+    assert llm.state is SUSPENDED
+    assert llm.weights_version == 4
+
+
+def test_a_phase_can_follow_a_refused_one() -> None:
+    llm = FakeLLM(SUSPENDED)
+    with pytest.raises(WeightUpdateError):
+        generation_phase(llm, InProcessWeightSync(llm), {"w": torch.tensor([1e40])}).__enter__()
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS):
+        assert llm.state is RUNNING
+
+
+@pytest.mark.parametrize("inside", [["pause"], ["pause", "suspend"]])
+def test_a_block_that_stops_the_engine_itself_is_taken_on_from_there(inside: list[str]) -> None:
+    llm = FakeLLM(SUSPENDED)
+    with generation_phase(llm):
+        for command in inside:
+            getattr(llm, command)()
+    assert llm.state is SUSPENDED
+    assert llm.calls.count("pause") == llm.calls.count("suspend") == 1
+
+
+def test_mode_is_that_of_the_suspend() -> None:
+    llm = FakeLLM(SUSPENDED)
+    with generation_phase(llm, mode=KVCacheManagementMode.RECOMPUTE) as phase:
+        assert phase.suspend_report is None
+    assert phase.suspend_report is not None
+    assert phase.suspend_report.mode == "recompute"
+
+
+def test_timings_cover_all_parts() -> None:
+    llm = FakeLLM(SUSPENDED)
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS) as phase:
+        pass
+    timings = phase.timings()
+    parts = (timings.update_s, timings.resume_s, timings.generate_s, timings.suspend_s)
+    assert all(seconds > 0.0 for seconds in parts)
+
+
+def test_async_with_awaits_every_command() -> None:
+    async def use() -> FakeAsyncLLM:
+        llm = FakeAsyncLLM(RUNNING)
+        async with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, version=3) as phase:
+            assert llm.state is RUNNING
+        assert phase.update_report is not None
+        assert phase.update_report.version == 3
+        return llm
+
+    llm = asyncio.run(use())
+    assert llm.calls == ["pause", "update", "unpause", "pause", "suspend"]
+
+
+def test_async_with_takes_a_synchronous_llm_and_survives_exceptions() -> None:
+    llm = FakeLLM(SUSPENDED)
+
+    async def use() -> None:
+        async with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS):
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        asyncio.run(use())
+    assert llm.state is SUSPENDED
+
+
+def test_half_of_a_push_is_refused() -> None:
+    llm = FakeLLM()
+    with pytest.raises(ConfigError, match="pass both"):
+        generation_phase(llm, InProcessWeightSync(llm))
+    with pytest.raises(ConfigError, match="pass both"):
+        generation_phase(llm, named_parameters=WEIGHTS)
+    with pytest.raises(ConfigError, match="version=3"):
+        generation_phase(llm, version=3)

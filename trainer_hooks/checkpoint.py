@@ -1,0 +1,124 @@
+"""Checkpoints of a training run: whole or absent, and loadable by transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks.files import replace_directory
+
+_DIRECTORY_NAME = re.compile(r"step_(\d+)")
+_STATE_FILE = "trainer_state.json"
+_OPTIMIZER_FILE = "optimizer.pt"
+_RNG_FILE = "rng_state.pt"
+
+
+class SavesPretrained(Protocol):
+    """A transformers model or tokenizer."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the files that `from_pretrained` reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where a run stands. `step` training steps are done; `weights_version` is the last one used.
+
+    `prompts`: the state of the prompt source, its position and what was given out unfinished; it
+    must be JSON.
+    """
+
+    step: int
+    weights_version: int
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    root: Path | str,
+    state: TrainerState,
+    policy: SavesPretrained,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: SavesPretrained | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write `root`/step_<step>: a Hugging Face directory with the trainer's state beside it.
+
+    It is complete or absent: everything is written to a hidden directory that is then renamed.
+    The random states of torch, numpy and Python are saved too. Older checkpoints beyond the `keep`
+    newest are deleted. Returns the checkpoint's directory.
+    """
+    root = Path(root)
+    target = root / f"step_{state.step:06d}"
+    staging = root / f".{target.name}.tmp"
+    for abandoned in root.glob(".step_*"):
+        shutil.rmtree(abandoned)
+    staging.mkdir(parents=True)
+    policy.save_pretrained(str(staging))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(staging))
+    torch.save(optimizer.state_dict(), staging / _OPTIMIZER_FILE)
+    torch.save(_random_states(), staging / _RNG_FILE)
+    (staging / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+    replace_directory(staging, target)
+    for outdated in _checkpoints(root)[:-keep]:
+        shutil.rmtree(outdated)
+    return target
+
+
+def find_checkpoint(root: Path | str) -> Path | None:
+    """The checkpoint of the highest step under `root`; None if there is none."""
+    return next(iter(reversed(_checkpoints(Path(root)))), None)
+
+
+def read_trainer_state(checkpoint: Path | str) -> TrainerState:
+    """The state saved in a checkpoint. Raises ConfigError if the directory is none."""
+    path = Path(checkpoint) / _STATE_FILE
+    if not path.exists():
+        raise ConfigError(f"{checkpoint} is no checkpoint of a trainer: it has no {_STATE_FILE}")
+    return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Restore `optimizer` and the random states of torch, numpy and Python; returns the state.
+
+    The policy is loaded by `from_pretrained(checkpoint)`, before its optimizer is made.
+    Raises ConfigError if the directory is no checkpoint.
+    """
+    state = read_trainer_state(checkpoint)
+    optimizer.load_state_dict(torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True))
+    _restore_random_states(torch.load(Path(checkpoint) / _RNG_FILE, weights_only=True))
+    return state
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, by step."""
+    found = [path for path in root.glob("step_*") if _DIRECTORY_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _random_states() -> dict[str, Any]:
+    """Tensors, numbers and tuples only, so that they load with `weights_only`."""
+    algorithm, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (algorithm, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    algorithm, keys, *rest = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))

@@ -1,0 +1,198 @@
+"""Finished rollouts as the padded tensors a trainer computes with.
+
+Shape letters: B rollouts, T positions of prompt + completion, right padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from rollout.errors import ConfigError
+from rollout.requests import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutBatch:
+    """One row per rollout, in the order it was given; CPU tensors.
+
+    `mask_BT` is True on the generated tokens of rollouts that did not fail. Log-probs, lags and
+    staleness are 0 outside generated tokens; column t belongs to token t.
+    `policy_lag_BT`: train_version - version that sampled the token.
+    `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
+    `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
+    `rewards_B`: NaN for a failed rollout.
+    """
+
+    tokens_BT: torch.Tensor  # int64
+    position_ids_BT: torch.Tensor  # int64, from 0
+    attention_mask_BT: torch.Tensor  # bool, False on padding
+    mask_BT: torch.Tensor  # bool
+    behaviour_logprobs_BT: torch.Tensor  # float32
+    policy_lag_BT: torch.Tensor  # int32
+    kv_lag_BT: torch.Tensor  # float32
+    kv_staleness_BT: torch.Tensor  # int32
+    rewards_B: torch.Tensor  # float32
+    prompt_lengths_B: torch.Tensor  # int64
+    completion_lengths_B: torch.Tensor  # int64
+    train_version: int
+
+    def __len__(self) -> int:
+        """Number of rollouts."""
+        return len(self.rewards_B)
+
+    def select(self, rows: torch.Tensor) -> RolloutBatch:
+        """The rollouts that an index or bool tensor names, cut to the longest of them."""
+        lengths_B = (self.prompt_lengths_B + self.completion_lengths_B)[rows]
+        num_positions = int(lengths_B.max()) if len(lengths_B) else 0
+        chosen: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                value = value[rows]
+                value = value[:, :num_positions] if value.dim() == 2 else value
+            chosen[field.name] = value
+        return RolloutBatch(**chosen)
+
+
+def collate_rollouts(
+    requests: Sequence[DynamicInferenceRequest],
+    rewards: Sequence[float | None] | torch.Tensor,
+    train_version: int,
+    temperature: float = 1.0,
+    pad_id: int = 0,
+) -> RolloutBatch:
+    """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
+
+    `temperature` is the one the trainer divides its logits by: the engine's log-probs must be of
+    the same distribution, or ratios would not start from 1. A reward of None or NaN, like a
+    request that failed, marks a failed rollout: it is masked out, never scored 0.
+    Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
+    there is not one reward per request, and for a token sampled after `train_version`.
+    """
+    if not requests or len(requests) != len(rewards):
+        raise ConfigError(
+            f"{len(requests)} requests and {len(rewards)} rewards; one reward per request, and at "
+            "least one, is wanted"
+        )
+    rewards_B = torch.tensor(
+        [
+            _reward_or_nan(reward) if request.succeeded() else math.nan
+            for request, reward in zip(requests, rewards, strict=True)
+        ]
+    )
+    rows = [
+        _prompt_row(request)
+        if math.isnan(reward)
+        else _prompt_row(request) | _completion_row(request, train_version, temperature)
+        for request, reward in zip(requests, rewards_B.tolist(), strict=True)
+    ]
+    padded = {
+        name: pad_sequence(
+            [row[name] for row in rows],
+            batch_first=True,
+            padding_value=pad_id if name == "tokens_BT" else 0,
+        )
+        for name in rows[0]
+    }
+    return RolloutBatch(
+        **padded,
+        rewards_B=rewards_B,
+        prompt_lengths_B=torch.tensor([len(request.prompt_tokens) for request in requests]),
+        completion_lengths_B=torch.tensor([len(request.generated_tokens) for request in requests]),
+        train_version=train_version,
+    )
+
+
+def _prompt_row(request: DynamicInferenceRequest) -> dict[str, torch.Tensor]:
+    """One rollout, unpadded, with none of its tokens to be trained on."""
+    tokens_T = torch.cat(
+        [request.prompt_tokens, torch.tensor(request.generated_tokens, dtype=torch.int64)]
+    )
+    num_tokens = len(tokens_T)
+    return {
+        "tokens_BT": tokens_T,
+        "position_ids_BT": torch.arange(num_tokens),
+        "attention_mask_BT": torch.ones(num_tokens, dtype=torch.bool),
+        "mask_BT": torch.zeros(num_tokens, dtype=torch.bool),
+        "behaviour_logprobs_BT": torch.zeros(num_tokens),
+        "policy_lag_BT": torch.zeros(num_tokens, dtype=torch.int32),
+        "kv_lag_BT": torch.zeros(num_tokens),
+        "kv_staleness_BT": torch.zeros(num_tokens, dtype=torch.int32),
+    }
+
+
+def _completion_row(
+    request: DynamicInferenceRequest, train_version: int, temperature: float
+) -> dict[str, torch.Tensor]:
+    """What a rollout that did not fail has on its generated tokens; its prompt's part is 0."""
+    num_prompt_tokens = len(request.prompt_tokens)
+    versions = request.policy_versions
+    if len(versions) and int(versions.max()) > train_version:
+        raise ConfigError(
+            f"train_version={train_version} is older than version {int(versions.max())} that "
+            f"sampled a token of request {request.request_id}; pass the version being trained"
+        )
+    kv_versions = torch.tensor(request.context_kv_version_mean, dtype=torch.float32)
+    values = {
+        "mask_BT": torch.ones(len(versions), dtype=torch.bool),
+        "behaviour_logprobs_BT": _behaviour_logprobs(request, temperature),
+        "policy_lag_BT": train_version - versions,
+        "kv_lag_BT": versions - kv_versions,
+        "kv_staleness_BT": request.staleness_at(train_version)[1][num_prompt_tokens:],
+    }
+    return {name: pad(value, (num_prompt_tokens, 0)) for name, value in values.items()}
+
+
+def check_logprobs_match(params: SamplingParams, temperature: float) -> None:
+    """Refuse log-probs that a trainer, dividing its logits by `temperature`, would not recompute.
+
+    `temperature` mode is what it recomputes. `raw` is the same at temperature 1, and `processed`
+    is where nothing was truncated.
+    Raises ConfigError naming the mode and temperature of both sides.
+    """
+    if not temperature > 0.0:
+        raise ConfigError(f"temperature={temperature} must be above 0; greedy tokens train nothing")
+    mode = params.logprobs_mode
+    truncated = params.top_k > 0 or 0.0 < params.top_p < 1.0 or params.min_p > 0.0
+    same_mode = (
+        mode == "temperature"
+        or (mode == "raw" and params.temperature == 1.0)
+        or (mode == "processed" and not truncated)
+    )
+    if not params.return_log_probs:
+        raise ConfigError("the rollouts carry no log-probs; sample with return_log_probs=True")
+    if params.temperature != temperature or not same_mode:
+        raise ConfigError(
+            f"the rollouts' log-probs have logprobs_mode={mode!r} at temperature="
+            f"{params.temperature}{' with truncation' if truncated else ''}, the trainer recomputes"
+            f" logprobs_mode='temperature' at temperature={temperature}; sample with "
+            f"logprobs_mode='temperature' and temperature={temperature}"
+        )
+
+
+def _reward_or_nan(reward: float | None) -> float:
+    """A reward as a number; None, which means the rollout failed, as NaN."""
+    return math.nan if reward is None else float(reward)
+
+
+def _behaviour_logprobs(request: DynamicInferenceRequest, temperature: float) -> torch.Tensor:
+    """Log-probs of the generated tokens, float32; refused if they cannot be trained against."""
+    check_logprobs_match(request.sampling_params or SamplingParams(), temperature)
+    logprobs = request.generated_log_probs
+    if logprobs is None or len(logprobs) != len(request.generated_tokens):
+        raise ConfigError(
+            f"request {request.request_id} has {len(request.generated_tokens)} generated tokens "
+            f"and {0 if logprobs is None else len(logprobs)} log-probs"
+        )
+    logprobs = torch.as_tensor(logprobs, dtype=torch.float32)
+    if bool(logprobs.isnan().any()):
+        raise ConfigError(f"request {request.request_id} has a token without a log-prob")
+    return logprobs

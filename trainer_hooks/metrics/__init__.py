@@ -1,0 +1,20 @@
+"""What a run measures, under the names its users know, and where it is written."""
+
+from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
+from trainer_hooks.metrics.curve import write_reward_curve
+from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
+from trainer_hooks.metrics.logger import MetricsLogger
+from trainer_hooks.metrics.measure import rollout_metrics, timing_metrics
+from trainer_hooks.metrics.wandb_run import start_wandb_run
+
+__all__ = [
+    "DEFAULT_COLUMNS",
+    "JsonlWriter",
+    "MetricsLogger",
+    "ProgressView",
+    "read_jsonl",
+    "rollout_metrics",
+    "start_wandb_run",
+    "timing_metrics",
+    "write_reward_curve",
+]

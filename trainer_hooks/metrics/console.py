@@ -1,0 +1,85 @@
+"""A live view of a run in the terminal; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from trainer_hooks.metrics.axes import TRAINER_STEP
+
+# Metric name -> how it is shown.
+DEFAULT_COLUMNS = {
+    "reward": "reward {:.3f}",
+    "completions/tokens_per_s": "{:,.0f} tokens/s",
+    "policy_staleness/mean": "staleness {:.2f}",
+}
+
+
+class ProgressView:
+    """A progress bar with the latest values of a few metrics beside it.
+
+    `columns`: metric name -> format of its value. `line_interval`: steps between the lines that are
+    printed where the output is no terminal.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        columns: Mapping[str, str] | None = None,
+        line_interval: int = 10,
+    ) -> None:
+        self._console = console or Console()
+        self._columns = DEFAULT_COLUMNS if columns is None else columns
+        self._line_interval = line_interval
+        self._progress: Progress | None = None
+        self._title = ""
+        self._num_steps = 0
+        self._step_name = TRAINER_STEP
+        self._last_step: int | None = None
+        self._latest: dict[str, Any] = {}
+
+    def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
+        """Begin a bar of `num_steps`, driven by the metric `step_name`; ends the one before."""
+        self.close()
+        self._title, self._num_steps, self._step_name = title, num_steps, step_name
+        self._latest, self._last_step = {}, None
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[values]}"),
+            console=self._console,
+        )
+        self._progress.add_task(title, total=num_steps, values="")
+        self._progress.start()
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Take in one row; a row without the stage's step only refreshes the values."""
+        self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
+        values = "  ".join(
+            self._columns[name].format(self._latest[name])
+            for name in self._columns
+            if self._latest.get(name) is not None
+        )
+        step = metrics.get(self._step_name)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, values=values)
+        elif step is not None and step != self._last_step and self._is_due(step):
+            self._last_step = step
+            line = f"{self._title} {step}/{self._num_steps}  {values}"
+            self._console.print(line, highlight=False)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._line_interval == 0 or step == self._num_steps
+
+    def close(self) -> None:
+        """End the bar, leaving its last state on the screen; twice is fine."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,53 @@
+"""Metrics as one JSON object per line: always written, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer_hooks.files import replace_text
+from trainer_hooks.metrics.axes import TRAINER_STEP
+
+
+class JsonlWriter:
+    """Appends rows to a file, each flushed at once.
+
+    `resume_step`: None starts the file anew; a step keeps the rows up to it, so that a resumed run,
+    which repeats the steps after its checkpoint, leaves one row for each.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
+        self._path = Path(path)
+        rows = read_jsonl(self._path) if resume_step is not None and self._path.exists() else []
+        kept = [row for row in rows if row.get(TRAINER_STEP, 0) <= resume_step]
+        replace_text(self._path, "".join(_line(row) for row in kept))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Append one row; a value that is not finite becomes null."""
+        self._file.write(_line(metrics))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        self._file.close()
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """The rows of a file; a last line torn by a kill is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
+    row = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+    return json.dumps(row) + "\n"

@@ -1,0 +1,91 @@
+"""MetricsLogger: one `log` for the JSONL file, wandb and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
+from trainer_hooks.metrics.jsonl import JsonlWriter
+
+
+class WandbRun(Protocol):
+    """The part of a wandb run that is used here; `start_wandb_run` makes one."""
+
+    def log(self, data: dict[str, Any]) -> Any:
+        """Record one row."""
+        ...
+
+    def finish(self, exit_code: int | None = None) -> Any:
+        """Write what is pending and close the run."""
+        ...
+
+
+class MetricsView(Protocol):
+    """Something that shows the latest metrics to a person, as ProgressView does."""
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Take in one row."""
+        ...
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        ...
+
+
+class MetricsLogger:
+    """Writes each row of metrics to a JSONL file and, where given, to a wandb run and a view.
+
+    Also serves as `metrics_writer` of an InferenceConfig: rows logged without a step or version,
+    as the engine's are, take those of the latest row that had them.
+    As a context manager it closes everything, after an exception too.
+    `resume_step`: the step a resumed run goes on from; None starts the JSONL file anew.
+    """
+
+    def __init__(
+        self,
+        jsonl: Path | str,
+        wandb: WandbRun | None = None,
+        console: MetricsView | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        self._jsonl = JsonlWriter(jsonl, resume_step)
+        self._wandb = wandb
+        self._console = console
+        self._axes: dict[str, int] = {}
+
+    def log(
+        self, metrics: Mapping[str, float], step: int | None = None, version: int | None = None
+    ) -> None:
+        """Record one row at `trainer/step` = step and `rollout/version` = version."""
+        if step is not None:
+            self._axes[TRAINER_STEP] = step
+        if version is not None:
+            self._axes[ROLLOUT_VERSION] = version
+        row = {**self._axes, **metrics}
+        self._jsonl.log(row)
+        if self._wandb is not None:
+            self._wandb.log(row)
+        if self._console is not None:
+            self._console.show(row)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close all sinks; a non-zero `exit_code` marks the wandb run as failed."""
+        self._jsonl.close()
+        if self._console is not None:
+            self._console.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code)
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(exit_code=0 if kind is None else 1)

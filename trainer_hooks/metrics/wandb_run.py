@@ -1,0 +1,55 @@
+"""Weights & Biases as a sink of metrics, if the package is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rollout.errors import ConfigError
+from trainer_hooks.metrics.axes import AXIS_OF_METRIC, ROLLOUT_VERSION, TRAINER_STEP
+
+WandbMode = Literal["online", "offline", "disabled"]
+
+
+def start_wandb_run(
+    *,
+    project: str,
+    name: str,
+    directory: Path,
+    config: Mapping[str, Any],
+    mode: WandbMode = "offline",
+    resume: bool = False,
+) -> Any:
+    """A wandb run with its step axes declared, to be given to MetricsLogger.
+
+    `offline` needs no account and no network; `wandb sync` uploads later. `resume` goes on with the
+    run that a killed process left in `directory`. Raises ConfigError if wandb is not installed.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "logging to wandb needs the package: pip install 'rollout-engine[wandb]', or leave "
+            "wandb out of the logger"
+        ) from error
+    directory.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=project,
+        name=name,
+        dir=str(directory),
+        config=dict(config),
+        mode=mode,
+        resume="auto" if resume else None,
+        settings=wandb.Settings(silent=True),
+    )
+    declare_axes(run)
+    return run
+
+
+def declare_axes(run: Any) -> None:
+    """Tell `run` (anything with wandb's `define_metric`) which axis each metric is drawn over."""
+    for axis in (TRAINER_STEP, ROLLOUT_VERSION):
+        run.define_metric(axis)
+    for glob, axis in AXIS_OF_METRIC.items():
+        run.define_metric(glob, step_metric=axis)

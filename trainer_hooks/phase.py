@@ -1,0 +1,206 @@
+"""The part of a training step in which the engine generates."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.config import KVCacheManagementMode
+from rollout.engine.reports import ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
+from rollout.errors import ConfigError
+from rollout.runner.weight_update import WeightUpdateReport
+from trainer_hooks.weight_sync import NamedParameters
+
+Command = tuple[str, Callable[[], Any]]
+
+
+class Suspendable(Protocol):
+    """The control verbs of LLM; an asynchronous LLM's return awaitables."""
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's state."""
+        ...
+
+    def pause(self) -> Any:
+        """RUNNING -> PAUSED."""
+        ...
+
+    def suspend(self, mode: KVCacheManagementMode | None = None) -> Any:
+        """PAUSED -> SUSPENDED; returns a SuspendReport."""
+        ...
+
+    def resume(self) -> Any:
+        """SUSPENDED -> PAUSED; returns a ResumeReport."""
+        ...
+
+    def unpause(self) -> Any:
+        """PAUSED -> RUNNING."""
+        ...
+
+
+class PushesWeights(Protocol):
+    """What every weight sync can do."""
+
+    def push(
+        self, named_parameters: NamedParameters, version: int | None = None
+    ) -> WeightUpdateReport:
+        """Commit the weights."""
+        ...
+
+    async def apush(
+        self, named_parameters: NamedParameters, version: int | None = None
+    ) -> WeightUpdateReport:
+        """As `push`, awaitable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimings:
+    """Seconds that each part of a phase took; a part that was not needed took none."""
+
+    update_s: float
+    resume_s: float
+    generate_s: float
+    suspend_s: float
+
+
+class GenerationPhase:
+    """A context manager in which the engine runs; outside it, the engine is suspended.
+
+    Made by `generation_phase`. After the phase `timings()` and the reports say what it cost.
+    """
+
+    def __init__(
+        self,
+        llm: Suspendable,
+        weight_sync: PushesWeights | None,
+        named_parameters: NamedParameters | None,
+        version: int | None,
+        mode: KVCacheManagementMode | None,
+    ) -> None:
+        if (weight_sync is None) != (named_parameters is None):
+            raise ConfigError(
+                "weight_sync and named_parameters belong together: pass both, or neither for a "
+                "phase without new weights"
+            )
+        if version is not None and weight_sync is None:
+            raise ConfigError(f"version={version} names weights, but no weight_sync is given")
+        self._llm = llm
+        self._push: tuple[PushesWeights, NamedParameters] | None = None
+        if weight_sync is not None and named_parameters is not None:
+            self._push = (weight_sync, named_parameters)
+        self._version = version
+        self._mode = mode
+        self._seconds: dict[str, float] = {}
+        self._reports: dict[str, Any] = {}
+        self._generate_start_s = 0.0
+
+    def timings(self) -> PhaseTimings:
+        """Seconds of each part; call it after the phase."""
+        seconds = self._seconds
+        return PhaseTimings(
+            update_s=seconds.get("update", 0.0),
+            resume_s=seconds.get("resume", 0.0) + seconds.get("unpause", 0.0),
+            generate_s=seconds.get("generate", 0.0),
+            suspend_s=seconds.get("pause", 0.0) + seconds.get("suspend", 0.0),
+        )
+
+    @property
+    def update_report(self) -> WeightUpdateReport | None:
+        """Of the push; None if nothing was pushed."""
+        return self._reports.get("update")
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """None if the engine was not suspended."""
+        return self._reports.get("resume")
+
+    @property
+    def suspend_report(self) -> SuspendReport | None:
+        """None while the phase lasts."""
+        return self._reports.get("suspend")
+
+    def __enter__(self) -> GenerationPhase:
+        try:
+            self._run(self._entry_commands(asynchronous=False))
+        except BaseException:
+            self._run(self._exit_commands())
+            raise
+        self._generate_start_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds["generate"] = time.perf_counter() - self._generate_start_s
+        self._run(self._exit_commands())
+
+    async def __aenter__(self) -> GenerationPhase:
+        try:
+            await self._arun(self._entry_commands(asynchronous=True))
+        except BaseException:
+            await self._arun(self._exit_commands())
+            raise
+        self._generate_start_s = time.perf_counter()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._seconds["generate"] = time.perf_counter() - self._generate_start_s
+        await self._arun(self._exit_commands())
+
+    def _entry_commands(self, *, asynchronous: bool) -> Iterator[Command]:
+        """What leads from the engine's present state to RUNNING under the new weights."""
+        if self._push is not None:
+            weight_sync, named_parameters = self._push
+            if self._llm.state is EngineState.RUNNING:
+                yield "pause", self._llm.pause
+            push = weight_sync.apush if asynchronous else weight_sync.push
+            yield "update", lambda: push(named_parameters, self._version)
+        if self._llm.state is EngineState.SUSPENDED:
+            yield "resume", self._llm.resume
+        if self._llm.state is not EngineState.RUNNING:
+            yield "unpause", self._llm.unpause
+
+    def _exit_commands(self) -> Iterator[Command]:
+        """What leads from the engine's present state to SUSPENDED; nothing once it is stopped."""
+        if self._llm.state is EngineState.RUNNING:
+            yield "pause", self._llm.pause
+        if self._llm.state is EngineState.PAUSED:
+            yield "suspend", lambda: self._llm.suspend(mode=self._mode)
+
+    def _run(self, commands: Iterator[Command]) -> None:
+        for name, command in commands:
+            start_s = time.perf_counter()
+            self._record(name, start_s, command())
+
+    async def _arun(self, commands: Iterator[Command]) -> None:
+        for name, command in commands:
+            start_s = time.perf_counter()
+            report = command()
+            self._record(name, start_s, await report if inspect.isawaitable(report) else report)
+
+    def _record(self, name: str, start_s: float, report: Any) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
+        self._reports[name] = report
+
+
+def generation_phase(
+    llm: Suspendable,
+    weight_sync: PushesWeights | None = None,
+    named_parameters: NamedParameters | None = None,
+    version: int | None = None,
+    mode: KVCacheManagementMode | None = None,
+) -> GenerationPhase:
+    """Run the engine for the length of a `with` or `async with` block.
+
+    Entry pushes the weights, if given, while the engine is still suspended, then resumes and
+    unpauses it; exit pauses and suspends it. Requests that are unfinished by then stay in the
+    engine and go on in the next phase, under its weights. Whatever is raised, in the block or by a
+    refused push, leaves the engine suspended. It may be running, paused or suspended before.
+    `mode`: the KVCacheManagementMode of the suspend; None takes the engine's.
+    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given.
+    """
+    return GenerationPhase(llm, weight_sync, named_parameters, version, mode)
