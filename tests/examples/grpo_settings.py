@@ -1,0 +1,44 @@
+"""The example's own settings, cut down until a run takes a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from examples.grpo.settings import JobSettings
+from trainer_hooks.config_loading import load_dataclass
+
+TINY = {
+    "model.hidden_size": 16,
+    "model.intermediate_size": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+    "task.num_held_out": 4,
+    "warmup.target_reward": 0.0,
+    "warmup.first_check": 2,
+    "warmup.check_interval": 2,
+    "warmup.check_prompts": 2,
+    "warmup.batch_size": 4,
+    "algorithm.groups_per_step": 4,
+    "algorithm.groups_in_flight": 6,
+    "algorithm.group_size": 3,
+    "algorithm.num_minibatches": 2,
+    "algorithm.max_new_tokens": 30,
+    "trainer.num_steps": 4,
+    "trainer.warmup_steps": 1,
+    "trainer.checkpoint_interval": 2,
+    "logger": "quiet",
+}
+
+
+def tiny_settings(**changes: Any) -> JobSettings:
+    """Settings of the demo with TINY and `changes`, whose dots are written as two underscores."""
+    values = {**TINY, **{name.replace("__", "."): value for name, value in changes.items()}}
+    GlobalHydra.instance().clear()
+    with initialize_config_module(config_module="conf", version_base="1.3"):
+        overrides = [f"{name}={value}" for name, value in values.items()]
+        return load_dataclass(JobSettings, compose("train_grpo", overrides))

@@ -1,0 +1,91 @@
+"""One training step of the example."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from examples.grpo.learner import GrpoLearner, learning_rate_at
+from examples.grpo.settings import JobSettings
+from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.fakes import finished_request
+from trainer_hooks import RolloutBatch, collate_rollouts
+
+
+class Bigram(torch.nn.Module):
+    """Logits of the next token from a table; answers as a transformers model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 4)
+        torch.nn.init.zeros_(self.table.weight)
+        self.num_rows_seen = 0
+
+    def forward(self, input_ids: torch.Tensor) -> "Bigram":
+        self.num_rows_seen += len(input_ids)
+        self.logits = self.table(input_ids)
+        return self
+
+
+def two_groups(rewards: list[float | None], version: int = 0) -> RolloutBatch:
+    """Two groups of three; every rollout answers 1 with 2 or 3, log-probs those of the table."""
+    requests = [
+        finished_request([1], [token], versions=[version], logprobs=[-1.3862944])
+        for token in (2, 3, 3, 2, 2, 3)
+    ]
+    return collate_rollouts(requests, rewards, train_version=1)
+
+
+def learner(policy: Bigram, settings: JobSettings) -> GrpoLearner:
+    return GrpoLearner(policy, settings.algorithm, settings.trainer)  # type: ignore[arg-type]
+
+
+def test_a_step_makes_the_rewarded_token_likelier() -> None:
+    policy = Bigram()
+    learner(policy, tiny_settings()).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
+    weights = policy.table.weight[1]
+    assert weights[2] > 0 > weights[3]
+
+
+def test_groups_of_equal_rewards_are_left_out() -> None:
+    policy = Bigram()
+    batch = two_groups([1, 0, 0, 1, 1, 1])
+    metrics = learner(policy, tiny_settings()).update(batch, step=1)
+    assert policy.num_rows_seen == 3
+    assert metrics["train/zero_variance_fraction"] == 0.5
+    assert metrics["train/num_tokens"] == metrics["train/num_stale_tokens"] == 3
+
+
+def test_a_batch_without_any_spread_changes_nothing() -> None:
+    policy = Bigram()
+    metrics = learner(policy, tiny_settings()).update(two_groups([1.0] * 6), step=1)
+    assert policy.num_rows_seen == 0
+    assert torch.equal(policy.table.weight, torch.zeros(4, 4))
+    assert metrics["train/num_tokens"] == 0
+
+
+def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts() -> None:
+    torch.manual_seed(0)
+    settings = tiny_settings(algorithm__shuffle_rewards=True)
+    gains = []
+    for _ in range(40):
+        policy = Bigram()
+        learner(policy, settings).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
+        weights = policy.table.weight[1].tolist()
+        gains.append(weights[2] - weights[3])
+    assert min(gains) < 0 < max(gains)
+
+
+def test_shuffling_leaves_failed_rollouts_out_of_training() -> None:
+    torch.manual_seed(0)
+    settings = tiny_settings(algorithm__shuffle_rewards=True)
+    metrics = learner(Bigram(), settings).update(two_groups([1, 0, None, 1, None, 0]), step=1)
+    assert metrics["train/num_tokens"] <= 4
+
+
+def test_the_learning_rate_rises_then_falls_to_its_final_fraction() -> None:
+    trainer = tiny_settings(
+        trainer__num_steps=11, trainer__warmup_steps=2, trainer__learning_rate=1.0
+    ).trainer
+    rates = [learning_rate_at(step, trainer) for step in (1, 2, 11, 12)]
+    assert rates == pytest.approx([0.5, 1.0, 0.1, 0.1])

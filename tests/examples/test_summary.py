@@ -1,0 +1,51 @@
+"""The summary of a run, from rows made by hand."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from examples.grpo.summary import summarise, summary_table
+
+
+def rows(num_steps: int) -> list[dict[str, float]]:
+    step = {
+        "train/num_tokens": 100,
+        "train/num_stale_tokens": 25,
+        "policy_staleness/max": 1.0,
+        "completions/num_tokens": 300,
+        "timing_s/update": 0.1,
+        "timing_s/resume": 0.2,
+        "timing_s/generate": 0.5,
+        "timing_s/suspend": 0.3,
+        "timing_s/train": 2.0,
+    }
+    return [
+        {"warmup/step": 1, "warmup/loss": 1.0, "timing_s/warmup": 5.0},
+        {"warmup/step": 2, "warmup/loss": 0.5, "warmup/reward": 0.25, "timing_s/warmup": 9.0},
+        {"eval/greedy_reward": 0.5},
+        {"engine/step": 3},
+        *({**step, "reward": index / 100} for index in range(num_steps)),
+        {"eval/greedy_reward": 0.75},
+    ]
+
+
+def test_summary_by_hand() -> None:
+    summary = summarise(rows(50), seed=3)
+    assert summary.sampled_reward_first == pytest.approx(0.045)
+    assert summary.sampled_reward_last == pytest.approx(0.445)
+    assert summary.sampled_gain == pytest.approx(0.4)
+    assert summary.greedy_gain == 0.25
+    assert (summary.warmup_steps, summary.warmup_sampled_reward, summary.warmup_s) == (2, 0.25, 9.0)
+    assert summary.stale_token_fraction == 0.25
+    assert summary.tokens_per_s == pytest.approx(600.0)
+    assert summary.train_s == pytest.approx(100.0)
+
+
+def test_the_table_has_a_column_for_every_seed() -> None:
+    output = io.StringIO()
+    table = summary_table([summarise(rows(50), seed) for seed in (0, 1)])
+    Console(file=output, width=120).print(table)
+    assert "seed 0" in output.getvalue()
+    assert "seed 1" in output.getvalue()
+    assert "sampled_gain" in output.getvalue()
