@@ -11,6 +11,7 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(1, num_slots + 1))
+        self._is_taken = [False] * (num_slots + 1)
 
     @property
     def num_free(self) -> int:
@@ -18,7 +19,11 @@ class SlotPool:
 
     def take(self) -> int:
         """The lowest free slot. The caller has checked `num_free`."""
-        return heapq.heappop(self._free)
+        slot = heapq.heappop(self._free)
+        self._is_taken[slot] = True
+        return slot
 
     def release(self, slot: int) -> None:
+        assert self._is_taken[slot], f"slot {slot} is released twice"
+        self._is_taken[slot] = False
         heapq.heappush(self._free, slot)

@@ -51,10 +51,10 @@ class Committed:
 
 
 def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Committed:
-    """Stamp the written KV, append the sampled tokens. Rows whose request is gone are discarded unstamped."""
+    """Stamp the written KV, append the sampled tokens; those of a request that is gone are discarded."""
     for sequence, count in behind.computed:
-        if sequence.phase is not Phase.DONE:
-            sequence.note_written(count, plan.weights_version)
+        # Also if it is gone: the children of its fork live on in the same blocks.
+        sequence.note_written(count, plan.weights_version)
     for parent, child in behind.forks:
         if child.phase is not Phase.DONE:
             child.adopt_context(parent)
@@ -87,7 +87,7 @@ def _sampled(behind: PlannedRows, output: StepOutput) -> list[SampledToken]:
                 context_kv_version_min=sequence.kv_min,
                 context_kv_version_mean=sequence.kv_sum / len(sequence.kv_spans),
                 finish_reason=reason,
-                kv_spans=sequence.kv_spans if reason else None,
+                kv_spans=sequence.kv_spans.copy() if reason else None,
             )
         )
     return sampled

@@ -102,7 +102,7 @@ class Scheduler:
         """
         sequence = self._sequences.pop(request_id)
         self._finish(sequence)
-        return sequence.kv_spans
+        return sequence.kv_spans.copy()
 
     def kv_spans(self, request_id: int) -> VersionSpans:
         """Which version wrote the KV of each of the request's positions, so far."""
@@ -183,6 +183,7 @@ class Scheduler:
         """Release the sequences' blocks and rows, and queue them at their places."""
         ordered = sorted(sequences, key=lambda s: s.order)
         for sequence in ordered:
+            assert not sequence.num_in_flight, "a plan in flight still writes into its blocks"
             self._active.remove(sequence)
             self._free(sequence)
             sequence.restart()
@@ -227,12 +228,15 @@ class Scheduler:
         return False
 
     def _evict_excess(self, evicted: list[Sequence]) -> None:
-        """Evict the newest paused sequences until the others fit the buffer for paused requests."""
+        """Evict the newest paused sequences until the others fit the buffer for paused requests.
+
+        Never the oldest active one: what it waits for is in flight.
+        """
         paused = [s for s in self._active if s.phase is Phase.PAUSED]
         num_held = sum(len(s.blocks) for s in paused)
         while num_held > self._max_paused_blocks and paused:
             sequence = paused.pop()
-            if not sequence.num_in_flight:
+            if not sequence.num_in_flight and sequence is not self._active[0]:
                 num_held -= len(sequence.blocks)
                 self.requeue([sequence])
                 evicted.append(sequence)
@@ -242,12 +246,14 @@ class Scheduler:
     def _chunk_size(self, builder: PlanBuilder, sequence: Sequence) -> int:
         """Tokens of the sequence's prefill that this step still has room for; 0 if it must wait.
 
-        Without chunked prefill a prompt runs whole or not at all, unless no step could hold it.
+        Without chunked prefill a prompt runs whole or not at all, unless no step could hold it; once
+        begun, it takes what it can get.
         """
         room = max(0, self._max_tokens - builder.num_tokens)
         if sequence.num_uncomputed <= room:
             return sequence.num_uncomputed
-        in_parts = self._chunked or sequence.num_uncomputed > self._max_tokens
+        has_begun = sequence.num_computed > 0
+        in_parts = self._chunked or has_begun or sequence.num_uncomputed > self._max_tokens
         return room if in_parts else 0
 
     def _add_prefill(self, builder: PlanBuilder, sequence: Sequence, count: int) -> None:

@@ -1,0 +1,145 @@
+"""What must hold after every step. The only place that looks inside the scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rollout.scheduling.scheduler import Schedule, Scheduler
+from rollout.scheduling.sequence import Phase
+from tests.fakes import FakeMuscle
+from tests.scheduling.oracle import Known, Sizes, in_phase
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One active sequence as it was before a schedule."""
+
+    request_id: int
+    order: tuple[int, int]
+    is_in_flight: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The active sequences before a schedule, oldest first, and how many plans were in flight."""
+
+    active: list[Seen]
+    num_plans: int
+
+
+def observe(scheduler: Scheduler) -> Before:
+    active = [
+        Seen(s.request_id, s.order, s.num_in_flight > 0, tuple(s.blocks)) for s in scheduler._active
+    ]
+    return Before(active, len(scheduler._in_flight))
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Blocks and rows are free, or held as often as named, also by who is gone but in flight."""
+    holders = {id(s): s for s in scheduler._sequences.values() if s.phase is not Phase.WAITING}
+    for behind in scheduler._in_flight:
+        for sequence in (*(s for s, _ in behind.computed), *behind.sampled):
+            holders[id(sequence)] = sequence
+    for sequence in scheduler._waiting:
+        assert not sequence.blocks
+        assert not sequence.num_in_flight
+        assert sequence.num_computed == len(sequence.kv_spans) == 0
+    users = Counter(block for s in holders.values() for block in s.blocks)
+    pool = scheduler._blocks._pool
+    assert {b: n for b, n in enumerate(pool._users) if n} == dict(users)
+    assert sorted(pool._free) == [b for b in range(1, pool.num_blocks + 1) if not users[b]]
+    rows = [s.row for s in holders.values()]
+    assert len(set(rows)) == len(rows)
+    assert len(rows) + scheduler._blocks.num_free_rows == scheduler._blocks.num_rows
+
+
+def check_schedule(
+    scheduler: Scheduler,
+    sizes: Sizes,
+    known: dict[int, Known],
+    before: Before,
+    schedule: Schedule,
+) -> None:
+    """Limits, order, and who may be paused, resumed, evicted."""
+    orders = [s.order for s in scheduler._active]
+    assert orders == sorted(orders)
+    assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler._active)
+    counts = scheduler.counts()
+    assert counts.num_waiting == len(in_phase(known, "waiting"))
+    assert counts.num_running == len(in_phase(known, "running"))
+    assert counts.num_paused == len(in_phase(known, "paused"))
+    if schedule.plan is not None:
+        assert 0 < schedule.plan.num_tokens <= sizes.max_tokens
+        assert len(schedule.plan.sample_rows) <= sizes.num_rows
+    elif not before.num_plans:
+        assert counts.num_waiting + counts.num_running + counts.num_paused == 0
+    _check_oldest(scheduler, before, schedule)
+    _check_paused(scheduler, sizes, before, schedule)
+    _check_resumed(scheduler, before, schedule)
+    _check_admitted(scheduler, known, schedule)
+
+
+def _check_oldest(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
+    """The oldest is never evicted; it runs, or all that could make room for it is in flight."""
+    if not before.active:
+        return
+    first, *others = before.active
+    assert first.request_id not in schedule.evicted
+    oldest = next(s for s in scheduler._active if s.request_id == first.request_id)
+    if not before.num_plans:
+        assert schedule.plan is not None
+        assert oldest.row in schedule.plan.rows
+    elif oldest.phase is Phase.PAUSED:
+        assert {s.request_id for s in others if not s.is_in_flight} <= set(schedule.evicted)
+
+
+def _check_paused(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: Schedule) -> None:
+    """Paused blocks fit their buffer, save what may not be evicted; the newest goes first."""
+    orders = {s.request_id: s.order for s in before.active}
+    assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.evicted)
+    paused = [s for s in scheduler._active if s.phase is Phase.PAUSED]
+    evictable = [s for s in paused if not s.num_in_flight and s is not scheduler._active[0]]
+    assert not evictable or sum(len(s.blocks) for s in paused) <= sizes.max_paused_blocks
+    for request_id in schedule.evicted:
+        assert all(s.order < orders[request_id] for s in evictable)
+
+
+def _check_resumed(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
+    """Nobody takes a block while an older one waits for one."""
+    tables = {s.request_id: list(s.blocks) for s in before.active}
+    paused = [s.order for s in scheduler._active if s.phase is Phase.PAUSED]
+    for sequence in scheduler._active:
+        if sequence.request_id in tables and tables[sequence.request_id] != sequence.blocks:
+            assert not paused or sequence.order < min(paused)
+
+
+def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Schedule) -> None:
+    """Strictly in the order of the queue, save forks, and nobody while others want blocks."""
+    if schedule.plan is None:
+        assert not schedule.admitted
+        return
+    rows = {s.request_id: s.row for s in scheduler._active}
+    computing = [i for i in schedule.admitted if rows[i] in schedule.plan.rows]
+    assert len(schedule.admitted) - len(computing) == schedule.num_forked
+    if computing:
+        assert not schedule.evicted
+        assert not in_phase(known, "paused")
+        newest = max(known[i].order for i in computing)
+        assert all(known[i].order > newest for i in in_phase(known, "waiting"))
+
+
+def check_contents(scheduler: Scheduler, muscle: FakeMuscle) -> None:
+    """The blocks hold what each sequence thinks they hold. No plan may wait for the muscle."""
+    for sequence in scheduler._active:
+        if not sequence.num_computed:
+            continue
+        muscle.check_row(sequence.row)
+        versions = muscle.versions(sequence.row)
+        spans = scheduler.kv_spans(sequence.request_id)
+        assert spans.to_array().tolist() == versions[: len(spans)]
+        assert sequence.kv_sum == sum(versions[: len(spans)])
+        assert not spans or sequence.kv_min == min(versions[: len(spans)])
+        if not sequence.num_in_flight:
+            assert len(spans) == len(versions) == sequence.num_computed

@@ -1,0 +1,195 @@
+"""Tiny engines and what may happen to them: hypothesis strategies, and long work from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from tests.fakes import VOCAB_SIZE
+from tests.scheduling.oracle import Sample, Sizes
+from tests.scheduling.rig import Rig
+
+# One thing that happens to a rig.
+Op = Callable[[Rig], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A group; the prompt's length is cut to what the engine takes."""
+
+    prompt: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    priority: int
+
+    def __call__(self, rig: Rig) -> None:
+        sizes = rig.sizes
+        longest = sizes.num_blocks * sizes.block_size
+        if not sizes.chunked:
+            longest = min(longest, sizes.max_tokens)
+        rig.add(list(self.prompt[:longest]), *self.samples, priority=self.priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Schedule, run or commit: the first that is possible, counted from `first`."""
+
+    first: int
+
+    def __call__(self, rig: Rig) -> None:
+        for index in range(self.first, self.first + 3):
+            if index % 3 == 0 and rig.num_in_flight < rig.sizes.depth:
+                if rig.schedule() is not None:
+                    return
+            elif index % 3 == 1 and rig.planned:
+                return rig.run()
+            elif index % 3 == 2 and rig.ran:
+                rig.commit()
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Whole steps."""
+
+    count: int
+
+    def __call__(self, rig: Rig) -> None:
+        for _ in range(self.count):
+            Advance(0)(rig)
+            Advance(1)(rig)
+            Advance(2)(rig)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End one of the unfinished requests."""
+
+    choice: int
+
+    def __call__(self, rig: Rig) -> None:
+        if unfinished := rig.unfinished():
+            rig.abort(unfinished[self.choice % len(unfinished)])
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """An update; KV older than `num_kept` versions is given up, and all of it if `recomputes`."""
+
+    num_kept: int | None
+    recomputes: bool
+
+    def __call__(self, rig: Rig) -> None:
+        rig.set_version(rig.version + 1)
+        if self.recomputes:
+            rig.requeue_active()
+        if self.num_kept is not None:
+            rig.requeue_older_than(rig.version - self.num_kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A forward pass that raises."""
+
+    after_writes: bool
+
+    def __call__(self, rig: Rig) -> None:
+        rig.fail_step(after_writes=self.after_writes)
+
+
+def samples() -> st.SearchStrategy[Sample]:
+    token = st.integers(0, VOCAB_SIZE - 1)
+    return st.builds(
+        Sample,
+        num_new=st.integers(1, 14),
+        seed=st.integers(0, 3),
+        wants_scores=st.integers(0, 5).map(lambda n: n == 0),
+        end_ids=st.lists(token, max_size=1).map(tuple),
+        stop_words=st.lists(st.tuples(token), max_size=1).map(tuple),
+    )
+
+
+def adds() -> st.SearchStrategy[Add]:
+    token = st.integers(0, VOCAB_SIZE - 1)
+    return st.builds(
+        Add,
+        st.lists(token, min_size=1, max_size=20).map(tuple),
+        st.lists(samples(), min_size=1, max_size=4).map(tuple),
+        st.sampled_from((0, 0, 0, 1, -1)),
+    )
+
+
+def ops() -> st.SearchStrategy[Op]:
+    return st.one_of(
+        adds(),
+        adds(),
+        st.builds(Advance, st.integers(0, 2)),
+        st.builds(Advance, st.integers(0, 2)),
+        st.builds(Steps, st.integers(1, 6)),
+        st.builds(Abort, st.integers(0, 7)),
+        st.builds(
+            NewVersion, st.none() | st.integers(0, 2), st.integers(0, 3).map(lambda n: n == 0)
+        ),
+        st.builds(Failure, st.booleans()),
+    )
+
+
+@st.composite
+def sizes(draw: st.DrawFn, depths: st.SearchStrategy[int]) -> Sizes:
+    num_blocks = draw(st.integers(3, 12))
+    max_tokens = draw(st.integers(1, 16))
+    drawn = Sizes(
+        num_blocks=num_blocks,
+        block_size=draw(st.integers(2, 4)),
+        num_rows=min(draw(st.integers(1, 5)), max_tokens),
+        max_tokens=max_tokens,
+        max_paused_blocks=draw(st.integers(0, num_blocks)),
+        chunked=draw(st.booleans()),
+        depth=draw(depths),
+    )
+    return replace(drawn, poison=frozenset({7}) if draw(st.integers(0, 4)) == 0 else frozenset())
+
+
+def seeded_work(seed: int, *, depth: int) -> tuple[Sizes, list[Op]]:
+    """A crowded engine and 60 things that happen to it."""
+    rng = random.Random(seed)
+    max_tokens = rng.randint(1, 16)
+    num_blocks = rng.randint(3, 12)
+    small = Sizes(
+        num_blocks=num_blocks,
+        block_size=rng.randint(2, 4),
+        num_rows=rng.randint(1, min(5, max_tokens)),
+        max_tokens=max_tokens,
+        max_paused_blocks=rng.randint(0, num_blocks),
+        chunked=rng.random() < 0.5,
+        depth=depth,
+        poison=frozenset({7}) if rng.random() < 0.2 else frozenset(),
+    )
+    makers: list[Callable[[], Op]] = [
+        lambda: _random_add(rng),
+        lambda: Steps(rng.randint(1, 6)),
+        lambda: Advance(rng.randrange(3)),
+        lambda: Abort(rng.randrange(8)),
+        lambda: NewVersion(rng.choice((None, 0, 1, 2)), rng.random() < 0.25),
+        lambda: Failure(rng.random() < 0.5),
+    ]
+    return small, [make() for make in rng.choices(makers, (8, 8, 12, 2, 1, 1), k=60)]
+
+
+def _random_add(rng: random.Random) -> Add:
+    return Add(
+        tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 16))),
+        tuple(
+            Sample(
+                num_new=rng.randint(1, 20),
+                seed=rng.randrange(4),
+                wants_scores=rng.random() < 0.15,
+                end_ids=(3,) if rng.random() < 0.5 else (),
+                stop_words=((5, 6), (9,)) if rng.random() < 0.3 else (),
+            )
+            for _ in range(rng.choice((1, 1, 2, 4)))
+        ),
+        rng.choice((0, 0, 0, 1, -1)),
+    )

@@ -1,0 +1,254 @@
+"""Rig: a scheduler with a fake muscle, checked at every step against the naive model."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rollout.blocks.block_manager import BlockManager
+from rollout.scheduling.commit import Committed
+from rollout.scheduling.scheduler import Schedule, Scheduler
+from rollout.scheduling.stopping import StopRule
+from rollout.step.output import StepOutput
+from rollout.step.plan import StepPlan
+from rollout.version_spans import VersionSpans
+from tests.fakes import FakeMuscle
+from tests.scheduling import invariants
+from tests.scheduling.oracle import (
+    Known,
+    Sample,
+    Sizes,
+    in_phase,
+    row_sampling,
+    run_alone,
+    scores_alone,
+)
+
+
+class Rig:
+    """Add requests, then `step`, or `schedule`, `run` and `commit` one by one. Checks it all."""
+
+    def __init__(self, sizes: Sizes, version: int = 0) -> None:
+        self.sizes, self.version = sizes, version
+        self.muscle = FakeMuscle(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            num_rows=sizes.num_rows,
+            poison=sizes.poison,
+        )
+        self.scheduler = Scheduler(
+            BlockManager(
+                num_blocks=sizes.num_blocks, block_size=sizes.block_size, num_rows=sizes.num_rows
+            ),
+            max_tokens=sizes.max_tokens,
+            max_paused_blocks=sizes.max_paused_blocks,
+            enable_chunked_prefill=sizes.chunked,
+        )
+        self.known: dict[int, Known] = {}
+        self.planned: deque[StepPlan] = deque()
+        self.ran: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.plans: list[StepPlan] = []
+        self.schedules: list[Schedule] = []
+        self._handed_out: list[tuple[VersionSpans, VersionSpans]] = []
+
+    # ---- requests
+
+    def add(self, prompt: list[int], *samples: Sample, priority: int = 0) -> list[int]:
+        """Queue a group of samples of one prompt. Returns their ids."""
+        first = len(self.known)
+        pool_tokens = self.sizes.num_blocks * self.sizes.block_size
+        for sample in samples:
+            request_id = len(self.known)
+            rule = StopRule(
+                end_ids=sample.end_ids,
+                stop_words=sample.stop_words,
+                max_length=min(len(prompt) + sample.num_new, pool_tokens + 1),
+            )
+            self.known[request_id] = Known(
+                order=(-priority, request_id), prompt=prompt, sample=sample, rule=rule
+            )
+            self.scheduler.add(
+                request_id,
+                list(prompt),
+                priority=priority,
+                group_id=first if len(samples) > 1 else None,
+                sampling=row_sampling(sample.seed),
+                stop_rule=rule,
+                wants_prompt_logprobs=sample.wants_scores,
+            )
+        return list(range(first, len(self.known)))
+
+    def abort(self, request_id: int) -> None:
+        self._hand_out(self.scheduler.remove(request_id))
+        self.known[request_id].phase = "aborted"
+        invariants.check_blocks(self.scheduler)
+
+    def unfinished(self) -> list[int]:
+        phases = ("waiting", "running", "paused")
+        return [i for i, known in self.known.items() if known.phase in phases]
+
+    def in_phase(self, phase: str) -> list[int]:
+        return in_phase(self.known, phase)
+
+    # ---- steps
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.planned) + len(self.ran)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan one step and check the decision."""
+        before = invariants.observe(self.scheduler)
+        schedule = self.scheduler.schedule(self.version)
+        self._note(schedule)
+        invariants.check_schedule(self.scheduler, self.sizes, self.known, before, schedule)
+        invariants.check_blocks(self.scheduler)
+        self.schedules.append(schedule)
+        if schedule.plan is not None:
+            assert schedule.plan.weights_version == self.version
+            self.planned.append(schedule.plan)
+            self.plans.append(schedule.plan)
+        return schedule.plan
+
+    def run(self) -> None:
+        """Let the muscle do the oldest plan that waits for it."""
+        plan = self.planned.popleft()
+        self.ran.append((plan, self.muscle.run(plan)))
+
+    def commit(self) -> Committed:
+        """Take in the oldest result and check it against the naive model."""
+        plan, output = self.ran.popleft()
+        committed = self.scheduler.commit(plan, output)
+        assert committed.weights_version == plan.weights_version
+        self._apply(plan, output, committed)
+        invariants.check_blocks(self.scheduler)
+        if not self.planned:
+            invariants.check_contents(self.scheduler, self.muscle)
+        return committed
+
+    def step(self) -> Committed | None:
+        """Plan, run and commit; None if there was nothing to run."""
+        if self.schedule() is None:
+            return None
+        self.run()
+        return self.commit()
+
+    def settle(self) -> None:
+        """Finish whatever is in flight."""
+        while self.planned:
+            self.run()
+        while self.ran:
+            self.commit()
+
+    def drain(self) -> None:
+        """Step until all requests are done. No step may be idle, and their number is bounded."""
+        self.settle()
+        num_left = 20 + 3 * sum(self.known[i].rule.max_length for i in self.unfinished())
+        while self.unfinished():
+            num_left -= 1
+            assert num_left >= 0, "starvation"
+            while self.num_in_flight < self.sizes.depth and self.schedule() is not None:
+                pass
+            assert self.num_in_flight, "requests are left, but nothing runs"
+            if self.planned:
+                self.run()
+            self.commit()
+        self.settle()
+        assert self.scheduler.used_blocks() == []
+        for spans, as_handed_out in self._handed_out:
+            assert spans == as_handed_out, "a request was stamped after it was gone"
+
+    # ---- what happens between steps; nothing is in flight then
+
+    def set_version(self, version: int) -> None:
+        self.settle()
+        self.version = version
+
+    def requeue_older_than(self, version: int) -> None:
+        self.settle()
+        old = [
+            i
+            for i in sorted(self.unfinished(), key=lambda i: self.known[i].order)
+            if len(self.scheduler.kv_spans(i)) and self.scheduler.kv_spans(i).min() < version
+        ]
+        requeued = self.scheduler.requeue_older_than(version)
+        assert list(requeued) == old
+        self._note_requeued(requeued)
+
+    def requeue_active(self) -> None:
+        self.settle()
+        active = [i for i in self.unfinished() if self.known[i].phase != "waiting"]
+        requeued = self.scheduler.requeue_active()
+        assert list(requeued) == sorted(active, key=lambda i: self.known[i].order)
+        self._note_requeued(requeued)
+        assert self.scheduler.used_blocks() == []
+
+    def fail_step(self, *, after_writes: bool) -> None:
+        """A forward pass that raises, before anything was done or after everything was."""
+        self.settle()
+        if self.schedule() is None:
+            return
+        plan = self.planned.popleft()
+        if after_writes:
+            self.muscle.run(plan)
+        self._note_requeued(self.scheduler.abandon(plan))
+        invariants.check_blocks(self.scheduler)
+        invariants.check_contents(self.scheduler, self.muscle)
+
+    # ---- the naive model
+
+    def _note(self, schedule: Schedule) -> None:
+        moves = (
+            ("waiting", "running", schedule.admitted),
+            ("running", "paused", schedule.paused),
+            ("paused", "running", schedule.resumed),
+        )
+        for old, new, ids in moves:
+            for request_id in ids:
+                if request_id in schedule.evicted:
+                    continue
+                assert self.known[request_id].phase == old
+                self.known[request_id].phase = new
+        self._note_requeued(schedule.evicted)
+
+    def _note_requeued(self, ids: tuple[int, ...]) -> None:
+        for request_id in ids:
+            known = self.known[request_id]
+            assert known.phase in ("running", "paused")
+            known.phase = "waiting"
+            if not known.generated:
+                known.scores = []
+
+    def _apply(self, plan: StepPlan, output: StepOutput, committed: Committed) -> None:
+        for scored in committed.scored:
+            assert self.known[scored.request_id].phase in ("running", "paused")
+            assert output.score_logprobs is not None
+            scores = output.score_logprobs[scored.start : scored.end].tolist()
+            self.known[scored.request_id].scores += scores
+        assert len(set(committed.prefilled)) == len(committed.prefilled)
+        for sampled in committed.sampled:
+            known = self.known[sampled.request_id]
+            assert known.phase in ("running", "paused")
+            assert sampled.token_id == output.token_ids[sampled.index]
+            known.generated.append(sampled.token_id)
+            context = self.muscle.ran[plan.step_id].contexts[sampled.index]
+            assert len(context) == len(known.prompt) + len(known.generated) - 1
+            assert sampled.context_kv_version_min == min(context)
+            assert sampled.context_kv_version_mean == sum(context) / len(context)
+            if sampled.finish_reason is None:
+                assert sampled.kv_spans is None
+                continue
+            assert sampled.kv_spans is not None
+            assert sampled.kv_spans.to_array().tolist() == context
+            self._hand_out(sampled.kv_spans)
+            known.phase, known.finish_reason = "done", sampled.finish_reason
+            self._check_finished(known)
+
+    def _check_finished(self, known: Known) -> None:
+        tokens, reason = run_alone(known.prompt, known.sample, known.rule, self.sizes.poison)
+        assert known.generated == tokens
+        assert known.finish_reason == reason
+        if known.sample.wants_scores:
+            assert known.scores == scores_alone(known.prompt)
+
+    def _hand_out(self, spans: VersionSpans) -> None:
+        self._handed_out.append((spans, spans.copy()))

@@ -1,0 +1,101 @@
+"""Groups: samples of one prompt share its prefill, whatever happens to their leader."""
+
+from __future__ import annotations
+
+from rollout.step.plan import StepPlan
+from rollout.version_spans import VersionSpans
+from tests.scheduling.oracle import Sample, Sizes, prompt
+from tests.scheduling.rig import Rig
+
+
+def num_prefill_tokens(plans: list[StepPlan]) -> int:
+    return sum(len(plan.prefill_token_ids) for plan in plans)
+
+
+def test_the_prompt_of_a_group_is_prefilled_once_and_its_last_block_copied_on_write() -> None:
+    rig = Rig(Sizes(num_blocks=12, block_size=4, num_rows=4, max_tokens=16))
+    rig.add(prompt(6), *(Sample(seed=seed) for seed in range(4)))
+    rig.drain()
+    assert num_prefill_tokens(rig.plans) == 6
+    assert rig.plans[0].sample_sources.tolist() == [5, 5, 5, 5]
+    assert [len(plan.copy_sources) for plan in rig.plans[:3]] == [0, 3, 0]
+
+
+def test_a_group_whose_prompt_fills_its_blocks_copies_nothing() -> None:
+    rig = Rig(Sizes(num_blocks=12, block_size=4, num_rows=4, max_tokens=16))
+    rig.add(prompt(8), *(Sample(seed=seed) for seed in range(4)))
+    rig.drain()
+    assert num_prefill_tokens(rig.plans) == 8
+    assert not any(len(plan.copy_sources) for plan in rig.plans)
+
+
+def test_siblings_that_find_no_row_prefill_the_prompt_again() -> None:
+    rig = Rig(Sizes(num_blocks=12, num_rows=2))
+    rig.add(prompt(6), *(Sample(seed=seed) for seed in range(4)))
+    rig.drain()
+    assert [s.num_forked for s in rig.schedules if s.num_forked] == [1, 1]
+    assert num_prefill_tokens(rig.plans) == 12
+
+
+def test_a_sibling_that_wants_its_prompt_scored_prefills_it_itself() -> None:
+    rig = Rig(Sizes(num_blocks=12))
+    rig.add(prompt(6), Sample(), Sample(wants_scores=True), Sample())
+    rig.drain()
+    assert num_prefill_tokens(rig.plans) == 12
+    assert len(rig.known[1].scores) == 5
+
+
+def test_siblings_wait_for_a_leader_in_the_middle_of_its_prompt() -> None:
+    rig = Rig(Sizes(num_blocks=12, max_tokens=4))
+    rig.add(prompt(6), Sample(seed=1), Sample(seed=2))
+    rig.step()
+    assert rig.in_phase("waiting") == [1]
+    rig.drain()
+    assert num_prefill_tokens(rig.plans) == 6
+
+
+def test_a_leader_aborted_in_the_middle_of_its_prompt_hands_over_to_its_sibling() -> None:
+    rig = Rig(Sizes(num_blocks=12, max_tokens=4))
+    rig.add(prompt(6), *(Sample(seed=seed) for seed in range(3)))
+    rig.step()
+    rig.abort(0)
+    rig.drain()
+    assert num_prefill_tokens(rig.plans) == 4 + 6
+
+
+def test_a_leader_evicted_in_the_middle_of_its_prompt_forks_later() -> None:
+    rig = Rig(Sizes(num_blocks=4, block_size=2, max_tokens=2))
+    rig.add(prompt(2), Sample(num_new=7))
+    rig.add(prompt(4), Sample(num_new=1), Sample(num_new=1, seed=1))
+    for _ in range(4):
+        rig.step()
+    assert rig.schedules[3].evicted == (1,)
+    assert rig.known[1].generated == []
+    rig.drain()
+    assert sum(s.num_forked for s in rig.schedules) == 1
+
+
+def test_children_of_a_leader_aborted_in_flight_know_who_wrote_their_context() -> None:
+    rig = Rig(Sizes(num_blocks=12, depth=2), version=3)
+    rig.add(prompt(6), Sample(seed=1), Sample(seed=2))
+    rig.schedule()
+    rig.abort(0)
+    rig.run()
+    committed = rig.commit()
+    (sampled,) = committed.sampled
+    assert (sampled.request_id, sampled.context_kv_version_mean) == (1, 3.0)
+    assert rig.scheduler.kv_spans(1) == VersionSpans([(6, 3)])
+    rig.drain()
+
+
+def test_children_inherit_the_versions_of_a_prompt_prefilled_across_an_update() -> None:
+    rig = Rig(Sizes(num_blocks=12, max_tokens=4))
+    rig.add(prompt(6), Sample(seed=1), Sample(seed=2))
+    rig.step()
+    rig.set_version(1)
+    committed = rig.step()
+    assert committed is not None
+    assert [s.context_kv_version_min for s in committed.sampled] == [0, 0]
+    assert [s.context_kv_version_mean for s in committed.sampled] == [2 / 6, 2 / 6]
+    assert rig.scheduler.kv_spans(1) == VersionSpans([(4, 0), (2, 1)])
+    rig.drain()

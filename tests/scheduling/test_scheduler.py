@@ -1,0 +1,214 @@
+"""Scheduler: one situation after another on engines of a few blocks; the rig checks each token."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.version_spans import VersionSpans
+from tests.scheduling.oracle import Sample, Sizes, limit, prompt, row_sampling, run_alone
+from tests.scheduling.rig import Rig
+
+
+def final_spans(rig: Rig, request_id: int) -> VersionSpans:
+    """Step until the request is done; who wrote its KV."""
+    while True:
+        committed = rig.step()
+        assert committed is not None
+        for sampled in committed.sampled:
+            if sampled.request_id == request_id and sampled.kv_spans is not None:
+                return sampled.kv_spans
+
+
+# ---- order and limits
+
+
+def test_higher_priority_is_admitted_first_then_arrival() -> None:
+    rig = Rig(Sizes(num_rows=4, num_blocks=8))
+    rig.add(prompt(2), Sample())
+    rig.add(prompt(2), Sample())
+    rig.add(prompt(2), Sample(), priority=1)
+    rig.step()
+    assert rig.schedules[0].admitted == (2, 0, 1)
+    rig.drain()
+
+
+def test_the_queue_is_not_overtaken_by_a_shorter_prompt() -> None:
+    rig = Rig(Sizes(max_tokens=8, chunked=False))
+    for length in (4, 6, 1):
+        rig.add(prompt(length), Sample())
+    rig.step()
+    assert rig.schedules[0].admitted == (0,)
+    rig.drain()
+
+
+def test_a_long_prompt_shares_steps_with_decode_rows() -> None:
+    rig = Rig(Sizes(max_tokens=4))
+    rig.add(prompt(2), Sample(num_new=9))
+    rig.step()
+    rig.add(prompt(8), Sample())
+    rig.step()
+    plan = rig.plans[1]
+    assert plan.num_decode_rows == 1
+    assert plan.query_lens.tolist() == [1, 3]
+    rig.drain()
+
+
+def test_a_request_that_exactly_fits_the_pool_completes() -> None:
+    rig = Rig(Sizes(num_blocks=3, block_size=4))
+    rig.add(prompt(5), Sample(num_new=8))
+    rig.drain()
+    assert rig.plans[-1].context_lens.tolist() == [12]
+    assert rig.known[0].finish_reason == "length"
+
+
+def test_one_token_is_asked_for_and_no_second_step_runs() -> None:
+    rig = Rig(Sizes())
+    rig.add(prompt(3), Sample(num_new=1))
+    rig.drain()
+    assert len(rig.plans) == 1
+
+
+def test_the_newest_is_evicted_when_the_oldest_needs_its_block() -> None:
+    rig = Rig(Sizes(num_blocks=5, block_size=2, num_rows=3))
+    rig.add(prompt(3), Sample(num_new=6))
+    rig.add(prompt(3), Sample(num_new=6))
+    rig.drain()
+    assert [s.paused for s in rig.schedules if s.paused] == [(1,)]
+    assert [s.evicted for s in rig.schedules if s.evicted] == [(1,)]
+
+
+def test_paused_requests_beyond_their_buffer_are_evicted_at_once() -> None:
+    rig = Rig(Sizes(num_blocks=4, block_size=2, num_rows=3, max_paused_blocks=1))
+    rig.add(prompt(3), Sample(num_new=4))
+    rig.add(prompt(3), Sample(num_new=4))
+    rig.drain()
+    assert not any(s.resumed for s in rig.schedules)
+    assert [s.evicted for s in rig.schedules if s.evicted] == [(1,)]
+
+
+def test_a_prompt_begun_in_parts_goes_on_beside_decode_rows_without_chunked_prefill() -> None:
+    rig = Rig(Sizes(max_tokens=4, chunked=False))
+    rig.add(prompt(4), Sample(num_new=9))
+    for _ in range(3):
+        rig.step()
+    rig.requeue_active()  # 7 tokens to prefill: no step could hold them
+    rig.add(prompt(1), Sample(num_new=20), priority=1)
+    for _ in range(3):
+        rig.step()
+    assert len(rig.known[0].generated) == 4
+    rig.drain()
+
+
+# ---- prompt scores
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 16])
+def test_scores_of_a_chunked_prompt_are_those_of_a_whole_one(max_tokens: int) -> None:
+    rig = Rig(Sizes(max_tokens=max_tokens, num_rows=1))
+    rig.add(prompt(9), Sample(wants_scores=True))
+    rig.drain()
+    assert len(rig.known[0].scores) == 8
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    rig = Rig(Sizes())
+    rig.add(prompt(1), Sample(wants_scores=True))
+    committed = rig.step()
+    assert committed is not None
+    assert committed.scored == []
+    rig.drain()
+
+
+def test_a_prompt_begun_again_is_scored_again_from_the_start() -> None:
+    rig = Rig(Sizes(max_tokens=4))
+    rig.add(prompt(9), Sample(wants_scores=True))
+    rig.step()
+    rig.requeue_active()
+    rig.drain()
+    assert len(rig.known[0].scores) == 8
+
+
+def test_a_prompt_is_not_scored_again_once_a_token_was_generated() -> None:
+    rig = Rig(Sizes())
+    rig.add(prompt(5), Sample(wants_scores=True))
+    rig.step()
+    rig.requeue_active()
+    rig.step()
+    assert len(rig.plans[1].score_sources) == 0
+    rig.drain()
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "runs"), [(False, [(10, 0), (3, 1), (2, 2)]), (True, [(15, 2)])]
+)
+def test_kv_versions_are_those_of_the_reference_numbers(
+    recomputes: bool, runs: list[tuple[int, int]]
+) -> None:
+    rig = Rig(Sizes())
+    rig.add(prompt(8), Sample(num_new=8))
+    for version in (1, 2):
+        for _ in range(3):
+            rig.step()
+        rig.set_version(version)
+        if recomputes:
+            rig.requeue_active()
+    assert final_spans(rig, 0) == VersionSpans(runs)
+
+
+def test_only_requests_with_kv_that_is_too_old_are_sent_back() -> None:
+    rig = Rig(Sizes())
+    rig.add(prompt(3), Sample())
+    rig.step()
+    rig.set_version(1)
+    rig.add(prompt(3), Sample())
+    rig.step()
+    rig.requeue_older_than(1)
+    assert rig.in_phase("waiting") == [0]
+    assert rig.in_phase("running") == [1]
+    rig.drain()
+
+
+# ---- failures and endings
+
+
+@pytest.mark.parametrize("after_writes", [False, True])
+def test_requests_of_a_failed_step_start_again_with_all_their_tokens(after_writes: bool) -> None:
+    rig = Rig(Sizes(num_blocks=12))
+    rig.add(prompt(6), Sample(seed=1), Sample(seed=2))
+    rig.fail_step(after_writes=after_writes)
+    rig.step()
+    rig.step()
+    rig.fail_step(after_writes=after_writes)
+    assert rig.in_phase("waiting") == [0, 1]
+    rig.drain()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    tokens, _ = run_alone(prompt(4), Sample(num_new=6, seed=1), limit(10))
+    rig = Rig(Sizes(poison=frozenset({tokens[2]})))
+    rig.add(prompt(4), Sample(num_new=6, seed=1))
+    rig.add(prompt(3), Sample(num_new=2, seed=2))
+    rig.drain()
+    assert rig.known[0].finish_reason == "error"
+    assert rig.known[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_abort_frees_everything_in_any_phase(num_steps: int) -> None:
+    rig = Rig(Sizes(max_tokens=4))
+    rig.add(prompt(6), Sample())
+    for _ in range(num_steps):
+        rig.step()
+    rig.abort(0)
+    assert rig.scheduler.used_blocks() == []
+    assert rig.schedule() is None
+
+
+def test_sampling_parameters_are_sent_once_with_the_first_token() -> None:
+    rig = Rig(Sizes(max_tokens=4))
+    rig.add(prompt(6), Sample(seed=9))
+    rig.drain()
+    assert [plan.new_rows for plan in rig.plans[:3]] == [(), ((1, row_sampling(9)),), ()]

@@ -1,0 +1,60 @@
+"""Random work on tiny engines: each request gets the tokens it would get alone; no rule breaks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.scheduling.oracle import Sizes
+from tests.scheduling.random_work import Op, ops, seeded_work, sizes
+from tests.scheduling.rig import Rig
+
+IS_LONG = bool(os.environ.get("ROLLOUT_TEST_LONG"))
+
+
+def run_to_the_end(small: Sizes, work: list[Op]) -> Rig:
+    rig = Rig(small)
+    for op in work:
+        op(rig)
+    rig.drain()
+    return rig
+
+
+@given(sizes(depths=st.just(1)), st.lists(ops(), max_size=40))
+def test_every_request_gets_its_tokens_whatever_happens_around_it(
+    small: Sizes, work: list[Op]
+) -> None:
+    run_to_the_end(small, work)
+
+
+@given(sizes(depths=st.integers(2, 3)), st.lists(ops(), max_size=40))
+def test_every_request_gets_its_tokens_with_plans_made_ahead(small: Sizes, work: list[Op]) -> None:
+    run_to_the_end(small, work)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("part", range(5))
+def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
+    num_seeds = 100 if IS_LONG else 6
+    for seed in range(part * num_seeds, (part + 1) * num_seeds):
+        run_to_the_end(*seeded_work(seed, depth=depth))
+
+
+@pytest.mark.parametrize("seed", range(100 if IS_LONG else 30))
+def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
+    first, second = (run_to_the_end(*seeded_work(seed, depth=1 + seed % 2)) for _ in range(2))
+    digests = [plan.digest() for plan in first.plans]
+    assert len(digests) > 10
+    assert digests == [plan.digest() for plan in second.plans]
+
+
+def test_crowded_engines_pause_resume_evict_fork_and_copy() -> None:
+    rigs = [run_to_the_end(*seeded_work(seed, depth=2)) for seed in range(10)]
+    schedules = [schedule for rig in rigs for schedule in rig.schedules]
+    assert sum(schedule.num_forked for schedule in schedules) > 20
+    for name in ("paused", "resumed", "evicted"):
+        assert sum(len(getattr(schedule, name)) for schedule in schedules) > 20
+    assert sum(len(plan.copy_sources) for rig in rigs for plan in rig.plans) > 20

@@ -1,0 +1,61 @@
+"""When a request is done, and why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.scheduling.stopping import StopRule, finish_reason
+
+
+def rule(
+    end_ids: tuple[int, ...] = (),
+    stop_words: tuple[tuple[int, ...], ...] = (),
+    max_length: int = 100,
+) -> StopRule:
+    return StopRule(end_ids=end_ids, stop_words=stop_words, max_length=max_length)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        ([1, 2, 3], rule(), None),
+        ([1, 2, 3], rule(max_length=3), "length"),
+        ([1, 2, 3], rule(max_length=4), None),
+        ([1, 2, 3], rule(end_ids=(9, 3)), "stop"),
+        ([1, 3, 2], rule(end_ids=(3,)), None),
+        ([1, 2, 3], rule(end_ids=(3,), max_length=3), "stop"),
+        ([1, 2, 3], rule(stop_words=((2, 3),)), "stop"),
+        ([1, 2, 3], rule(stop_words=((2, 3),), max_length=3), "stop"),
+        ([1, 2, 3], rule(stop_words=((4,), (3,))), "stop"),
+        ([1, 2, 3, 4], rule(stop_words=((2, 3),)), None),
+        ([1, 2, 3], rule(stop_words=((1, 2, 3),)), None),
+        ([1, 2, 3], rule(stop_words=((),)), None),
+    ],
+)
+def test_one_prompt_token_then_generated_ones(
+    tokens: list[int], stop: StopRule, expected: str | None
+) -> None:
+    assert finish_reason(tokens, 1, stop) == expected
+
+
+def test_a_stop_word_never_reaches_into_the_prompt() -> None:
+    assert finish_reason([1, 2, 3], 2, rule(stop_words=((2, 3),))) is None
+    assert finish_reason([1, 2, 2, 3], 2, rule(stop_words=((2, 3),))) == "stop"
+
+
+token = st.integers(0, 3)
+
+
+@given(
+    st.lists(token, min_size=2, max_size=8),
+    st.lists(token, max_size=2).map(tuple),
+    st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    st.integers(1, 9),
+)
+def test_it_agrees_with_a_search_in_the_generated_text(tokens, end_ids, words, max_length) -> None:
+    generated = "".join(map(str, tokens[1:]))
+    stops = tokens[-1] in end_ids or any(generated.endswith("".join(map(str, w))) for w in words)
+    expected = "stop" if stops else "length" if len(tokens) >= max_length else None
+    assert finish_reason(tokens, 1, rule(end_ids, words, max_length)) == expected
