@@ -123,10 +123,11 @@ class InferenceConfig:
     request_metadata_types: list[tuple[str, Any, bool]] | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name, kind in _ENUM_FIELDS.items():
-            object.__setattr__(self, name, _as_enum(name, kind, getattr(self, name)))
+            object.__setattr__(self, name, as_enum(name, kind, getattr(self, name)))
         n = self.block_size_tokens
-        if not isinstance(n, int) or n < 1 or n & (n - 1):
+        if n < 1 or n & (n - 1):
             nearest = 1 << max(0, round(math.log2(max(1, n))))
             raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
         for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):
@@ -203,7 +204,8 @@ def _default(name: str) -> Any:
     return InferenceConfig.__dataclass_fields__[name].default
 
 
-def _as_enum(name: str, kind: type[_E], value: object) -> _E:
+def as_enum(name: str, kind: type[_E], value: object) -> _E:
+    """`value` or the member it names. Raises ConfigError, listing the legal values."""
     try:
         return kind(value)
     except ValueError:
@@ -211,9 +213,24 @@ def _as_enum(name: str, kind: type[_E], value: object) -> _E:
         raise ConfigError(f"{name}={value!r} must be one of {legal}") from None
 
 
+def _check_types(config: InferenceConfig) -> None:
+    """Refuse a string where a number belongs, and whatever would be true without saying so."""
+    for f in dataclasses.fields(config):
+        value, kind = getattr(config, f.name), str(f.type).partition(" ")[0]
+        if value is None and str(f.type).endswith("| None"):
+            continue
+        if kind == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{f.name}={value!r} must be True or False")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind == "int" and not (is_number and isinstance(value, int)):
+            raise ConfigError(f"{f.name}={value!r} must be an integer")
+        if kind == "float" and not (is_number and math.isfinite(value)):
+            raise ConfigError(f"{f.name}={value!r} must be a finite number")
+
+
 def _check_at_least(config: InferenceConfig, name: str, low: int) -> None:
     value = getattr(config, name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+    if value is not None and value < low:
         raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
 
 

@@ -19,7 +19,7 @@ from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import InvalidRequestError
+from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -91,6 +91,8 @@ class LLM:
         In the order of their completion; the rest stays in the engine, through suspend, update and
         resume. After `timeout_s` seconds it returns what there is.
         """
+        if num_groups is not None and num_groups < 0:
+            raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
         wanted = self._groups.num_submitted if num_groups is None else num_groups
         wanted = min(wanted, self._groups.num_submitted)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -99,9 +101,12 @@ class LLM:
 
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         """End groups now, in any state; their requests come back with the tokens they had."""
-        for group_id in group_ids:
-            for request_id in self._groups.unfinished_requests(group_id):
-                self._note_finished([self.engine.abort_request(request_id)])
+        group_ids = list(dict.fromkeys(group_ids))
+        unfinished = [
+            i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
+        ]
+        for request_id in unfinished:
+            self._note_finished([self.engine.abort_request(request_id)])
         return [self._groups.take(group_id) for group_id in group_ids]
 
     def _submit(self, batch: list[Prompt], sampling_params: SamplingArgument, n: int) -> list[int]:
@@ -121,6 +126,11 @@ class LLM:
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
         while not is_done() and (deadline is None or time.monotonic() < deadline):
+            if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
+                raise EngineStateError(
+                    "a group can no longer finish: some of its requests were taken from llm.engine "
+                    "directly; use llm.abort and llm.collect for what llm.submit queued"
+                )
             records = self.engine.step()
             self._note_finished(records)
             on_finished(len(records))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rollout.errors import InvalidRequestError
@@ -13,9 +13,16 @@ Prompt = str | Sequence[int]
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """(list of prompts, whether a single one was given). A flat list of ids is one prompt."""
+    """(list of prompts, whether a single one was given). A flat list of ids is one prompt.
+
+    Tensors and arrays count as lists. Raises InvalidRequestError for anything else.
+    """
     if isinstance(prompts, str):
         return [prompts], True
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequestError(f"prompts={prompts!r} must be text, token ids or a list of those")
     items = list(prompts)
     if not items:
         return [], False

@@ -17,13 +17,14 @@ from rollout.engine.engine import Engine
 from rollout.engine.intake import RequestIntake
 from rollout.engine.request_book import RequestBook
 from rollout.engine.suspension import Suspension
+from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.kv.layout import bytes_per_block, num_blocks_in
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weight_update import WeightUpdater
+from rollout.runner.weight_update import MAX_VERSION, WeightUpdater
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Tokenizer
@@ -49,6 +50,7 @@ class DynamicInferenceEngine(Engine):
         that cannot be built.
         """
         config = inference_config or InferenceConfig()
+        _check_version(weights_version)
         backend = create_backend(config)
         causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
         causal_lm.prepare(backend)
@@ -64,10 +66,11 @@ class DynamicInferenceEngine(Engine):
             block_size=config.block_size_tokens,
             device=backend.device,
         )
+        blocks = BlockManager(
+            num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
+        )
         scheduler = Scheduler(
-            BlockManager(
-                num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
-            ),
+            blocks,
             max_tokens=max_tokens,
             max_paused_blocks=_max_paused_blocks(config, backend, cache_spec, num_blocks),
             enable_chunked_prefill=config.enable_chunked_prefill,
@@ -89,10 +92,24 @@ class DynamicInferenceEngine(Engine):
                 track_generated_tokens=config.track_generated_token_events,
             ),
             telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
-            suspension=Suspension(scheduler, kv, config.kv_cache_management_mode),
+            suspension=_suspension(config, backend, scheduler, kv),
             max_kv_staleness_versions=config.max_kv_staleness_versions,
             weights_version=weights_version,
         )
+
+
+def _check_version(weights_version: int) -> None:
+    if not isinstance(weights_version, int) or abs(weights_version) > MAX_VERSION:
+        raise ConfigError(
+            f"weights_version={weights_version!r} must be an integer within ±{MAX_VERSION}"
+        )
+
+
+def _suspension(
+    config: InferenceConfig, backend: Backend, scheduler: Scheduler, kv: KVCache
+) -> Suspension:
+    must_stay = config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
+    return Suspension(scheduler, kv, config.kv_cache_management_mode, must_stay=must_stay)
 
 
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:

@@ -55,7 +55,6 @@ class Engine:
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._weights_version = weights_version
         self._machine = StateMachine()
-        self._impossible: list[DynamicInferenceRequestRecord] = []
 
     # ---- requests
 
@@ -111,9 +110,7 @@ class Engine:
         self._book.open(request)
         if admission.error is not None:
             spans, version = VersionSpans(), self._weights_version
-            self._impossible.append(
-                self._book.fail(request.request_id, admission.error, "error", spans, version)
-            )
+            self._book.fail(request.request_id, admission.error, "error", spans, version)
             return
         if admission.clamped is not None:
             request.add_event_error_transient(admission.clamped)
@@ -129,26 +126,30 @@ class Engine:
 
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
-        for record in self._impossible:
-            if record.request_id == request_id:
-                self._impossible.remove(record)
-                return record
-        self._book[request_id]
-        kv_spans = self._scheduler.remove(request_id)
-        self._kv.retain(self._scheduler.used_blocks())
-        self._telemetry.note_ended(num_failed=1)
-        return self._book.abort(request_id, kv_spans, self._weights_version)
+        if not self._book.has_ended(request_id):
+            kv_spans = self._scheduler.remove(request_id)
+            self._kv.retain(self._scheduler.used_blocks())
+            self._book.abort(request_id, kv_spans, self._weights_version)
+        return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """The record of an unfinished request as of now. Raises EngineStateError for any other id."""
+        """The record of a request not handed out yet. Raises EngineStateError for any other id."""
         record = self._book[request_id]
+        if self._book.has_ended(request_id):
+            return record
         record.current.kv_spans = self._scheduler.kv_spans(request_id)
         record.observe_version(self._weights_version)
         return record
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further step could bring something."""
-        return bool(len(self._book) or self._impossible)
+        return len(self._book) > 0
+
+    def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
+        records = [self._book.hand_out(request_id) for request_id in request_ids]
+        num_failed = sum(record.current.failed() for record in records)
+        self._telemetry.note_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
+        return records
 
     # ---- one step
 
@@ -156,22 +157,20 @@ class Engine:
         """Run one forward pass; returns the records finished by it, [] when idle.
 
         Raises EngineStateError outside RUNNING. If the forward pass itself fails, its requests go
-        back to the queue with all their tokens, and the error is raised.
+        back to the queue with all their tokens, and the error is raised. Records that an error kept
+        from being returned come with the next step.
         """
         self._machine.require(EngineState.RUNNING, to="step")
         start = time.perf_counter()
-        ended, self._impossible = self._impossible, []
         schedule = self._scheduler.schedule(self._weights_version)
         self._note_schedule(schedule)
         if schedule.plan is not None:
-            output = self._run(schedule.plan, ended)
+            output = self._run(schedule.plan)
             committed = self._scheduler.commit(schedule.plan, output)
-            ended = ended + self._book.apply(committed, output)
+            self._book.apply(committed, output)
             counts = self._scheduler.counts()
             self._telemetry.note_step(schedule.plan, time.perf_counter() - start, counts)
-        num_failed = sum(record.current.failed() for record in ended)
-        self._telemetry.note_ended(num_finished=len(ended) - num_failed, num_failed=num_failed)
-        return ended
+        return self._hand_out(self._book.ended_ids())
 
     def _note_schedule(self, schedule: Schedule) -> None:
         self._telemetry.note_schedule(schedule)
@@ -179,11 +178,10 @@ class Engine:
         self._book.note_paused(schedule.paused)
         self._book.note_admitted((*schedule.resumed, *schedule.admitted))
 
-    def _run(self, plan: StepPlan, ended: list[DynamicInferenceRequestRecord]) -> StepOutput:
+    def _run(self, plan: StepPlan) -> StepOutput:
         try:
             return self._runner.run(plan)
         except BaseException:
-            self._impossible = ended
             self._book.note_requeued(self._scheduler.abandon(plan), evicted=False)
             raise
 
@@ -232,6 +230,7 @@ class Engine:
         with self._machine.command("stop") as must_run:
             if must_run:
                 self._kv.release()
+                self._kv.retain([])
 
     # ---- weights
 

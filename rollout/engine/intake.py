@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -85,7 +87,12 @@ class RequestIntake:
         priority: int,
         weights_version: int,
     ) -> list[Entry]:
-        """Give a checked group its ids and seeds. Raises InvalidRequestError for ids that repeat."""
+        """Give a checked group its ids and seeds.
+
+        Raises InvalidRequestError for ids that repeat, and ids or a priority that are no integers.
+        """
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority={priority!r} must be an integer")
         ids = self._ids(len(group.params_list), request_ids)
         self._next_id = max(self._next_id, max(ids) + 1)
         samples = zip(ids, group.params_list, group.stop_words, strict=True)
@@ -163,12 +170,20 @@ class RequestIntake:
             raise InvalidRequestError(
                 f"stop_words={params.stop_words!r} need a tokenizer, and the engine has none"
             )
-        return tuple(tuple(self._tokenizer.encode(word)) for word in params.stop_words)
+        encoded = tuple(tuple(self._tokenizer.encode(word)) for word in params.stop_words)
+        if not all(encoded):
+            word = params.stop_words[encoded.index(())]
+            raise InvalidRequestError(
+                f"stop word {word!r} has no token in this tokenizer and would never match; drop it"
+            )
+        return encoded
 
     def _ids(self, count: int, request_ids: Sequence[int] | None) -> list[int]:
         if request_ids is None:
             return list(range(self._next_id, self._next_id + count))
         ids = list(request_ids)
+        if not all(isinstance(request_id, int) for request_id in ids):
+            raise InvalidRequestError(f"request_ids={ids} must be integers")
         if len(ids) != count or len(set(ids)) != count:
             raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
         return ids
@@ -180,11 +195,14 @@ class RequestIntake:
 
 
 def _int_list(prompt: Sequence[int]) -> list[int]:
-    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    for value in values:
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, Iterable):
+        raise InvalidRequestError(f"a prompt is text or a flat list of ids, not {prompt!r}")
+    ids = [value.item() if isinstance(value, np.integer) else value for value in values]
+    for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequestError(f"a prompt is text or a flat list of ids, found {value!r}")
-    return values
+    return ids
 
 
 def _row_sampling(params: SamplingParams, seed: int) -> RowSampling:

@@ -15,12 +15,13 @@ from rollout.version_spans import VersionSpans
 
 
 class RequestBook:
-    """One record per unfinished request. A finished one is handed out once and forgotten."""
+    """One record per request. An ended one is handed out once and then forgotten."""
 
     def __init__(self, *, track_paused: bool, track_generated_tokens: bool) -> None:
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._records: dict[int, DynamicInferenceRequestRecord] = {}
+        self._ended: dict[int, None] = {}  # ids in the order of their ends
         self._last_token_times: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -38,9 +39,23 @@ class RequestBook:
                 "when it finished"
             ) from None
 
+    def has_ended(self, request_id: int) -> bool:
+        """Whether the request waits to be handed out. Raises EngineStateError if it is unknown."""
+        return self[request_id].request_id in self._ended
+
+    def ended_ids(self) -> list[int]:
+        """Requests that wait to be handed out, oldest end first."""
+        return list(self._ended)
+
+    def hand_out(self, request_id: int) -> DynamicInferenceRequestRecord:
+        """The record of an ended request, forgotten here."""
+        del self._ended[request_id]
+        return self._records.pop(request_id)
+
     def open(self, request: DynamicInferenceRequest) -> None:
         """Enter a new request, queued."""
         request.status = Status.WAITING_IN_QUEUE
+        _clear_prompt_scores(request, will_be_scored=True)
         request.arrival_time = request.add_event_add_engine().timestamp
         self._records[request.request_id] = DynamicInferenceRequestRecord.from_request(request)
 
@@ -72,16 +87,15 @@ class RequestBook:
             segment = record.current
             segment.status = Status.WAITING_IN_QUEUE
             segment.finished_chunk_token_count = 0
-            segment.prompt_log_probs = segment.prompt_top_n_logprobs = None
+            is_unchanged = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
+            _clear_prompt_scores(segment, will_be_scored=is_unchanged)
             if evicted:
                 segment.add_event_evict()
 
     # ---- what a step brought
 
-    def apply(
-        self, committed: Committed, output: StepOutput
-    ) -> list[DynamicInferenceRequestRecord]:
-        """Write a step's results into the documents. Returns the records that are finished by it."""
+    def apply(self, committed: Committed, output: StepOutput) -> None:
+        """Write a step's results into the documents, and end those that are finished by it."""
         now = time.time()
         for scored in committed.scored:
             self._append_prompt_scores(scored, output)
@@ -89,12 +103,10 @@ class RequestBook:
             segment = self._records[request_id].current
             segment.finished_chunk_token_count = len(segment.prompt_tokens)
             segment.add_event_add_context()
-        finished = []
         for sampled in committed.sampled:
             self._append_token(sampled, committed.weights_version, output, now)
             if sampled.finish_reason is not None:
-                finished.append(self._close(sampled, committed.weights_version, now))
-        return finished
+                self._close(sampled, committed.weights_version, now)
 
     def _append_token(
         self, sampled: SampledToken, version: int, output: StepOutput, now: float
@@ -124,12 +136,9 @@ class RequestBook:
 
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
         segment = self._records[scored.request_id].current
-        if segment.prompt_log_probs is None:
-            segment.prompt_log_probs = []
         segment.prompt_log_probs += output.score_logprobs[scored.start : scored.end].tolist()
         top_n = segment.sampling_params.top_n_logprobs
         if top_n:
-            segment.prompt_top_n_logprobs = segment.prompt_top_n_logprobs or []
             segment.prompt_top_n_logprobs += [
                 _top_n(output.score_top_ids[i], output.score_top_logprobs[i], top_n)
                 for i in range(scored.start, scored.end)
@@ -137,20 +146,19 @@ class RequestBook:
 
     # ---- endings
 
-    def _close(
-        self, sampled: SampledToken, version: int, now: float
-    ) -> DynamicInferenceRequestRecord:
+    def _close(self, sampled: SampledToken, version: int, now: float) -> None:
         if sampled.finish_reason == "error":
             error = NonFiniteLogitsError(
                 f"request {sampled.request_id}: the logits for its next token are not finite under "
                 f"weights version {version}; check the weights for NaN, infinity or overflow"
             )
-            return self.fail(sampled.request_id, error, "error", sampled.kv_spans, version)
+            self.fail(sampled.request_id, error, "error", sampled.kv_spans, version)
+            return
         record = self._records[sampled.request_id]
         segment = record.current
         segment.status, segment.finish_reason = Status.COMPLETED, sampled.finish_reason
         segment.add_event_finish()
-        return self._forget(record, sampled.kv_spans, version, now)
+        self._end(record, sampled.kv_spans, version, now)
 
     def fail(
         self,
@@ -159,38 +167,43 @@ class RequestBook:
         finish_reason: str,
         kv_spans: VersionSpans,
         version: int,
-    ) -> DynamicInferenceRequestRecord:
+    ) -> None:
         """End a request by an error; what it generated so far is kept."""
         record = self[request_id]
         segment = record.current
         segment.status, segment.finish_reason = Status.FAILED, finish_reason
         segment.add_event_error_nontransient(error)
         segment.add_event_fail()
-        return self._forget(record, kv_spans, version, time.time())
+        self._end(record, kv_spans, version, time.time())
 
-    def abort(
-        self, request_id: int, kv_spans: VersionSpans, version: int
-    ) -> DynamicInferenceRequestRecord:
+    def abort(self, request_id: int, kv_spans: VersionSpans, version: int) -> None:
         """End a request because its owner wants no more of it."""
         error = RequestAbortedError(f"request {request_id} was aborted")
-        return self.fail(request_id, error, "abort", kv_spans, version)
+        self.fail(request_id, error, "abort", kv_spans, version)
 
-    def _forget(
+    def _end(
         self,
         record: DynamicInferenceRequestRecord,
         kv_spans: VersionSpans,
         version: int,
         now: float,
-    ) -> DynamicInferenceRequestRecord:
+    ) -> None:
         segment = record.current
         segment.kv_spans = kv_spans.copy()
         segment.generated_length = len(segment.generated_tokens)
         record.observe_version(version)
         segment.freeze_versions(version)
         record.latency = now - segment.event_add_engine.timestamp
-        del self._records[record.request_id]
+        self._ended[record.request_id] = None
         self._last_token_times.pop(record.request_id, None)
-        return record
+
+
+def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:
+    """Empty lists where values are to come, None where none were asked for or others have them."""
+    params = segment.sampling_params
+    is_wanted = will_be_scored and not params.skip_prompt_log_probs
+    segment.prompt_log_probs = [] if is_wanted else None
+    segment.prompt_top_n_logprobs = [] if is_wanted and params.top_n_logprobs else None
 
 
 def _top_n(ids, logprobs, top_n: int) -> dict[int, float]:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import time
 
-from rollout.config import KVCacheManagementMode
+from rollout.config import KVCacheManagementMode, as_enum
 from rollout.engine.kv_policy import KV_POLICIES
 from rollout.engine.reports import ResumeReport, SuspendReport
+from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.scheduling.scheduler import Scheduler
 
 
 class Suspension:
-    """Remembers how the engine was suspended, so that resume undoes just that."""
+    """Remembers how the engine was suspended, so that resume undoes just that.
 
-    def __init__(self, scheduler: Scheduler, kv: KVCache, mode: KVCacheManagementMode) -> None:
-        self._scheduler, self._kv = scheduler, kv
+    `must_stay`: the KV has promised addresses that its memory would lose with a release.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVCache,
+        mode: KVCacheManagementMode,
+        *,
+        must_stay: bool,
+    ) -> None:
+        self._scheduler, self._kv, self._must_stay = scheduler, kv, must_stay
         self._default_mode = self._mode = mode
         self._num_requeued = 0
 
@@ -24,7 +35,15 @@ class Suspension:
     ) -> tuple[SuspendReport, tuple[int, ...]]:
         """Do what `mode` (None: the config's) says. Also returns the ids that went back to the queue."""
         start = time.perf_counter()
-        chosen = self._default_mode if mode is None else KVCacheManagementMode(mode)
+        chosen = as_enum(
+            "mode", KVCacheManagementMode, self._default_mode if mode is None else mode
+        )
+        if self._must_stay and chosen is not KVCacheManagementMode.PERSIST:
+            raise ConfigError(
+                f"mode={chosen.value!r} would move the KV, but static_kv_memory_pointers=True and "
+                "memory_kind='device' has no stable addresses; make the engine with "
+                "memory_kind='reserved'"
+            )
         suspended = KV_POLICIES[chosen].suspend(self._scheduler, self._kv)
         self._mode, self._num_requeued = chosen, len(suspended.requeued)
         report = SuspendReport(

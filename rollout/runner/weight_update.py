@@ -13,6 +13,7 @@ from torch import Tensor
 from rollout.errors import WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 
+MAX_VERSION = 2**31 - 1
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -48,7 +49,7 @@ class WeightUpdater:
 
         Raises WeightUpdateError naming the tensor at fault and what was expected of it.
         """
-        source = dict(named_tensors)
+        source = _by_name(named_tensors)
         self._check_names(source)
         chosen: dict[int, str] = {}
         for name, tensor in source.items():
@@ -98,6 +99,8 @@ class WeightUpdater:
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         view = self._views[name]
+        if not isinstance(tensor, Tensor):
+            raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}; send a torch.Tensor")
         if tensor.shape != view.shape:
             raise WeightUpdateError(
                 f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
@@ -120,12 +123,27 @@ def next_version(current: int, version: int | None) -> int:
     """The version an update gets: `version`, or current + 1. Raises WeightUpdateError unless larger."""
     if version is None:
         return current + 1
+    if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:
+        raise WeightUpdateError(
+            f"version={version!r} must be an integer of at most {MAX_VERSION}, for tensors of "
+            "versions are int32; count updates rather than time"
+        )
     if version <= current:
         raise WeightUpdateError(
             f"version={version} must be above the serving version {current}: a number never names "
             "two different weights"
         )
     return version
+
+
+def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
+    if isinstance(named_tensors, Mapping):
+        return dict(named_tensors)
+    source: dict[str, Tensor] = {}
+    for name, tensor in named_tensors:
+        if source.setdefault(name, tensor) is not tensor:
+            raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
+    return source
 
 
 def _listing(names: list[str]) -> str:

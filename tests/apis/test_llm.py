@@ -1,0 +1,256 @@
+"""LLM: the shapes it returns, groups that live through updates, and what ends it."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import (
+    LLM,
+    DynamicInferenceRequest,
+    EngineState,
+    EngineStateError,
+    InferenceConfig,
+    InvalidRequestError,
+    SamplingParams,
+)
+from tests.tiny_models import BLOCK_SIZE, VOCAB_SIZE, pool_gb, prompt_of, tiny_model
+
+PARAMS = SamplingParams(num_tokens_to_generate=6, seed=3)
+
+
+@cache
+def model() -> Any:
+    return tiny_model(seed=8)
+
+
+def llm_of(**config: Any) -> LLM:
+    fields = {"block_size_tokens": BLOCK_SIZE, "buffer_size_gb": pool_gb(model(), 200)} | config
+    return LLM(model(), inference_config=InferenceConfig(**fields))
+
+
+def prompts_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
+    return [request.prompt_tokens.tolist() for request in requests]
+
+
+# ---- generate
+
+
+def test_nothing_gives_nothing() -> None:
+    llm = llm_of()
+    assert llm.generate([]) == llm.generate([], n=3) == llm.generate([], []) == []
+    assert llm.submit([]) == llm.collect() == llm.collect(3) == llm.abort([]) == []
+
+
+@pytest.mark.parametrize("prompt", [[4, 5], (4, 5), torch.tensor([4, 5])], ids=str)
+def test_one_prompt_gives_one_request(prompt: Any) -> None:
+    request = llm_of().generate(prompt, PARAMS)
+    assert isinstance(request, DynamicInferenceRequest)
+    assert request.prompt_tokens.tolist() == [4, 5]
+    assert request.generated_length == len(request.generated_tokens) == 6
+
+
+def test_a_batch_gives_a_list_in_input_order_whatever_finishes_first() -> None:
+    prompts = [prompt_of(n) for n in (30, 1, 8)]
+    params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in (9, 1, 4)]
+    requests = llm_of().generate(prompts, params)
+    assert prompts_of(requests) == prompts
+    assert [request.generated_length for request in requests] == [9, 1, 4]
+    assert [request.sampling_params.num_tokens_to_generate for request in requests] == [9, 1, 4]
+    assert prompts_of(llm_of().generate(torch.tensor([[1, 2], [3, 4]]), PARAMS)) == [[1, 2], [3, 4]]
+
+
+def test_n_samples_are_flat_and_prompt_major() -> None:
+    prompts = [[1, 2], [3, 4, 5]]
+    requests = llm_of().generate(prompts, PARAMS, n=3)
+    assert prompts_of(requests) == [[1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert len({tuple(request.generated_tokens) for request in requests}) == 6
+    single = llm_of().generate([1, 2], PARAMS, n=3)
+    assert [r.generated_tokens for r in single] == [r.generated_tokens for r in requests[:3]]
+    assert isinstance(llm_of().generate([[1, 2]], PARAMS), list)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "n", "message"),
+    [
+        ([[1], []], PARAMS, 1, "empty"),
+        ([[1], [VOCAB_SIZE]], PARAMS, 1, f"{VOCAB_SIZE}"),
+        ([[1]], PARAMS, 0, "n=0"),
+        ([[1], [2]], [PARAMS], 1, "1 sampling_params for 2 prompts"),
+        (["text"], PARAMS, 1, "tokenizer"),
+        (5, PARAMS, 1, "5"),
+        ([[1], 5], PARAMS, 1, "5"),
+        ([[1]], SamplingParams(streaming=True), 1, "streaming"),
+    ],
+)
+def test_a_bad_batch_is_refused_as_a_whole(prompts: Any, params: Any, n: int, message: str) -> None:
+    llm = llm_of()
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompts, params, n=n)
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.submit(prompts, params, n=n)
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.collect() == []
+
+
+def test_an_impossible_request_comes_back_failed_among_the_others() -> None:
+    llm = llm_of(max_sequence_length=20)
+    good, bad = llm.generate([[1, 2], prompt_of(20)], PARAMS)
+    assert good.finish_reason == "length"
+    assert (bad.failed(), bad.finish_reason, bad.generated_tokens) == (True, "error", [])
+
+
+def test_return_prompt_tokens_false_leaves_only_the_generated_positions() -> None:
+    params = SamplingParams(num_tokens_to_generate=5, return_prompt_tokens=False, seed=1)
+    request = llm_of().generate([1, 2, 3], params)
+    assert len(request.prompt_tokens) == 0
+    assert len(request.policy_staleness) == len(request.kv_cache_staleness) == 5
+    assert len(request.policy_versions) == len(request.context_kv_version_min) == 5
+
+
+def test_the_progress_bar_shows_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    llm_of().generate([[1], [2]], PARAMS, n=2, progress=True)
+    assert "4/4" in capsys.readouterr().out
+    llm_of().generate([[1]], PARAMS)
+    assert capsys.readouterr().out == ""
+
+
+# ---- submit and collect
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_the_same_requests_go_on_through_suspend_update_and_resume(mode: str) -> None:
+    llm = llm_of(kv_cache_management_mode=mode)
+    params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in (2, 12, 12)]
+    group_ids = llm.submit([[1, 2], [3, 4], [5, 6]], params, n=2)
+    (first,) = llm.collect(1)
+    assert first.group_id == group_ids[0]
+    waiting = {i: llm.engine.get_record(i).merge() for i in (2, 3, 4, 5)}
+    llm.pause()
+    llm.suspend()
+    llm.update_weights(tiny_model(seed=9).named_parameters())
+    llm.resume()
+    llm.unpause()
+    assert llm.stats().num_weight_updates == 1
+    late = llm.submit([[7, 8]], params[0])
+    rest = llm.collect()
+    assert sorted(group.group_id for group in rest) == [*group_ids[1:], *late]
+    for group in rest:
+        for request in group.requests:
+            before = waiting.get(request.request_id)
+            if before is None:
+                assert request.policy_versions.tolist() == [1, 1]
+                continue
+            tokens = before.generated_tokens
+            assert request.generated_tokens[: len(tokens)] == tokens
+            assert request.generated_length == 12
+            expected = [0] * len(tokens) + [1] * (12 - len(tokens))
+            assert request.policy_versions.tolist() == expected
+            assert request.event_add_engine.timestamp == before.event_add_engine.timestamp
+    assert llm.collect() == []
+
+
+def test_groups_are_handed_out_in_the_order_of_their_completion_and_once() -> None:
+    llm = llm_of()
+    lengths = (9, 3, 6)
+    params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in lengths]
+    ids = llm.submit([[1], [2], [3]], params, n=2)
+    groups = [*llm.collect(2), *llm.collect(5)]
+    assert [group.group_id for group in groups] == [ids[1], ids[2], ids[0]]
+    assert [len(group.requests) for group in groups] == [2, 2, 2]
+    assert llm.collect() == llm.collect(0) == []
+
+
+def test_generate_does_not_take_what_submit_queued() -> None:
+    llm = llm_of()
+    ids = llm.submit([[1], [2]], SamplingParams(num_tokens_to_generate=2))
+    assert llm.generate([3], PARAMS).prompt_tokens.tolist() == [3]
+    assert [group.group_id for group in llm.collect(timeout_s=0)] == ids
+
+
+def test_collect_returns_after_its_timeout_with_what_there_is() -> None:
+    llm = llm_of(max_sequence_length=2000)
+    short, _ = llm.submit(
+        [[1], [2]], [PARAMS, SamplingParams(num_tokens_to_generate=1900, ignore_eos=True)]
+    )
+    start = time.monotonic()
+    groups = llm.collect(timeout_s=0.3)
+    assert time.monotonic() - start < 3
+    assert [group.group_id for group in groups] in ([], [short])
+    assert llm.engine.has_unfinished_requests()
+
+
+def test_a_negative_number_of_groups_is_refused() -> None:
+    llm = llm_of()
+    llm.submit([[1], [2]], PARAMS)
+    with pytest.raises(InvalidRequestError, match="num_groups=-1"):
+        llm.collect(-1)
+    assert len(llm.collect()) == 2
+
+
+def test_abort_ends_whole_groups_and_refuses_unknown_ones_before_anything_ends() -> None:
+    llm = llm_of()
+    first, second = llm.submit([[1], [2]], PARAMS, n=2)
+    llm.engine.step()
+    with pytest.raises(EngineStateError, match="group 77"):
+        llm.abort([first, 77])
+    assert llm.stats().num_failed == 0
+    (group,) = llm.abort([first, first])
+    assert {request.finish_reason for request in group.requests} == {"abort"}
+    assert [len(request.generated_tokens) for request in group.requests] == [1, 1]
+    assert [group.group_id for group in llm.collect()] == [second]
+    with pytest.raises(EngineStateError, match=f"group {first}"):
+        llm.abort([first])
+
+
+def test_collect_does_not_wait_forever_for_what_was_taken_from_the_engine() -> None:
+    llm = llm_of()
+    (group_id,) = llm.submit([[1]], PARAMS)
+    llm.engine.abort_request(group_id)
+    with pytest.raises(EngineStateError, match=r"llm\.abort"):
+        llm.collect()
+
+
+def test_collect_of_unfinished_groups_needs_a_running_engine() -> None:
+    llm = llm_of()
+    llm.submit([[1]], PARAMS)
+    llm.pause()
+    with pytest.raises(EngineStateError, match="PAUSED"):
+        llm.collect()
+    llm.unpause()
+    assert len(llm.collect()) == 1
+    llm.pause()
+    assert llm.generate([]) == llm.collect() == []
+
+
+# ---- the end
+
+
+def test_leaving_the_context_stops_the_engine_also_after_an_exception() -> None:
+    llm = llm_of()
+
+    def fail_while_suspended() -> None:
+        with llm:
+            llm.submit([[1]], PARAMS)
+            llm.pause()
+            llm.suspend("offload")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail_while_suspended()
+    assert llm.state is EngineState.STOPPED
+    llm.shutdown()
+    with pytest.raises(EngineStateError, match="STOPPED"):
+        llm.generate([[1]])
+    assert llm.engine.kv_data_ptrs() == {}
+
+
+def test_shutdown_twice_and_from_running() -> None:
+    llm = llm_of()
+    llm.shutdown()
+    llm.shutdown()
+    assert llm.state is EngineState.STOPPED

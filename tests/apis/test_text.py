@@ -1,0 +1,117 @@
+"""Text in and out through LLM, with a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rollout import LLM, HFTokenizer, InferenceConfig, InvalidRequestError, SamplingParams
+from tests.tiny_models import pool_gb, tiny_model
+
+TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café — 東京", "a b c d e f g h i j"]
+
+
+@cache
+def bpe() -> Tokenizer:
+    """Byte-level BPE: every text has ids and comes back from them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>", "<bos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 4, trainer)
+    return tokenizer
+
+
+@cache
+def model() -> Any:
+    return tiny_model("llama", vocab_size=bpe().get_vocab_size(), seed=3)
+
+
+def llm_of(eos_id: int | None = None, bos_id: int | None = None) -> LLM:
+    config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 200))
+    return LLM(model(), HFTokenizer(bpe(), eos_id=eos_id, bos_id=bos_id), config)
+
+
+def params(num_tokens: int = 30, **changes: Any) -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=num_tokens, seed=2, **changes)
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_a_text_prompt_is_its_ids_and_the_output_has_text(text: str) -> None:
+    llm = llm_of()
+    request = llm.generate(text, params())
+    ids = bpe().encode(text).ids
+    assert request.prompt == text
+    assert request.prompt_tokens.tolist() == ids
+    assert request.generated_text == bpe().decode(request.generated_tokens)
+    assert llm_of().generate(ids, params()).generated_tokens == request.generated_tokens
+
+
+def test_a_batch_may_mix_text_and_ids() -> None:
+    text, ids = llm_of().generate([TEXT[0], bpe().encode(TEXT[1]).ids], params())
+    assert text.prompt == TEXT[0]
+    assert ids.prompt is None
+    assert ids.generated_text == bpe().decode(ids.generated_tokens)
+
+
+def test_add_bos_puts_the_tokenizers_token_first() -> None:
+    request = llm_of(bos_id=1).generate(TEXT[0], params(add_BOS=True))
+    assert request.prompt_tokens.tolist() == [1, *bpe().encode(TEXT[0]).ids]
+    with pytest.raises(InvalidRequestError, match="no BOS token"):
+        llm_of().generate(TEXT[0], params(add_BOS=True))
+    with pytest.raises(InvalidRequestError, match="add_BOS=True works on text"):
+        llm_of(bos_id=1).generate([3, 4], params(add_BOS=True))
+
+
+def test_the_tokenizers_end_id_stops() -> None:
+    tokens = llm_of().generate(TEXT[0], params()).generated_tokens
+    end = tokens[9]
+    request = llm_of(eos_id=end).generate(TEXT[0], params())
+    assert request.generated_tokens == tokens[: tokens.index(end) + 1]
+    assert request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
+    tokens = llm_of().generate(TEXT[0], params()).generated_tokens
+    start, word = next(
+        (i, text)
+        for i in range(5, 25)
+        for text in [bpe().decode(tokens[i : i + 2])]
+        if bpe().encode(text).ids == tokens[i : i + 2]
+    )
+    request = llm_of().generate(TEXT[0], params(stop_words=word, detokenize_stop_sequence=is_kept))
+    assert request.finish_reason == "stop"
+    assert request.generated_tokens == tokens[: start + 2]
+    assert request.generated_text == bpe().decode(tokens[: start + 2 * is_kept])
+
+
+def test_a_stop_word_without_tokens_is_refused() -> None:
+    letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))  # leaves out what it does not know
+    llm = LLM(model(), HFTokenizer(letters), InferenceConfig(buffer_size_gb=0.01))
+    with pytest.raises(InvalidRequestError, match=r"'\?' has no token"):
+        llm.generate([[1]], params(stop_words=["?"]))
+
+
+def test_an_empty_text_is_an_empty_prompt() -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm_of().generate("", params())
+
+
+def test_a_directory_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    bpe().save(str(tmp_path / "tokenizer.json"))
+    config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 200))
+    with LLM(tmp_path, inference_config=config) as llm:
+        request = llm.generate(TEXT[0], params())
+    assert request.generated_tokens == llm_of().generate(TEXT[0], params()).generated_tokens
+    assert request.generated_text == bpe().decode(request.generated_tokens)

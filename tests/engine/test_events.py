@@ -1,0 +1,291 @@
+"""The life log of a request, its times, its stops, and what a failed step leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import (
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    InferenceConfig,
+    SamplingParams,
+    Status,
+)
+from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
+
+
+@cache
+def model() -> Any:
+    return tiny_model(seed=6)
+
+
+def params(num_tokens: int = 8, **changes: Any) -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=num_tokens, **({"seed": 4} | changes))
+
+
+def names(request: DynamicInferenceRequest) -> list[str]:
+    return [event.type.name for event in request.events]
+
+
+def assert_ordered(request: DynamicInferenceRequest) -> None:
+    times = [event.timestamp for event in request.events]
+    assert times == sorted(times)
+    assert names(request)[0] == "ADD_ENGINE"
+    assert names(request)[-1] in ("FINISH", "FAIL")
+    assert names(request).count("ADD_ENGINE") == 1
+    assert request.event_add_engine is request.events[0]
+
+
+def test_an_undisturbed_request_logs_three_events_and_its_times() -> None:
+    engine = tiny_engine(model())
+    before = time.time()
+    engine.add_request(prompt_of(9), params())
+    request = drain(engine)[0]
+    seconds = time.time() - before
+    assert_ordered(request)
+    assert names(request) == ["ADD_ENGINE", "ADD_CONTEXT", "FINISH"]
+    assert len(request.tpot) == 8
+    assert 0 < request.ttft == request.tpot[0] <= request.latency <= seconds
+    assert sum(request.tpot) == pytest.approx(request.latency, abs=1e-3)
+    assert before <= request.arrival_time == request.event_add_engine.timestamp
+
+
+def test_add_context_comes_with_the_last_chunk_of_a_prompt() -> None:
+    engine = tiny_engine(model(), enable_chunked_prefill=True, max_tokens=4)
+    engine.add_request(prompt_of(10), params())
+    for expected in (["ADD_ENGINE"], ["ADD_ENGINE"], ["ADD_ENGINE", "ADD_CONTEXT"]):
+        engine.step()
+        assert names(engine.get_record(0).merge()) == expected
+
+
+def test_statuses_follow_the_request() -> None:
+    engine = tiny_engine(model(), num_blocks=7, max_requests=3)
+    for i in range(4):
+        engine.add_request(prompt_of(9, seed=i), params(30))
+    status = {i: engine.get_record(i).current.status for i in range(4)}
+    assert set(status.values()) == {Status.WAITING_IN_QUEUE}
+    seen = set()
+    while engine.has_unfinished_requests():
+        ended = {record.request_id for record in engine.step()}
+        stats = engine.stats()
+        alive = [i for i in range(4) if i not in ended and i in status]
+        status = {i: engine.get_record(i).current.status for i in alive}
+        counted = [
+            sum(value is kind for value in status.values())
+            for kind in (
+                Status.WAITING_IN_QUEUE,
+                Status.ACTIVE_AND_GENERATING_TOKENS,
+                Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
+            )
+        ]
+        assert counted == [stats.num_waiting, stats.num_running, stats.num_paused]
+        seen |= set(status.values())
+    assert len(seen) == 3
+
+
+def test_pauses_and_evictions_are_logged_in_order() -> None:
+    engine = tiny_engine(
+        model(), num_blocks=8, track_paused_request_events=True, track_generated_token_events=True
+    )
+    jobs = [(prompt_of(12, seed=i), params(24)) for i in range(4)]
+    requests = generate_all(engine, jobs)
+    stats = engine.stats()
+    assert stats.num_evictions > 0
+    assert sum(names(r).count("EVICT") for r in requests) == stats.num_evictions
+    assert sum(names(r).count("PAUSE") for r in requests) == stats.num_pauses > 0
+    for request in requests:
+        assert_ordered(request)
+        assert names(request).count("GENERATED_TOKEN") == 24
+        # A new context for each eviction, save one before the first prefill.
+        assert 1 <= names(request).count("ADD_CONTEXT") <= 1 + names(request).count("EVICT")
+        assert len(request.tpot) == 24
+        assert request.ttft == request.tpot[0]
+
+
+def test_suspend_adds_no_second_add_engine_and_keeps_the_first_tokens_time() -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="recompute")
+    engine.add_request(prompt_of(9), params())
+    engine.step()
+    ttft = engine.get_record(0).merge().ttft
+    engine.pause()
+    engine.suspend()
+    engine.resume()
+    engine.unpause()
+    request = drain(engine)[0]
+    assert names(request) == ["ADD_ENGINE", "ADD_CONTEXT", "ADD_CONTEXT", "FINISH"]
+    assert request.ttft == ttft
+
+
+# ---- stopping
+
+
+def free_run() -> list[int]:
+    return generate_all(tiny_engine(model()), [(prompt_of(9), params(40))])[0].generated_tokens
+
+
+def test_the_termination_id_stops_and_is_part_of_the_tokens() -> None:
+    tokens = free_run()
+    end = tokens[7]
+    first = tokens.index(end)
+    jobs = [
+        (prompt_of(9), params(40, termination_id=end, return_log_probs=True)),
+        (prompt_of(9), params(40, termination_id=end, ignore_eos=True)),
+        (prompt_of(9), params(40, termination_id=-1)),
+        (prompt_of(9), params(first + 1, termination_id=end)),
+    ]
+    stopped, *ignoring, both = generate_all(tiny_engine(model()), jobs)
+    assert stopped.generated_tokens == tokens[: first + 1]
+    assert len(stopped.generated_log_probs) == first + 1
+    assert stopped.finish_reason == both.finish_reason == "stop"
+    for request in ignoring:
+        assert (request.generated_tokens, request.finish_reason) == (tokens, "length")
+
+
+def test_the_models_own_end_ids_stop_unless_another_is_named() -> None:
+    tokens = free_run()
+    ends = sorted({tokens[5], tokens[9]})
+    ending = tiny_model(seed=6, eos_token_id=ends)
+    jobs = [(prompt_of(9), params(40)), (prompt_of(9), params(40, termination_id=-1))]
+    stopped, other = generate_all(tiny_engine(ending), jobs)
+    first = min(tokens.index(end) for end in ends)
+    assert stopped.generated_tokens == tokens[: first + 1]
+    assert (stopped.finish_reason, other.finish_reason) == ("stop", "length")
+
+
+class LetterTokenizer:
+    """One token per character: id = code point - 32."""
+
+    eos_id = None
+    bos_id = None
+    vocab_size = 211
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i + 32) for i in ids)
+
+
+def lettered(**config: Any) -> DynamicInferenceEngine:
+
+    config = {"block_size_tokens": 8, "buffer_size_gb": pool_gb(model(), 100)} | config
+    return DynamicInferenceEngine.from_model(
+        model(), InferenceConfig(**config), tokenizer=LetterTokenizer()
+    )
+
+
+def test_a_stop_word_of_several_tokens_stops_across_a_checkpoint() -> None:
+    tokens = free_run()
+    word = LetterTokenizer().decode(tokens[10:13])
+    engine = lettered(kv_cache_management_mode="recompute")
+    engine.add_request(prompt_of(9), params(40, stop_words=["nowhere to be seen", word]))
+    for _ in range(12):
+        assert engine.step() == []
+    engine.pause()
+    engine.suspend()
+    engine.resume()
+    engine.unpause()
+    request = drain(engine)[0]
+    assert request.generated_tokens == tokens[:13]
+    assert request.finish_reason == "stop"
+
+
+def test_a_stop_word_never_reaches_into_the_prompt() -> None:
+    tokens, prompt = free_run(), prompt_of(9)
+    word = LetterTokenizer().decode([prompt[-1], tokens[0]])
+    engine = lettered()
+    engine.add_request(prompt, params(40, stop_words=[word]))
+    assert drain(engine)[0].generated_tokens == tokens
+
+
+# ---- a forward pass that fails once
+
+
+def failing_once(engine: DynamicInferenceEngine, at_step: int) -> DynamicInferenceEngine:
+    """The model raises in one forward pass, as a device would that ran out of memory."""
+    calls = iter(range(10_000))
+
+    def forward(*_: Any) -> None:
+        if next(calls) == at_step:
+            raise RuntimeError("out of memory")
+
+    causal_lm = engine._runner._model
+    causal_lm.model.register_forward_pre_hook(forward)
+    return engine
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("at_step", [0, 1, 5])
+def test_a_failed_step_requeues_its_requests_with_their_tokens(
+    at_step: int, is_chunked: bool
+) -> None:
+    jobs = [(prompt_of(n), params(12, seed=n, return_log_probs=True)) for n in (1, 9, 30)]
+    expected = generate_all(tiny_engine(model()), jobs)
+    config = {"enable_chunked_prefill": True, "max_tokens": 12} if is_chunked else {}
+    engine = failing_once(tiny_engine(model(), **config), at_step)
+    for prompt, sampling in jobs:
+        engine.add_request(prompt, sampling)
+    impossible = engine.add_request(prompt_of(600), params())
+    finished = {}
+    for _ in range(at_step):
+        finished |= {record.request_id: record.merge() for record in engine.step()}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    assert engine.stats().num_running == engine.stats().num_blocks_used == 0
+    assert engine.stats().num_waiting == 3
+    finished |= drain(engine)
+    assert finished[impossible].finish_reason == "error"
+    for i, request in enumerate(expected):
+        assert finished[i].generated_tokens == request.generated_tokens
+        torch.testing.assert_close(
+            finished[i].generated_log_probs, request.generated_log_probs, atol=1e-4, rtol=0
+        )
+        assert_ordered(finished[i])
+
+
+def test_a_group_survives_a_failed_fork() -> None:
+    sampling = [params(6, seed=i) for i in range(4)]
+    engine = tiny_engine(model())
+    engine.add_group(prompt_of(9), sampling)
+    expected = drain(engine)
+    for at_step in range(3):
+        engine = failing_once(tiny_engine(model()), at_step)
+        engine.add_group(prompt_of(9), sampling)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            drain(engine)
+        finished = drain(engine)
+        for i, request in expected.items():
+            assert finished[i].generated_tokens == request.generated_tokens
+        assert engine.stats().num_blocks_used == 0
+
+
+class FullDisk:
+    """A metrics writer that fails at one row."""
+
+    def __init__(self, at_row: int) -> None:
+        self.at_row, self.num_rows = at_row, 0
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.num_rows += 1
+        if self.num_rows == self.at_row:
+            raise OSError("disk full")
+
+
+def test_no_record_is_lost_when_the_metrics_writer_fails() -> None:
+    engine = tiny_engine(model(), metrics_writer=FullDisk(at_row=3), logging_step_interval=1)
+    engine.add_request(prompt_of(9), params(3))
+    engine.add_request(prompt_of(9), params(6))
+    engine.step()
+    engine.step()
+    with pytest.raises(OSError, match="disk full"):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    finished = drain(engine)
+    assert [finished[i].generated_length for i in (0, 1)] == [3, 6]
+    assert engine.stats().num_finished == 2

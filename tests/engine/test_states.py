@@ -1,0 +1,217 @@
+"""Every state answers every command: it leads on, is done already, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rollout import (
+    ConfigError,
+    DynamicInferenceEngine,
+    EngineState,
+    EngineStateError,
+    RequestAbortedError,
+    SamplingParams,
+    Status,
+)
+from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
+
+PARAMS = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True)
+S = EngineState
+PATHS = {
+    S.RUNNING: (),
+    S.PAUSED: ("pause",),
+    S.SUSPENDED: ("pause", "suspend"),
+    S.STOPPED: ("shutdown",),
+}
+COMMANDS: dict[str, Callable[[DynamicInferenceEngine], Any]] = {
+    "pause": lambda engine: engine.pause(),
+    "unpause": lambda engine: engine.unpause(),
+    "suspend": lambda engine: engine.suspend(),
+    "resume": lambda engine: engine.resume(),
+    "shutdown": lambda engine: engine.shutdown(),
+    "step": lambda engine: engine.step(),
+    "add_request": lambda engine: engine.add_request([1], PARAMS),
+    "abort_request": lambda engine: engine.abort_request(0),
+    "get_record": lambda engine: engine.get_record(0),
+    "stats": lambda engine: engine.stats(),
+    "set_generation_epoch": lambda engine: engine.set_generation_epoch(5),
+    "update_weights": lambda engine: engine.update_weights(dict(model().named_parameters())),
+    "update_in_flight": lambda engine: engine.update_weights(
+        dict(model().named_parameters()), in_flight=True
+    ),
+}
+# The state a command leads to; what is absent is refused.
+ANSWERS: dict[str, dict[EngineState, EngineState]] = {
+    "pause": {S.RUNNING: S.PAUSED, S.PAUSED: S.PAUSED},
+    "unpause": {S.PAUSED: S.RUNNING, S.RUNNING: S.RUNNING},
+    "suspend": {S.PAUSED: S.SUSPENDED, S.SUSPENDED: S.SUSPENDED},
+    "resume": {S.SUSPENDED: S.PAUSED, S.PAUSED: S.PAUSED},
+    "shutdown": dict.fromkeys(PATHS, S.STOPPED),
+    "step": {S.RUNNING: S.RUNNING},
+    "add_request": {state: state for state in (S.RUNNING, S.PAUSED, S.SUSPENDED)},
+    "abort_request": {state: state for state in PATHS},
+    "get_record": {state: state for state in PATHS},
+    "stats": {state: state for state in PATHS},
+    "set_generation_epoch": {state: state for state in (S.PAUSED, S.SUSPENDED)},
+    "update_weights": {state: state for state in (S.PAUSED, S.SUSPENDED)},
+    "update_in_flight": {state: state for state in (S.RUNNING, S.PAUSED, S.SUSPENDED)},
+}
+LEGAL = {
+    S.RUNNING: "pause, unpause",
+    S.PAUSED: "pause, unpause, suspend, resume, stop",
+    S.SUSPENDED: "suspend, resume, stop",
+    S.STOPPED: "stop",
+}
+
+
+@cache
+def model() -> Any:
+    return tiny_model()
+
+
+def engine_in(state: EngineState, **config: Any) -> DynamicInferenceEngine:
+    """An engine with request 0 in context."""
+    engine = tiny_engine(model(), **config)
+    engine.add_request(prompt_of(9), PARAMS)
+    for _ in range(3):
+        engine.step()
+    for command in PATHS[state]:
+        COMMANDS[command](engine)
+    assert engine.state is state
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("state", PATHS, ids=lambda state: state.name)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_state_answers_or_refuses_each_command(
+    command: str, state: EngineState, mode: str
+) -> None:
+    engine = engine_in(state, kv_cache_management_mode=mode)
+    target = ANSWERS[command].get(state)
+    if target is not None:
+        COMMANDS[command](engine)
+        assert engine.state is target
+        return
+    version, stats = engine.weights_version, engine.stats()
+    with pytest.raises(EngineStateError) as caught:
+        COMMANDS[command](engine)
+    assert f"while {state.name}" in str(caught.value)
+    assert str(caught.value).endswith(f"legal commands now: {LEGAL[state]}")
+    assert (engine.state, engine.weights_version, engine.stats()) == (state, version, stats)
+
+
+def test_an_unknown_mode_is_refused_and_the_engine_stays_paused() -> None:
+    engine = engine_in(S.PAUSED)
+    with pytest.raises(ConfigError, match=r"mode='keep' must be one of \['persist', 'offload'"):
+        engine.suspend("keep")
+    assert engine.state is S.PAUSED
+    engine.unpause()
+    assert len(drain(engine)[0].generated_tokens) == 10
+
+
+def test_a_stopped_engine_still_gives_its_records_back() -> None:
+    engine = engine_in(S.SUSPENDED, kv_cache_management_mode="offload")
+    engine.shutdown()
+    engine.shutdown()
+    request = engine.abort_request(0).merge()
+    assert len(request.generated_tokens) == 3
+    assert not engine.has_unfinished_requests()
+
+
+# ---- abort
+
+
+def aborted(engine: DynamicInferenceEngine, request_id: int, num_tokens: int) -> None:
+    """Abort and check the record; it is handed out by the abort alone."""
+    expected = generate_all(tiny_engine(model()), [(prompt_of(9), PARAMS)])[0]
+    request = engine.abort_request(request_id).merge()
+    assert (request.status, request.finish_reason) == (Status.FAILED, "abort")
+    assert request.generated_tokens == expected.generated_tokens[:num_tokens]
+    assert len(request.generated_log_probs) == num_tokens
+    assert len(request.policy_staleness) == len(request.kv_cache_staleness) == 9 + num_tokens
+    error, failed = request.events[-2:]
+    assert isinstance(error.payload, RequestAbortedError)
+    assert failed.type.name == "FAIL"
+    with pytest.raises(EngineStateError, match=f"request {request_id} "):
+        engine.abort_request(request_id)
+    assert engine.stats().num_failed == 1
+
+
+def test_abort_of_a_queued_request() -> None:
+    engine = tiny_engine(model(), max_requests=1)
+    for _ in range(2):
+        engine.add_request(prompt_of(9), PARAMS)
+    aborted(engine, 1, 0)
+    engine.step()
+    assert list(drain(engine)) == [0]
+
+
+def test_abort_of_a_running_request_frees_its_blocks() -> None:
+    engine = engine_in(S.RUNNING)
+    aborted(engine, 0, 3)
+    assert engine.stats().num_blocks_used == 0
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("state", [S.PAUSED, S.SUSPENDED], ids=lambda state: state.name)
+def test_abort_of_one_of_two_in_a_quiet_state(state: EngineState, mode: str) -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode=mode)
+    for _ in range(2):
+        engine.add_request(prompt_of(9), PARAMS)
+    for _ in range(3):
+        engine.step()
+    engine.pause()
+    report = engine.suspend() if state is S.SUSPENDED else None
+    aborted(engine, 0, 3)
+    assert engine.state is state
+    if report is not None:
+        restored = engine.resume().bytes_restored
+        if mode == "offload":
+            assert restored == report.bytes_on_host // 2 > 0
+    engine.unpause()
+    (expected,) = generate_all(tiny_engine(model()), [(prompt_of(9), PARAMS)])
+    assert drain(engine)[1].generated_tokens == expected.generated_tokens
+    assert engine.stats().num_blocks_used == 0
+
+
+def test_abort_of_a_request_that_waits_for_blocks() -> None:
+    engine = tiny_engine(model(), num_blocks=7)
+    for _ in range(3):
+        engine.add_request(prompt_of(9), PARAMS)
+    for _ in range(9):  # all three fill their second block together, and one block is left
+        engine.step()
+    assert engine.get_record(1).current.status is Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+    aborted(engine, 1, 8)
+    assert len(drain(engine)) == 2
+
+
+def test_abort_in_the_middle_of_a_prompt() -> None:
+    engine = tiny_engine(model(), enable_chunked_prefill=True, max_tokens=4)
+    engine.add_request(prompt_of(9), PARAMS)
+    engine.step()
+    aborted(engine, 0, 0)
+    assert engine.stats().num_blocks_used == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_abort_of_a_group_member_leaves_the_shared_blocks_to_the_others(victim: int) -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="offload")
+    engine.add_group(prompt_of(9), [PARAMS] * 3)
+    engine.step()
+    engine.pause()
+    engine.suspend()
+    aborted(engine, victim, 1)
+    engine.resume()
+    engine.unpause()
+    (expected,) = generate_all(tiny_engine(model()), [(prompt_of(9), PARAMS)])
+    finished = drain(engine)
+    assert len(finished) == 2
+    for request in finished.values():
+        assert request.generated_tokens == expected.generated_tokens
+    assert engine.stats().num_blocks_used == 0

@@ -1,0 +1,266 @@
+"""Which version sampled each token, which wrote its KV, and what context it saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout import (
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    EngineState,
+    EngineStateError,
+    SamplingParams,
+    WeightUpdateError,
+)
+from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model
+
+PROMPT = prompt_of(8)
+
+
+def params(num_tokens: int = 8, **changes: Any) -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=num_tokens, seed=3, **changes)
+
+
+def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRequest]:
+    return [record.merge() for _ in range(count) for record in engine.step()]
+
+
+def bump(engine: DynamicInferenceEngine, how: str) -> None:
+    """The next version: quietly, through a suspend, or in flight."""
+    tensors = dict(tiny_model(seed=50 + engine.weights_version).named_parameters())
+    if how == "in_flight":
+        engine.update_weights(tensors, in_flight=True)
+        return
+    engine.pause()
+    if how == "epoch":
+        engine.set_generation_epoch(engine.weights_version + 1)
+    elif how == "paused":
+        engine.update_weights(tensors)
+    else:
+        engine.suspend(how)
+        engine.update_weights(tensors)
+        engine.resume()
+    engine.unpause()
+
+
+def three_versions(how: str, **config: Any) -> DynamicInferenceRequest:
+    """Prompt 8, then 3 tokens, update, 3 tokens, update, 2 tokens."""
+    engine = tiny_engine(tiny_model(), **config)
+    engine.add_request(PROMPT, params())
+    assert not steps(engine, 3)
+    bump(engine, how)
+    assert not steps(engine, 3)
+    bump(engine, how)
+    (request,) = steps(engine, 2)
+    assert len(request.generated_tokens) == 8
+    return request
+
+
+KEEPING = [
+    ("persist", {}),
+    ("offload", {}),
+    ("epoch", {}),
+    ("paused", {}),
+    ("in_flight", {}),
+    ("in_flight", {"kv_cache_management_mode": "recompute"}),
+    ("paused", {"kv_cache_management_mode": "recompute"}),
+]
+
+
+@pytest.mark.parametrize(("how", "config"), KEEPING)
+def test_the_reference_numbers_where_kv_is_kept(how: str, config: dict[str, Any]) -> None:
+    request = three_versions(how, **config)
+    assert request.policy_staleness.tolist() == [2] * 11 + [1] * 3 + [0] * 2
+    assert request.kv_cache_staleness.tolist() == [2] * 10 + [1] * 3 + [0] * 3
+    assert request.policy_versions.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert request.context_kv_version_min == [0] * 8
+    means = [0, 0, 0, 1 / 11, 2 / 12, 3 / 13, 5 / 14, 7 / 15]
+    assert request.context_kv_version_mean == pytest.approx(means)
+    assert request.completed_at_version == 2
+
+
+def test_the_reference_numbers_where_kv_is_recomputed() -> None:
+    request = three_versions("recompute")
+    assert request.policy_staleness.tolist() == [2] * 11 + [1] * 3 + [0] * 2
+    assert request.kv_cache_staleness.tolist() == [0] * 16
+    assert request.context_kv_version_min == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert request.context_kv_version_mean == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert request.policy_staleness.dtype == request.kv_cache_staleness.dtype
+    assert str(request.policy_staleness.dtype) == "torch.int32"
+
+
+def test_later_versions_age_a_finished_request_only_on_demand() -> None:
+    request = three_versions("persist")
+    policy, kv = request.staleness_at(7)
+    assert policy.tolist() == [7] * 11 + [6] * 3 + [5] * 2
+    assert kv.tolist() == [7] * 10 + [6] * 3 + [5] * 3
+    assert request.policy_staleness.max() == 2
+
+
+def test_the_record_of_a_running_request_ages_with_the_engine() -> None:
+    engine = tiny_engine(tiny_model())
+    request_id = engine.add_request(PROMPT, params())
+    steps(engine, 3)
+    bump(engine, "in_flight")
+    record = engine.get_record(request_id).merge()
+    assert record.policy_staleness.tolist() == [1] * 11
+    # The third token's KV is not written yet: it reads as the current version.
+    assert record.kv_cache_staleness.tolist() == [1] * 10 + [0]
+    bump(engine, "in_flight")
+    assert engine.get_record(request_id).merge().policy_staleness.tolist() == [2] * 11
+
+
+def test_a_request_that_entered_later_has_a_prompt_of_its_own_version() -> None:
+    engine = tiny_engine(tiny_model(), weights_version=5)
+    assert engine.weights_version == 5
+    bump(engine, "in_flight")
+    engine.add_request(PROMPT, params(2))
+    bump(engine, "in_flight")
+    (request,) = steps(engine, 2)
+    assert request.policy_staleness.tolist() == [1] * 8 + [0] * 2  # entered at 6, sampled at 7
+    assert request.kv_cache_staleness.tolist() == [0] * 10
+    assert request.completed_at_version == 7
+
+
+def test_members_of_a_group_share_the_kv_versions_of_their_prompt() -> None:
+    engine = tiny_engine(tiny_model())
+    engine.add_group(PROMPT, [params(4)] * 3)
+    steps(engine, 2)
+    bump(engine, "in_flight")
+    for request in steps(engine, 2):
+        assert request.kv_cache_staleness.tolist() == [1] * 9 + [0] * 3
+        assert request.policy_staleness.tolist() == [1] * 10 + [0] * 2
+        assert request.context_kv_version_mean == pytest.approx([0, 0, 1 / 10, 2 / 11])
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("persist", [0] * 10 + [1] * 15), ("offload", [0] * 10 + [1] * 15), ("recompute", [1] * 25)],
+)
+def test_an_update_in_the_middle_of_a_prompt(how: str, expected: list[int]) -> None:
+    engine = tiny_engine(tiny_model(), enable_chunked_prefill=True, max_tokens=10)
+    request_id = engine.add_request(prompt_of(24), params(1, skip_prompt_log_probs=False))
+    steps(engine, 1)
+    bump(engine, how)
+    assert len(engine.get_record(request_id).requests) == 1
+    (request,) = steps(engine, 2 if how != "recompute" else 3)
+    assert (1 - request.kv_cache_staleness).tolist() == expected
+    assert request.context_kv_version_mean == pytest.approx([sum(expected[:24]) / 24])
+    assert request.policy_versions.tolist() == [1]
+    assert len(request.prompt_log_probs) == 23
+
+
+def test_provenance_survives_an_eviction() -> None:
+    engine = tiny_engine(tiny_model(), num_blocks=6, paused_buffer_size_gb=0.0)
+    first, second = (engine.add_request(prompt_of(12, seed=i), params(28)) for i in (0, 1))
+    finished = {}
+    while not engine.stats().num_evictions:
+        engine.step()
+    evicted = engine.get_record(second)
+    num_before = len(evicted.merge().generated_tokens)
+    assert 0 < num_before < 28
+    assert len(evicted.requests) == 2
+    bump(engine, "in_flight")
+    finished = drain(engine)
+    request = finished[second]
+    num_after = 28 - num_before
+    assert request.policy_versions.tolist() == [0] * num_before + [1] * num_after
+    assert request.context_kv_version_min == [0] * num_before + [1] * num_after
+    assert request.context_kv_version_mean == [0] * num_before + [1] * num_after
+    assert request.kv_cache_staleness.tolist() == [0] * 40
+    assert finished[first].context_kv_version_min == [0] * 28
+    assert finished[first].policy_versions.tolist()[-1] == 1
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_kv_older_than_the_limit_is_recomputed_while_younger_kv_goes_on(limit: int) -> None:
+    engine = tiny_engine(tiny_model(), max_kv_staleness_versions=limit)
+    old = engine.add_request(PROMPT, params(12))
+    steps(engine, 2)
+    for _ in range(limit):
+        bump(engine, "in_flight")
+        steps(engine, 2)
+    assert len(engine.get_record(old).requests) == 1
+    assert engine.stats().num_recomputed_requests == 0
+    young = engine.add_request(PROMPT, params(12))
+    if limit:
+        steps(engine, 1)
+    bump(engine, "in_flight")
+    assert len(engine.get_record(old).requests) == 2
+    assert engine.stats().num_recomputed_requests == 1
+    assert len(engine.get_record(young).requests) == 1
+    num_before = 2 + 3 * limit
+    version = limit + 1
+    finished = drain(engine)
+    assert finished[old].context_kv_version_min == [0] * num_before + [version] * (12 - num_before)
+    assert finished[young].context_kv_version_min == ([limit] * 12 if limit else [version] * 12)
+    assert len(finished[old].generated_tokens) == 12
+
+
+def test_a_staleness_limit_frees_what_waits_on_the_host() -> None:
+    engine = tiny_engine(
+        tiny_model(), max_kv_staleness_versions=0, kv_cache_management_mode="offload"
+    )
+    engine.add_request(PROMPT, params())
+    steps(engine, 3)
+    bump(engine, "offload")
+    assert engine.stats().num_recomputed_requests == 1
+    (request,) = steps(engine, 5)
+    assert request.kv_cache_staleness.tolist() == [0] * 16
+
+
+# ---- the version itself
+
+
+def test_the_generation_epoch_moves_only_when_quiet_and_only_forwards() -> None:
+    engine = tiny_engine(tiny_model(), weights_version=3)
+    request_id = engine.add_request(PROMPT, params())
+    steps(engine, 2)
+    before = engine.get_record(request_id).merge()
+    with pytest.raises(EngineStateError, match="RUNNING"):
+        engine.set_generation_epoch(4)
+    engine.pause()
+    for version in (3, 2, -1):
+        with pytest.raises(WeightUpdateError, match=rf"version={version} .*3"):
+            engine.set_generation_epoch(version)
+    engine.set_generation_epoch(9)
+    engine.suspend()
+    engine.set_generation_epoch(10)
+    assert engine.weights_version == 10
+    after = engine.get_record(request_id).merge()
+    assert after.generated_tokens == before.generated_tokens
+    assert [e.type for e in after.events] == [e.type for e in before.events]
+    assert after.status is before.status
+    assert after.policy_staleness.tolist() == [7] * 10
+    engine.shutdown()
+    with pytest.raises(EngineStateError, match="STOPPED"):
+        engine.set_generation_epoch(11)
+
+
+@pytest.mark.parametrize("version", [1.5, "3", True, 2**31, 2**40])
+def test_a_version_that_is_no_32_bit_integer_is_refused(version: Any) -> None:
+    engine = tiny_engine(tiny_model())
+    engine.pause()
+    with pytest.raises(WeightUpdateError, match=f"version={version!r}"):
+        engine.set_generation_epoch(version)
+    with pytest.raises(WeightUpdateError, match=f"version={version!r}"):
+        engine.update_weights(dict(tiny_model().named_parameters()), version)
+    assert engine.weights_version == 0
+
+
+def test_updates_set_the_version_that_they_name_or_the_next_one() -> None:
+    engine = tiny_engine(tiny_model(), weights_version=7)
+    tensors = dict(tiny_model(seed=1).named_parameters())
+    with pytest.raises(EngineStateError, match="RUNNING"):
+        engine.update_weights(tensors)
+    assert engine.update_weights(tensors, in_flight=True).version == 8
+    assert engine.update_weights(tensors, version=20, in_flight=True).version == 20
+    with pytest.raises(WeightUpdateError, match="version=20"):
+        engine.update_weights(tensors, version=20, in_flight=True)
+    engine.pause()
+    assert engine.update_weights(tensors).version == engine.weights_version == 21
+    engine.suspend()
+    assert engine.update_weights(tensors).version == 22
+    assert engine.state is EngineState.SUSPENDED
