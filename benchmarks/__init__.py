@@ -1,0 +1,1 @@
+"""What generation costs, against a peer and against the bare matrix products of the model."""

@@ -1,0 +1,193 @@
+"""Who competes: our LLM, and transformers' `generate` in its several ways to run a workload."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.workloads import Workload
+from rollout import LLM, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """All samples, prompt-major; `logprobs` are None where the workload does not want them."""
+
+    tokens: list[list[int]]
+    logprobs: Sequence[Sequence[float] | torch.Tensor] | None
+
+
+class Contestant(Protocol):
+    """One way to run a workload."""
+
+    name: str
+    knows_lengths: bool  # whether it plans with output lengths that nobody knows beforehand
+
+    def run(self, workload: Workload, seed: int) -> Generated:
+        """Generate everything the workload asks for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """CPU seconds of all threads of this process, and what came of them."""
+
+    cpu_seconds: float
+    generated: Generated
+
+
+def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
+    """Run once. Raises RuntimeError unless exactly the tokens that were asked for came back."""
+    start = time.process_time()
+    generated = contestant.run(workload, seed)
+    seconds = time.process_time() - start
+    wanted = [n for n in workload.output_lens for _ in range(workload.num_samples)]
+    lengths = [len(tokens) for tokens in generated.tokens]
+    scored = wanted if generated.logprobs is None else [len(row) for row in generated.logprobs]
+    if lengths != wanted or scored != wanted or workload.wants_logprobs != bool(generated.logprobs):
+        raise RuntimeError(f"{contestant.name} did not generate what {workload.name} asks for")
+    return Timed(cpu_seconds=seconds, generated=generated)
+
+
+class RolloutEngine:
+    """rollout.LLM: one group per prompt, each request with its own length."""
+
+    name = "rollout"
+    knows_lengths = False
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def run(self, workload: Workload, seed: int) -> Generated:
+        """Submit all groups, collect them all."""
+        params = [
+            SamplingParams(
+                num_tokens_to_generate=length,
+                ignore_eos=True,
+                return_log_probs=workload.wants_logprobs,
+                seed=seed,
+            )
+            for length in workload.output_lens
+        ]
+        group_ids = self.llm.submit(workload.prompts, params, n=workload.num_samples)
+        groups = {group.group_id: group for group in self.llm.collect()}
+        requests = [r for group_id in group_ids for r in groups[group_id].requests]
+        logprobs = [r.generated_log_probs for r in requests if r.generated_log_probs is not None]
+        return Generated(
+            tokens=[r.generated_tokens for r in requests],
+            logprobs=logprobs if workload.wants_logprobs else None,
+        )
+
+
+class TransformersGenerate:
+    """transformers' `generate`, called once per batch of prompts and run to the batch's longest.
+
+    Tokens beyond a request's own length are generated and thrown away, as a padded batch must.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache: str,
+        batch_size: int | None = None,
+        sorts_by_length: bool = False,
+    ) -> None:
+        """`batch_size` None is one batch; `sorts_by_length` makes batches of like lengths."""
+        batches = "one batch" if batch_size is None else f"batches of {batch_size}"
+        order = " sorted by length" if sorts_by_length else ""
+        self.name = f"transformers {cache} cache, {batches}{order}"
+        self.knows_lengths = sorts_by_length
+        self._model, self._cache, self._batch_size = model, cache, batch_size
+
+    def run(self, workload: Workload, seed: int) -> Generated:
+        """All batches in turn; results come back in the order of the prompts."""
+        torch.manual_seed(seed)
+        order = list(range(len(workload.prompts)))
+        if self.knows_lengths:
+            order.sort(key=workload.output_lens.__getitem__)
+        size = self._batch_size or len(order)
+        tokens: dict[int, list[list[int]]] = {}
+        logprobs: dict[int, list[list[float]]] = {}
+        for start in range(0, len(order), size):
+            self._run_batch(workload, order[start : start + size], tokens, logprobs)
+        prompts = range(len(workload.prompts))
+        return Generated(
+            tokens=[row for index in prompts for row in tokens[index]],
+            logprobs=[row for index in prompts for row in logprobs[index]]
+            if workload.wants_logprobs
+            else None,
+        )
+
+    @torch.inference_mode()
+    def _run_batch(
+        self,
+        workload: Workload,
+        indices: Sequence[int],
+        tokens: dict[int, list[list[int]]],
+        logprobs: dict[int, list[list[float]]],
+    ) -> None:
+        """Generate for these prompts into `tokens` and `logprobs`, by prompt index."""
+        prompts = torch.tensor([workload.prompts[index] for index in indices])
+        output = self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            num_return_sequences=workload.num_samples,
+            max_new_tokens=max(workload.output_lens[index] for index in indices),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation=self._cache,
+            return_dict_in_generate=True,
+            output_logits=workload.wants_logprobs,
+        )
+        new_tokens = output.sequences[:, prompts.shape[1] :]
+        scores = _logprobs(output.logits, new_tokens) if workload.wants_logprobs else None
+        for place, index in enumerate(indices):
+            length = workload.output_lens[index]
+            rows = slice(place * workload.num_samples, (place + 1) * workload.num_samples)
+            tokens[index] = new_tokens[rows, :length].tolist()
+            if scores is not None:
+                logprobs[index] = scores[rows, :length].tolist()
+
+
+def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Log-prob of each token; a logsumexp per step costs less than a log-softmax of everything."""
+    columns = [
+        step.gather(1, tokens[:, [index]]).squeeze(1) - step.logsumexp(1)
+        for index, step in enumerate(logits)
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def transformers_contestants(model: Any, workload: Workload) -> list[TransformersGenerate]:
+    """Both caches on one batch; for ragged lengths also smaller batches, which waste less."""
+    contestants = [TransformersGenerate(model, cache=cache) for cache in ("dynamic", "static")]
+    if len(set(workload.output_lens)) > 1:
+        half, quarter = (max(1, len(workload.prompts) // parts) for parts in (2, 4))
+        contestants += [
+            TransformersGenerate(model, cache="dynamic", batch_size=size, sorts_by_length=is_sorted)
+            for size, is_sorted in ((half, False), (half, True), (quarter, True))
+        ]
+    return contestants
+
+
+@torch.inference_mode()
+def largest_logprob_error(model: Any, workload: Workload, generated: Generated) -> float:
+    """The largest difference to log-probs of a full forward pass of the transformers model."""
+    assert generated.logprobs is not None
+    prompts = [p for p in workload.prompts for _ in range(workload.num_samples)]
+    worst = 0.0
+    for prompt, tokens, logprobs in zip(prompts, generated.tokens, generated.logprobs, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        worst = max(worst, float((expected - torch.as_tensor(logprobs)).abs().max()))
+    return worst

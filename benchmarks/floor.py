@@ -1,0 +1,201 @@
+"""The physical floor: the bare matrix products of a model's weights, and a step's distance to it.
+
+A forward pass of T tokens cannot cost less than T rows through every layer's matrices, plus the
+rows whose logits are wanted through the head. The floor takes the fastest product there is here:
+torch's, oneDNN with weights packed once, or the engine's own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout import InferenceConfig, SamplingParams
+from rollout.backends.base import Ops
+from rollout.backends.select import create_backend
+from rollout.engine.engine import Engine
+from rollout.layers.linear import Linear
+from rollout.models import CausalLM, build_model
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """One forward pass: `num_tokens` rows through the layers, `num_logits` through the head."""
+
+    num_tokens: int
+    num_logits: int
+
+
+class MatmulFloor:
+    """CPU seconds of the bare matrix products, measured once per number of rows."""
+
+    def __init__(self, model: Any, config: InferenceConfig) -> None:
+        backend = create_backend(config)
+        causal_lm: CausalLM = build_model(model)
+        linears = [m for m in causal_lm.modules() if isinstance(m, Linear)]
+        self._head = _products([causal_lm.lm_head], backend.ops)
+        self._trunk = _products([m for m in linears if m is not causal_lm.lm_head], backend.ops)
+        self._widths = [m.weight.shape[1] for m in linears if m is not causal_lm.lm_head]
+        self._hidden_size = causal_lm.spec.hidden_size
+        self._best: dict[tuple[str, int], tuple[float, str]] = {}
+
+    def seconds(self, rows: StepRows) -> float:
+        """The floor of one forward pass."""
+        trunk, _ = self._measure("trunk", rows.num_tokens)
+        head, _ = self._measure("head", rows.num_logits)
+        return trunk + head
+
+    def fastest(self, rows: StepRows) -> str:
+        """Which product was the fastest, in the layers and in the head."""
+        _, trunk = self._measure("trunk", rows.num_tokens)
+        _, head = self._measure("head", rows.num_logits)
+        return trunk if trunk == head else f"{trunk}, head {head}"
+
+    def run(self, rows: StepRows) -> None:
+        """The fastest products once, to be timed by the caller."""
+        for part, num_rows in (("trunk", rows.num_tokens), ("head", rows.num_logits)):
+            self._run(part, num_rows, self._measure(part, num_rows)[1])
+
+    def _measure(self, part: str, num_rows: int) -> tuple[float, str]:
+        if not num_rows:
+            return 0.0, "none"
+        key = (part, num_rows)
+        if key not in self._best:
+            num_repeats = 5 if num_rows <= 128 else 2
+            kinds = self._trunk if part == "trunk" else self._head
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for _ in range(num_repeats):
+                for kind, samples in seconds.items():
+                    start = time.process_time()
+                    self._run(part, num_rows, kind)
+                    samples.append(time.process_time() - start)
+            self._best[key] = min((statistics.median(s), kind) for kind, s in seconds.items())
+        return self._best[key]
+
+    @torch.inference_mode()
+    def _run(self, part: str, num_rows: int, kind: str) -> None:
+        if not num_rows:
+            return
+        widths, products = self._widths, self._trunk
+        if part == "head":
+            widths, products = [self._hidden_size], self._head
+        inputs = {width: torch.ones(num_rows, width) for width in set(widths)}
+        for width, product in zip(widths, products[kind], strict=True):
+            product(inputs[width])
+
+
+def _products(linears: list[Linear], ops: Ops) -> dict[str, list[Product]]:
+    """For each kind of product, one callable per layer."""
+    weights = [linear.weight.detach() for linear in linears]
+    kinds = {
+        "torch": [_plain(weight) for weight in weights],
+        "engine": [_engine(weight, ops) for weight in weights],
+    }
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        kinds["oneDNN packed"] = [_packed(weight) for weight in weights]
+    return kinds
+
+
+def _plain(weight_NK: Tensor) -> Product:
+    return lambda x_TK: F.linear(x_TK, weight_NK)
+
+
+def _engine(weight_NK: Tensor, ops: Ops) -> Product:
+    handle = ops.prepare_linear(weight_NK)
+    return lambda x_TK: ops.linear(x_TK, handle)
+
+
+def _packed(weight_NK: Tensor) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, 64)
+    return lambda x_TK: torch.ops.mkldnn._linear_pointwise(x_TK, packed, None, "none", [], "")
+
+
+class StepTrace:
+    """A MetricsWriter that keeps the rows of every step since the last `take_runs`."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepRows] = []
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """One row of the engine's step metrics."""
+        num_prefill = int(metrics["engine/num_prefill_tokens"])
+        num_tokens = num_prefill + int(metrics["engine/num_decode_tokens"])
+        num_logits = int(metrics["engine/num_sampled_tokens"])
+        self._steps.append(StepRows(num_tokens=num_tokens, num_logits=num_logits))
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._steps.clear()
+
+    def take_runs(self, num_runs: int, *, num_forked: int) -> list[StepRows]:
+        """The steps of one of `num_runs` equal runs; all are then forgotten.
+
+        `num_forked` samples were drawn in the first step from logits of their leaders.
+        """
+        steps, self._steps = self._steps, []
+        run = steps[: len(steps) // num_runs]
+        if num_forked:
+            num_logits = run[0].num_logits - num_forked
+            run[0] = StepRows(num_tokens=run[0].num_tokens, num_logits=num_logits)
+        return run
+
+
+def total_seconds(floor: MatmulFloor, steps: Iterable[StepRows]) -> float:
+    """The floor of a whole run."""
+    return sum(floor.seconds(rows) for rows in steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Median CPU milliseconds of a decode step, of its floor, and of their ratio."""
+
+    batch: int
+    context: int
+    step_ms: float
+    floor_ms: float
+    ratio: float
+    floor_product: str
+
+
+def decode_step_cost(
+    engine: Engine, floor: MatmulFloor, batch: int, *, vocab_size: int, num_steps: int
+) -> StepCost:
+    """Decode steps of `batch` rows, each timed beside its floor."""
+    prompt_len = 128
+    params = [
+        SamplingParams(
+            num_tokens_to_generate=num_steps + 3, ignore_eos=True, return_log_probs=True, seed=seed
+        )
+        for seed in range(batch)
+    ]
+    engine.add_group([(7 * i) % vocab_size for i in range(prompt_len)], params)
+    rows = StepRows(num_tokens=batch, num_logits=batch)
+    engine.step()  # prefill
+    engine.step()  # blocks shared by the group are copied
+    floor.run(rows)
+    pairs = []
+    for _ in range(num_steps):
+        start = time.process_time()
+        engine.step()
+        middle = time.process_time()
+        floor.run(rows)
+        pairs.append((middle - start, time.process_time() - middle))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return StepCost(
+        batch=batch,
+        context=prompt_len + 2 + num_steps // 2,
+        step_ms=1e3 * statistics.median(step for step, _ in pairs),
+        floor_ms=1e3 * statistics.median(bare for _, bare in pairs),
+        ratio=statistics.median(step / bare for step, bare in pairs),
+        floor_product=floor.fastest(rows),
+    )

@@ -1,0 +1,165 @@
+"""Generation against transformers' `generate`, in tokens per CPU second on one thread.
+
+    python benchmarks/generate.py                  # three rounds of W1 and W2
+    python benchmarks/generate.py --rounds 1 --workloads W1
+    python benchmarks/generate.py --small          # seconds: shows that it runs, not how fast
+
+Writes a Markdown page and a JSON file to benchmarks/results, named after the day and the kind of
+machine. Wall-clock time is not measured, so other work on the machine disturbs little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from benchmarks.contestants import RolloutEngine, largest_logprob_error, transformers_contestants
+from benchmarks.floor import MatmulFloor, StepCost, StepTrace, decode_step_cost, total_seconds
+from benchmarks.machine import describe, kind
+from benchmarks.models import MODELS, num_parameters, transformers_model
+from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.report import ContestResult, Results, as_json, as_markdown
+from benchmarks.rounds import Contest, play_round, warm_up
+from benchmarks.workloads import Workload, workloads
+from rollout import LLM, InferenceConfig
+
+RESULTS = Path(__file__).parent / "results"
+STEP_BATCHES = (1, 64)
+STEP_REPEATS = 24
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", choices=("W1", "W2"), default=["W1", "W2"])
+    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be at least 1")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> Results:
+    """Run all rounds of all workloads, and the decode steps beside their floor."""
+    model_name = "small" if arguments.small else "m45"
+    spec = MODELS[model_name]
+    model = transformers_model(spec)
+    trace = StepTrace()
+    config = InferenceConfig(
+        num_threads=1,
+        max_sequence_length=512,
+        buffer_size_gb=1.0,
+        metrics_writer=trace,
+        logging_step_interval=1,
+    )
+    chosen = workloads(spec.vocab_size, is_small=arguments.small)
+    floor = MatmulFloor(model, config)
+    contests, error = [], None
+    with LLM(model, inference_config=config) as llm, _progress(console) as progress:
+        ours = RolloutEngine(llm)
+        for name in arguments.workloads:
+            peers = transformers_contestants(model, chosen[name])
+            contest = Contest(workload=chosen[name], ours=ours, peers=list(peers))
+            contests.append(_play(contest, arguments.rounds, floor, trace, progress))
+        if "W1" in arguments.workloads:
+            error = _logprob_error(model, ours, chosen["W1"])
+        steps = _decode_steps(llm, floor, spec.vocab_size, progress)
+    return Results(
+        date=datetime.date.today().isoformat(),
+        machine=describe(config),
+        model=model_name,
+        num_parameters=num_parameters(spec),
+        contests=contests,
+        steps=steps,
+        largest_logprob_error=error,
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def _play(
+    contest: Contest, num_rounds: int, floor: MatmulFloor, trace: StepTrace, progress: Progress
+) -> ContestResult:
+    name = contest.workload.name
+    task = progress.add_task(f"{name}: warm-up", total=num_rounds)
+    warm_up(contest)
+    trace.forget()
+    for number in range(1, num_rounds + 1):
+        play_round(contest, _announcer(progress, task, f"{name}, round {number}"))
+        ratio = contest.rounds[-1].ratio
+        progress.update(task, advance=1, description=f"{name}: ratio {ratio:.2f}")
+    forked = (contest.workload.num_samples - 1) * len(contest.workload.prompts)
+    steps = trace.take_runs(num_rounds, num_forked=forked)
+    return ContestResult(contest=contest, floor_seconds=total_seconds(floor, steps))
+
+
+def _announcer(progress: Progress, task: TaskID, where: str) -> Callable[[str], None]:
+    return lambda who: progress.update(task, description=f"{where}: {who}")
+
+
+def _logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
+    short = workload.shortened(8)
+    return largest_logprob_error(model, short, ours.run(short, seed=0))
+
+
+def _decode_steps(
+    llm: LLM, floor: MatmulFloor, vocab_size: int, progress: Progress
+) -> list[StepCost]:
+    task = progress.add_task("decode steps and their floor", total=len(STEP_BATCHES))
+    costs = []
+    for batch in STEP_BATCHES:
+        cost = decode_step_cost(
+            llm.engine, floor, batch, vocab_size=vocab_size, num_steps=STEP_REPEATS
+        )
+        costs.append(cost)
+        progress.advance(task)
+    return costs
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Write both files; returns the path of the Markdown page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{results.date}-{results.model}-{kind(results.machine)}"
+    (folder / f"{stem}.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
+    page = folder / f"{stem}.md"
+    page.write_text(as_markdown(results))
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> Results:
+    """Measure, print and write. Returns what was measured."""
+    arguments = parse_arguments(argv)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("rollout").setLevel(logging.WARNING)
+    console = Console(stderr=True)
+    results = measure(arguments, console)
+    page = write(results, arguments.output)
+    Console().print(Markdown(as_markdown(results)))
+    console.print(f"written: {page} and {page.stem}.json", highlight=False)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()

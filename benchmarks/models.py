@@ -1,0 +1,54 @@
+"""The models that are measured: random weights, float32, the same for every contestant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from rollout.models.spec import ModelSpec
+
+# Llama-shaped, because fewer operators per layer favour an engine without fused ones.
+M45 = ModelSpec(
+    family="llama",
+    vocab_size=32_000,
+    hidden_size=512,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1728,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+)
+SMALL = ModelSpec(
+    family="llama",
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+MODELS = {"m45": M45, "small": SMALL}
+
+
+def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
+    """A transformers model of this shape; rollout.LLM takes its weights from it."""
+    torch.manual_seed(seed)
+    values = spec.to_hf_config()
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Parameters of a model of this shape; tied ones count once."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2)
+    tables = 1 if spec.tie_word_embeddings else 2
+    embeddings = tables * spec.vocab_size * spec.hidden_size
+    return spec.num_layers * layer + embeddings + spec.hidden_size

@@ -1,0 +1,84 @@
+"""The workloads: what is generated, the same token counts for every contestant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`num_samples` samples of each prompt, `output_lens[i]` tokens long for prompt i."""
+
+    name: str
+    summary: str
+    prompts: tuple[tuple[int, ...], ...]
+    output_lens: tuple[int, ...]
+    num_samples: int
+    wants_logprobs: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Useful tokens: those that were asked for."""
+        return self.num_samples * sum(self.output_lens)
+
+    def shortened(self, num_tokens: int) -> Workload:
+        """The same requests, cut to `num_tokens` tokens each."""
+        return replace(self, output_lens=tuple(min(n, num_tokens) for n in self.output_lens))
+
+
+def group_workload(
+    vocab_size: int, *, num_prompts: int, num_samples: int, prompt_len: int, output_len: int
+) -> Workload:
+    """Groups of samples, as GRPO wants them: sampled at temperature 1, with log-probs."""
+    return Workload(
+        name="W1",
+        summary=f"{num_prompts} prompts of {prompt_len} tokens x {num_samples} samples, "
+        f"{output_len} new tokens each, temperature 1, with log-probs",
+        prompts=_prompts(vocab_size, num_prompts, prompt_len),
+        output_lens=(output_len,) * num_prompts,
+        num_samples=num_samples,
+        wants_logprobs=True,
+    )
+
+
+def ragged_workload(
+    vocab_size: int, *, num_prompts: int, prompt_len: int, shortest: int, mean: int, longest: int
+) -> Workload:
+    """Single samples of very different lengths: geometric with `mean`, clipped."""
+    drawn = np.random.default_rng(0).geometric(1 / mean, size=num_prompts)
+    lengths = tuple(int(n) for n in np.clip(drawn, shortest, longest))
+    return Workload(
+        name="W2",
+        summary=f"{num_prompts} requests, prompts of {prompt_len} tokens, {min(lengths)} to "
+        f"{max(lengths)} new tokens (mean {np.mean(lengths):.0f}), temperature 1",
+        prompts=_prompts(vocab_size, num_prompts, prompt_len),
+        output_lens=lengths,
+        num_samples=1,
+        wants_logprobs=False,
+    )
+
+
+def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
+    """The workloads by name; small ones take a second and show nothing but that they run."""
+    if is_small:
+        grouped = group_workload(
+            vocab_size, num_prompts=2, num_samples=3, prompt_len=12, output_len=5
+        )
+        ragged = ragged_workload(
+            vocab_size, num_prompts=5, prompt_len=8, shortest=2, mean=4, longest=9
+        )
+    else:
+        grouped = group_workload(
+            vocab_size, num_prompts=8, num_samples=8, prompt_len=128, output_len=64
+        )
+        ragged = ragged_workload(
+            vocab_size, num_prompts=32, prompt_len=64, shortest=8, mean=64, longest=256
+        )
+    return {workload.name: workload for workload in (grouped, ragged)}
+
+
+def _prompts(vocab_size: int, num_prompts: int, prompt_len: int) -> tuple[tuple[int, ...], ...]:
+    ids = np.random.default_rng(0).integers(0, vocab_size, size=(num_prompts, prompt_len))
+    return tuple(tuple(row) for row in ids.tolist())
