@@ -51,7 +51,7 @@ class Committed:
 
 
 def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Committed:
-    """Stamp the written KV, append the sampled tokens; those of a request that is gone are discarded."""
+    """Stamp the written KV and append the sampled tokens, save those of requests that are gone."""
     for sequence, count in behind.computed:
         # Also if it is gone: the children of its fork live on in the same blocks.
         sequence.note_written(count, plan.weights_version)

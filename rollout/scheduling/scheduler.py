@@ -246,8 +246,8 @@ class Scheduler:
     def _chunk_size(self, builder: PlanBuilder, sequence: Sequence) -> int:
         """Tokens of the sequence's prefill that this step still has room for; 0 if it must wait.
 
-        Without chunked prefill a prompt runs whole or not at all, unless no step could hold it; once
-        begun, it takes what it can get.
+        Without chunked prefill a prompt runs whole or not at all, unless no step could hold it;
+        once begun, it takes what it can get.
         """
         room = max(0, self._max_tokens - builder.num_tokens)
         if sequence.num_uncomputed <= room:

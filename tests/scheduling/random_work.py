@@ -152,8 +152,8 @@ def sizes(draw: st.DrawFn, depths: st.SearchStrategy[int]) -> Sizes:
     return replace(drawn, poison=frozenset({7}) if draw(st.integers(0, 4)) == 0 else frozenset())
 
 
-def seeded_work(seed: int, *, depth: int) -> tuple[Sizes, list[Op]]:
-    """A crowded engine and 60 things that happen to it."""
+def seeded_work(seed: int, *, depth: int, num_ops: int = 60) -> tuple[Sizes, list[Op]]:
+    """A crowded engine and `num_ops` things that happen to it."""
     rng = random.Random(seed)
     max_tokens = rng.randint(1, 16)
     num_blocks = rng.randint(3, 12)
@@ -175,7 +175,7 @@ def seeded_work(seed: int, *, depth: int) -> tuple[Sizes, list[Op]]:
         lambda: NewVersion(rng.choice((None, 0, 1, 2)), rng.random() < 0.25),
         lambda: Failure(rng.random() < 0.5),
     ]
-    return small, [make() for make in rng.choices(makers, (8, 8, 12, 2, 1, 1), k=60)]
+    return small, [make() for make in rng.choices(makers, (8, 8, 12, 2, 1, 1), k=num_ops)]
 
 
 def _random_add(rng: random.Random) -> Add:

@@ -45,9 +45,10 @@ def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100 if IS_LONG else 30))
 def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
-    first, second = (run_to_the_end(*seeded_work(seed, depth=1 + seed % 2)) for _ in range(2))
+    work = [seeded_work(seed, depth=1 + seed % 2, num_ops=25) for _ in range(2)]
+    first, second = run_to_the_end(*work[0]), run_to_the_end(*work[1])
     digests = [plan.digest() for plan in first.plans]
-    assert len(digests) > 10
+    assert len(digests) > 5
     assert digests == [plan.digest() for plan in second.plans]
 
 
