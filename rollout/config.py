@@ -169,6 +169,11 @@ class InferenceConfig:
             raise ConfigError(
                 f"logging_step_interval={self.logging_step_interval} has nowhere to log to; set metrics_writer too"
             )
+        for name in ("prefix_caching_eviction_policy", "prefix_reuse_across_versions"):
+            if not self.enable_prefix_caching and getattr(self, name) != _default(name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs enable_prefix_caching=True"
+                )
         for name, remedy in _NOT_BUILT.items():
             value, default = getattr(self, name), _default(name)
             if value != default:
@@ -189,10 +194,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
 
 # Refused off their defaults on every device, with the reason.
 _NOT_BUILT = {
-    "enable_prefix_caching": "requests of one group already share their prompt's blocks",
-    "prefix_caching_eviction_policy": "it needs enable_prefix_caching",
-    "prefix_caching_coordinator_policy": "it needs enable_prefix_caching and a coordinator",
-    "prefix_reuse_across_versions": "it needs enable_prefix_caching",
+    "prefix_caching_coordinator_policy": "it needs a coordinator",
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
     "pg_collection": "an engine runs in one process",

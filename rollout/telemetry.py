@@ -29,6 +29,7 @@ class StepStats:
     num_paused: int
     num_waiting: int
     num_blocks_used: int
+    num_blocks_indexed: int
     num_blocks_total: int
     weights_version: int
 

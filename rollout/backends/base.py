@@ -38,8 +38,19 @@ class Ops(Protocol):
         """x @ weight.T + bias, [T, N]."""
         ...
 
-    def refresh(self, handle: Any) -> None:
-        """Follow an in-place change of the handle's weight."""
+    def stage(self, handle: Any, parts: Sequence[Tensor]) -> Any:
+        """What `refresh` will want for a weight whose rows are `parts`; the handle is unchanged.
+
+        Packing happens here, while the old weight still serves.
+        """
+        ...
+
+    def refresh(self, handle: Any, staged: Any = None) -> None:
+        """Follow an in-place change of the handle's weight; `staged` is what `stage` returned."""
+        ...
+
+    def release(self, handle: Any) -> None:
+        """Drop packed copies, until `refresh`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -155,4 +166,4 @@ class Backend:
     attention: AttentionBackend
     executor: Executor
     memory: MemoryBackend
-    host_arena: HostArena
+    create_host_arena: Callable[[], HostArena]

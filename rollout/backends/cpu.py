@@ -35,5 +35,5 @@ def cpu_backend(memory_kind: str) -> Backend:
         attention=attention,
         executor=EagerExecutor(),
         memory=memory,
-        host_arena=MappedHostArena(),
+        create_host_arena=MappedHostArena,
     )

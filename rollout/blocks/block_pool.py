@@ -6,7 +6,10 @@ from collections import deque
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks; block 0 is scratch and never handed out. A released block is reused last."""
+    """Blocks 1 .. num_blocks; block 0 is scratch and never handed out.
+
+    A block is free, in use, or idle: without a user, but not free yet. A freed block is reused last.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -15,11 +18,8 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that can be taken."""
         return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
 
     def take(self) -> int:
         """A free block, with one user. The caller has checked `num_free`."""
@@ -27,19 +27,23 @@ class BlockPool:
         self._users[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        """One more user of a block in use."""
-        assert self._users[block] > 0, f"block {block} is free"
+    def add_user(self, block: int) -> None:
+        """One more user of a block that is in use or idle."""
         self._users[block] += 1
 
-    def release(self, block: int) -> None:
-        """One user less; the last one frees the block."""
+    def remove_user(self, block: int) -> bool:
+        """One user less. True if it was the last: the block is idle then, until it is freed."""
         assert self._users[block] > 0, f"block {block} is released twice"
         self._users[block] -= 1
-        if not self._users[block]:
-            self._free.append(block)
+        return not self._users[block]
+
+    def free(self, block: int) -> None:
+        """Make an idle block free."""
+        assert not self._users[block], f"block {block} is in use"
+        self._free.append(block)
 
     def is_shared(self, block: int) -> bool:
+        """Whether more than one table uses the block."""
         return self._users[block] > 1
 
     def used_blocks(self) -> list[int]:

@@ -11,11 +11,19 @@ from torch import nn
 from rollout.backends.base import Backend, CacheSpec
 from rollout.backends.select import create_backend
 from rollout.blocks.block_manager import BlockManager
-from rollout.config import DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS, GIB, InferenceConfig
+from rollout.config import (
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS,
+    GIB,
+    InferenceConfig,
+    PrefixCachingEvictionPolicy,
+)
 from rollout.engine.counters import EngineTelemetry
 from rollout.engine.engine import Engine
 from rollout.engine.intake import RequestIntake
 from rollout.engine.request_book import RequestBook
+from rollout.engine.request_desk import RequestDesk
+from rollout.engine.served_weights import ServedWeights
 from rollout.engine.suspension import Suspension
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
@@ -24,8 +32,10 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
+from rollout.runner.weight_store import WeightStore
 from rollout.runner.weight_update import MAX_VERSION, WeightUpdater
 from rollout.scheduling.admission import AdmissionLimits
+from rollout.scheduling.prefix_cache import PrefixCache
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Tokenizer
 
@@ -53,48 +63,42 @@ class DynamicInferenceEngine(Engine):
         _check_version(weights_version)
         backend = create_backend(config)
         causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+        weights = WeightStore(causal_lm, backend.memory, backend.create_host_arena())
+        updater = WeightUpdater(causal_lm, reject_non_finite=config.reject_non_finite_weights)
         causal_lm.prepare(backend)
         causal_lm.reserve_positions(config.max_sequence_length)
         cache_spec = causal_lm.cache_spec(config.block_size_tokens)
         max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
         num_blocks = _num_blocks(config, backend, cache_spec)
-        num_rows = min(config.max_requests or DEFAULT_MAX_REQUESTS, max_tokens, num_blocks)
         kv = KVCache(backend, cache_spec, num_blocks)
         builder = BatchBuilder(
-            num_rows=num_rows,
+            num_rows=_num_rows(config, num_blocks, max_tokens),
             max_blocks=-(-config.max_sequence_length // config.block_size_tokens),
             block_size=config.block_size_tokens,
             device=backend.device,
         )
-        blocks = BlockManager(
-            num_blocks=num_blocks, block_size=config.block_size_tokens, num_rows=num_rows
+        scheduler = _scheduler(config, backend, cache_spec, num_blocks, max_tokens)
+        book = RequestBook(
+            track_paused=config.track_paused_request_events,
+            track_generated_tokens=config.track_generated_token_events,
         )
-        scheduler = Scheduler(
-            blocks,
-            max_tokens=max_tokens,
-            max_paused_blocks=_max_paused_blocks(config, backend, cache_spec, num_blocks),
-            enable_chunked_prefill=config.enable_chunked_prefill,
+        intake = RequestIntake(
+            limits=_limits(config, causal_lm, num_blocks, max_tokens),
+            tokenizer=tokenizer,
+            end_ids=_end_ids(causal_lm, tokenizer),
+            block_size=config.block_size_tokens,
+            seed=config.seed,
         )
         return cls(
             scheduler=scheduler,
             runner=ModelRunner(causal_lm, backend, kv, builder),
-            updater=WeightUpdater(causal_lm, reject_non_finite=config.reject_non_finite_weights),
+            weights=ServedWeights(updater, weights, weights_version),
             kv=kv,
-            intake=RequestIntake(
-                limits=_limits(config, causal_lm, num_blocks, max_tokens),
-                tokenizer=tokenizer,
-                end_ids=_end_ids(causal_lm, tokenizer),
-                block_size=config.block_size_tokens,
-                seed=config.seed,
-            ),
-            book=RequestBook(
-                track_paused=config.track_paused_request_events,
-                track_generated_tokens=config.track_generated_token_events,
-            ),
+            book=book,
+            desk=RequestDesk(intake, book, scheduler, kv),
             telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
-            suspension=_suspension(config, backend, scheduler, kv),
+            suspension=_suspension(config, backend, scheduler, kv, weights),
             max_kv_staleness_versions=config.max_kv_staleness_versions,
-            weights_version=weights_version,
         )
 
 
@@ -106,10 +110,14 @@ def _check_version(weights_version: int) -> None:
 
 
 def _suspension(
-    config: InferenceConfig, backend: Backend, scheduler: Scheduler, kv: KVCache
+    config: InferenceConfig,
+    backend: Backend,
+    scheduler: Scheduler,
+    kv: KVCache,
+    weights: WeightStore,
 ) -> Suspension:
     must_stay = config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
-    return Suspension(scheduler, kv, config.kv_cache_management_mode, must_stay=must_stay)
+    return Suspension(scheduler, kv, weights, config.kv_cache_management_mode, must_stay=must_stay)
 
 
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
@@ -121,6 +129,34 @@ def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> i
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * host_bytes / GIB)
     return min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
+
+
+def _num_rows(config: InferenceConfig, num_blocks: int, max_tokens: int) -> int:
+    """Requests that can be in context: each needs a block, and a token of every step."""
+    return min(config.max_requests or DEFAULT_MAX_REQUESTS, max_tokens, num_blocks)
+
+
+def _scheduler(
+    config: InferenceConfig, backend: Backend, spec: CacheSpec, num_blocks: int, max_tokens: int
+) -> Scheduler:
+    blocks = BlockManager(
+        num_blocks=num_blocks,
+        block_size=config.block_size_tokens,
+        num_rows=_num_rows(config, num_blocks, max_tokens),
+        keeps_unused=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+    )
+    prefix_cache = PrefixCache(
+        blocks,
+        reuse_across_versions=config.prefix_reuse_across_versions,
+        max_age_versions=config.max_kv_staleness_versions,
+    )
+    return Scheduler(
+        blocks,
+        max_tokens=max_tokens,
+        max_paused_blocks=_max_paused_blocks(config, backend, spec, num_blocks),
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        prefix_cache=prefix_cache if config.enable_prefix_caching else None,
+    )
 
 
 def _max_paused_blocks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
@@ -19,6 +20,7 @@ class _Totals:
     num_decode_tokens: int = 0
     num_sampled_tokens: int = 0
     num_forked_requests: int = 0
+    num_prefix_hit_tokens: int = 0
     num_finished: int = 0
     num_failed: int = 0
     num_pauses: int = 0
@@ -46,6 +48,7 @@ class EngineTelemetry:
         self._totals.num_pauses += len(schedule.paused)
         self._totals.num_evictions += len(schedule.evicted)
         self._totals.num_forked_requests += schedule.num_forked
+        self._totals.num_prefix_hit_tokens += schedule.num_prefix_hit_tokens
 
     def note_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
         """A step ran; every `interval` steps its StepStats go to the writer."""
@@ -105,6 +108,11 @@ class EngineTelemetry:
             self._writer.log({"engine/step": self._totals.num_steps, **metrics})
 
 
-def _numbers(report: object) -> list[tuple[str, float]]:
-    named = [(f.name, getattr(report, f.name)) for f in fields(report)]
-    return [(name, value) for name, value in named if not isinstance(value, str)]
+def _numbers(report: object) -> Iterator[tuple[str, float]]:
+    """The report's numbers by name; those by owner get the owner's name behind a slash."""
+    for field in fields(report):
+        value = getattr(report, field.name)
+        if isinstance(value, Mapping):
+            yield from ((f"{field.name}/{owner}", number) for owner, number in value.items())
+        elif not isinstance(value, str):
+            yield field.name, value

@@ -7,26 +7,22 @@ from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode
 from rollout.engine.counters import EngineTelemetry
-from rollout.engine.intake import Entry, RequestIntake
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.request_book import RequestBook
+from rollout.engine.request_desk import Group, RequestDesk
+from rollout.engine.served_weights import ServedWeights
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
-from rollout.errors import InvalidRequestError
 from rollout.kv.cache import KVCache
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weight_update import (
-    NamedTensors,
-    WeightUpdater,
-    WeightUpdateReport,
-    next_version,
-)
+from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Schedule, Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
-from rollout.version_spans import VersionSpans
+
+_QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
 class Engine:
@@ -40,20 +36,19 @@ class Engine:
         *,
         scheduler: Scheduler,
         runner: ModelRunner,
-        updater: WeightUpdater,
         kv: KVCache,
-        intake: RequestIntake,
+        weights: ServedWeights,
+        desk: RequestDesk,
         book: RequestBook,
         telemetry: EngineTelemetry,
         suspension: Suspension,
         max_kv_staleness_versions: int | None,
-        weights_version: int,
     ) -> None:
-        self._scheduler, self._runner, self._updater, self._kv = scheduler, runner, updater, kv
-        self._intake, self._book, self._telemetry = intake, book, telemetry
+        self._scheduler, self._runner, self._kv = scheduler, runner, kv
+        self._weights = weights
+        self._desk, self._book, self._telemetry = desk, book, telemetry
         self._suspension = suspension
         self._max_kv_staleness_versions = max_kv_staleness_versions
-        self._weights_version = weights_version
         self._machine = StateMachine()
 
     # ---- requests
@@ -85,61 +80,23 @@ class Engine:
 
     def add_groups(
         self,
-        groups: Sequence[tuple[str | Sequence[int], Sequence[SamplingParams]]],
+        groups: Sequence[Group],
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
         """Queue groups of (prompt, samples' parameters), all or none. `request_ids` is for one group."""
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
             self._machine.require(EngineState.RUNNING, to="add a request")
-        for request_id in request_ids or ():
-            if request_id in self._book:
-                raise InvalidRequestError(f"request id {request_id} is in use; choose another")
-        checked = [self._intake.validate(prompt, params_list) for prompt, params_list in groups]
-        added = []
-        for group in checked:
-            entries = self._intake.enter(group, request_ids, priority, self._weights_version)
-            ids = [entry.request.request_id for entry in entries]
-            for entry in entries:
-                self._queue(entry, group_id=ids[0] if len(ids) > 1 else None)
-            added.append(ids)
-        return added
-
-    def _queue(self, entry: Entry, *, group_id: int | None) -> None:
-        request, admission = entry.request, entry.admission
-        self._book.open(request)
-        if admission.error is not None:
-            spans, version = VersionSpans(), self._weights_version
-            self._book.fail(request.request_id, admission.error, "error", spans, version)
-            return
-        if admission.clamped is not None:
-            request.add_event_error_transient(admission.clamped)
-        self._scheduler.add(
-            request.request_id,
-            entry.tokens,
-            priority=request.priority,
-            group_id=group_id,
-            sampling=entry.row_sampling,
-            stop_rule=entry.stop_rule,
-            wants_prompt_logprobs=entry.wants_prompt_logprobs,
-        )
+        return self._desk.add_groups(groups, request_ids, priority, self.weights_version)
 
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
-        if not self._book.has_ended(request_id):
-            kv_spans = self._scheduler.remove(request_id)
-            self._kv.retain(self._scheduler.used_blocks())
-            self._book.abort(request_id, kv_spans, self._weights_version)
+        self._desk.abort(request_id, self.weights_version)
         return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
         """The record of a request not handed out yet. Raises EngineStateError for any other id."""
-        record = self._book[request_id]
-        if self._book.has_ended(request_id):
-            return record
-        record.current.kv_spans = self._scheduler.kv_spans(request_id)
-        record.observe_version(self._weights_version)
-        return record
+        return self._desk.record(request_id, self.weights_version)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further step could bring something."""
@@ -162,7 +119,7 @@ class Engine:
         """
         self._machine.require(EngineState.RUNNING, to="step")
         start = time.perf_counter()
-        schedule = self._scheduler.schedule(self._weights_version)
+        schedule = self._scheduler.schedule(self.weights_version)
         self._note_schedule(schedule)
         if schedule.plan is not None:
             output = self._run(schedule.plan)
@@ -197,29 +154,42 @@ class Engine:
             pass
 
     def unpause(self) -> None:
-        """Let steps run again."""
-        with self._machine.command("unpause"):
-            pass
+        """Let steps run again. Refused while the weights' values are missing."""
+        with self._machine.command("unpause") as must_run:
+            if must_run:
+                self._weights.require_values("unpause")
 
-    def suspend(self, mode: KVCacheManagementMode | str | None = None) -> SuspendReport:
-        """Give memory back; what becomes of the KV is the mode's, the config's if None.
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says, "weights"
+        after a copy to the host, or without one if `discard_weights`.
 
         Legal in PAUSED, answered as done in SUSPENDED. A failure leaves PAUSED and every request.
         """
         with self._machine.command("suspend") as must_run:
             if not must_run:
                 return self._suspension.nothing_suspended()
-            report, requeued = self._suspension.suspend(mode)
+            report, requeued = self._suspension.suspend(mode, release, discard=discard_weights)
             self._book.note_requeued(requeued, evicted=False)
         self._telemetry.note_suspend(report)
         return report
 
-    def resume(self) -> ResumeReport:
-        """Have the memory and the KV again; leads to PAUSED. Answered as done if PAUSED already."""
+    def resume(self, only: str | None = None) -> ResumeReport:
+        """Have memory and contents again; leads to PAUSED. Answered as done if PAUSED already.
+
+        `only` brings "weights" or "kv_cache" back; the engine stays SUSPENDED until all is there.
+        """
+        if not self._suspension.is_complete_with(only):
+            self._machine.require(EngineState.SUSPENDED, to="resume")
+            return self._suspension.resume(only)
         with self._machine.command("resume") as must_run:
             if not must_run:
                 return self._suspension.nothing_resumed()
-            report = self._suspension.resume()
+            report = self._suspension.resume(only)
         self._telemetry.note_resume(report)
         return report
 
@@ -236,51 +206,60 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        return self._weights_version
+        return self._weights.version
 
     def weights_checksum(self) -> str:
         """Checksum of all weights; equal for engines that serve the same ones."""
-        return self._updater.checksum()
+        return self._weights.checksum()
 
     def set_generation_epoch(self, version: int) -> None:
-        """A commit without tensors. Legal in PAUSED and SUSPENDED, for a version above the current."""
-        self._require_quiet("set the generation epoch", in_flight=False)
-        self._commit_version(next_version(self._weights_version, version))
+        """A commit without tensors. Legal in PAUSED and SUSPENDED, above the current version."""
+        self._machine.require(*_QUIET, to="set the generation epoch")
+        self._weights.set_version(version)
+        self._after_new_version()
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or nothing: verified first, then copied at this step edge.
+        """Replace all weights in place, or nothing: `stage_weights`, then `commit_weights`.
 
-        `named_tensors` are (Hugging Face name, tensor) pairs or a mapping; `version` None means the
-        current one + 1. Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`. Raises
-        WeightUpdateError naming the tensor at fault; weights and version are then unchanged.
+        Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`.
         """
-        self._require_quiet("update weights", in_flight=in_flight)
-        start = time.perf_counter()
-        new_version = next_version(self._weights_version, version)
-        num_bytes, stall_seconds = self._updater.commit(self._updater.verify(named_tensors))
-        self._commit_version(new_version)
-        report = WeightUpdateReport(
-            version=new_version,
-            seconds=time.perf_counter() - start,
-            stall_seconds=stall_seconds,
-            num_bytes=num_bytes,
-            checksum=self._updater.checksum(),
-        )
+        self._require_updatable(in_flight=in_flight)
+        self._weights.check_version(version)
+        return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
+
+    def stage_weights(self, named_tensors: NamedTensors) -> StagedWeights:
+        """Verify and prepare an update; another thread may do it while steps go on.
+
+        `named_tensors` are (Hugging Face name, tensor) pairs or a mapping, and must not change
+        until the commit. Raises WeightUpdateError naming the tensor at fault.
+        """
+        return self._weights.stage(named_tensors)
+
+    def commit_weights(
+        self, staged: StagedWeights, version: int | None = None, in_flight: bool = False
+    ) -> WeightUpdateReport:
+        """Copy a staged update in place, at this step edge, and serve it as `version`.
+
+        `version` None means the current one + 1; it is refused unless above the current.
+        """
+        self._require_updatable(in_flight=in_flight)
+        report = self._weights.commit(staged, version)
+        self._after_new_version()
         self._telemetry.note_update(report)
         return report
 
-    def _require_quiet(self, what: str, *, in_flight: bool) -> None:
+    def _require_updatable(self, *, in_flight: bool) -> None:
         running = (EngineState.RUNNING,) if in_flight else ()
-        states = (EngineState.PAUSED, EngineState.SUSPENDED, *running)
-        self._machine.require(*states, to=what)
+        self._machine.require(*_QUIET, *running, to="update weights")
+        self._weights.require_resident("update weights")
 
-    def _commit_version(self, version: int) -> None:
-        self._weights_version = version
+    def _after_new_version(self) -> None:
+        self._scheduler.note_new_version()
         if self._max_kv_staleness_versions is None:
             return
-        oldest = version - self._max_kv_staleness_versions
+        oldest = self.weights_version - self._max_kv_staleness_versions
         requeued = self._scheduler.requeue_older_than(oldest)
         self._kv.retain(self._scheduler.used_blocks())
         self._book.note_requeued(requeued, evicted=False)
@@ -289,7 +268,7 @@ class Engine:
     # ---- reports
 
     def stats(self) -> EngineStats:
-        return self._telemetry.stats(self.state, self._weights_version, self._scheduler.counts())
+        return self._telemetry.stats(self.state, self.weights_version, self._scheduler.counts())
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Address of every KV tensor, by name."""

@@ -46,6 +46,7 @@ class OffloadKV:
     """Blocks in use wait on the host; all device memory is given back."""
 
     def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
+        scheduler.drop_unused_blocks()
         num_copied = kv.offload(scheduler.used_blocks())
         return KVSuspended(bytes_released=kv.release(), bytes_on_host=num_copied)
 
@@ -58,8 +59,10 @@ class RecomputeKV:
     """Nothing is copied: requests in context go back to the queue and are prefilled again."""
 
     def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
+        num_released = kv.release()
         requeued = scheduler.requeue_active()
-        return KVSuspended(bytes_released=kv.release(), requeued=requeued)
+        scheduler.drop_unused_blocks()
+        return KVSuspended(bytes_released=num_released, requeued=requeued)
 
     def resume(self, scheduler: Scheduler, kv: KVCache) -> int:
         return kv.restore()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from rollout.engine.state import EngineState
 
@@ -17,16 +18,22 @@ class SuspendReport:
     bytes_released: int = 0
     bytes_kept: int = 0
     bytes_on_host: int = 0
+    released_by_owner: Mapping[str, int] = field(default_factory=dict)
+    kept_by_owner: Mapping[str, int] = field(default_factory=dict)
     num_requests_requeued: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """`bytes_restored` were copied or made usable again; requests to recompute are prefilled by later steps."""
+    """`bytes_restored` were copied or made usable again.
+
+    Requests to recompute are prefilled by later steps.
+    """
 
     mode: str
     seconds: float = 0.0
     bytes_restored: int = 0
+    restored_by_owner: Mapping[str, int] = field(default_factory=dict)
     graphs_recaptured: int = 0
     num_requests_recomputed: int = 0
 
@@ -41,12 +48,14 @@ class EngineStats:
     num_running: int
     num_paused: int
     num_blocks_used: int
+    num_blocks_indexed: int
     num_blocks_total: int
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int
     num_sampled_tokens: int
     num_forked_requests: int
+    num_prefix_hit_tokens: int
     num_finished: int
     num_failed: int
     num_pauses: int

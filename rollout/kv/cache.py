@@ -28,7 +28,7 @@ class KVCache:
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
         self._memory = backend.memory
         self._attention = backend.attention
-        self._arena = backend.host_arena
+        self._arena = backend.create_host_arena()
         self._device = backend.device
         self._spec = spec
         self._shape = backend.attention.cache_shape(spec, num_blocks + NUM_SCRATCH_BLOCKS)

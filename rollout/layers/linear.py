@@ -5,7 +5,7 @@ Shape letters: T tokens, K in features, N out features of all parts together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,24 @@ class Linear(BackendLayer):
         super().bind(backend)
         self.handle = backend.ops.prepare_linear(self.weight, self.bias)
 
-    def refresh(self) -> None:
+    def stage(self, weights: Sequence[Tensor]) -> Any:
+        """Prepare for new weights, one tensor per part in order; nothing changes yet."""
+        return self.ops.stage(self.handle, weights)
+
+    def refresh(self, staged: Any = None) -> None:
         """Let the backend's handle follow an in-place change of the weight."""
-        self.ops.refresh(self.handle)
+        self.ops.refresh(self.handle, staged)
+
+    def release_packed(self) -> None:
+        """Drop what the backend packed; `refresh` makes it anew."""
+        self.ops.release(self.handle)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         return self.ops.linear(x_TK, self.handle)
+
+    def part_weights(self) -> list[Tensor]:
+        """Each part's weight in row order, as a contiguous view of the fused parameter."""
+        return list(self.weight.detach().split(list(self.parts.values())))
 
     def weight_views(self) -> dict[str, Tensor]:
         """Each part's weight (and bias) by name, as a contiguous view of the fused parameter."""

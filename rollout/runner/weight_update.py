@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,15 @@ class WeightUpdateReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifiedWeights:
-    """Source tensors that fit the model: one per parameter, tied ones once. They are not copied."""
+class StagedWeights:
+    """An update that cannot fail any more: source tensors that fit the model, tied ones once.
+
+    They are not copied; `packed` holds what had to be prepared of them.
+    """
 
     tensors: Mapping[str, Tensor]
+    packed: Sequence[Any]
+    seconds: float
 
 
 class WeightUpdater:
@@ -40,65 +46,54 @@ class WeightUpdater:
 
     def __init__(self, model: CausalLM, *, reject_non_finite: bool) -> None:
         self._model = model
-        self._views = model.weight_views()
         self._reject_non_finite = reject_non_finite
 
     @torch.no_grad()
-    def verify(self, named_tensors: NamedTensors) -> VerifiedWeights:
-        """Check names, shapes, dtypes and values in place; nothing is written.
+    def stage(self, named_tensors: NamedTensors) -> StagedWeights:
+        """Check names, shapes, dtypes and values in place, and pack; the model is not touched.
 
         Raises WeightUpdateError naming the tensor at fault and what was expected of it.
         """
+        start = time.perf_counter()
+        views = self._model.weight_views()
         source = _by_name(named_tensors)
-        self._check_names(source)
+        _check_names(source, views)
         chosen: dict[int, str] = {}
         for name, tensor in source.items():
-            self._check_tensor(name, tensor)
-            first = chosen.setdefault(self._views[name].data_ptr(), name)
+            self._check_tensor(name, tensor, views[name])
+            first = chosen.setdefault(views[name].data_ptr(), name)
             if first != name and not torch.equal(tensor, source[first].to(tensor)):
                 raise WeightUpdateError(
                     f"{name!r} and {first!r} are tied in this model, but the update gives them "
                     "different values; send one of them, or equal ones"
                 )
-        return VerifiedWeights(tensors={name: source[name] for name in chosen.values()})
+        tensors = {name: source[name] for name in chosen.values()}
+        packed = self._model.stage(tensors)
+        seconds = time.perf_counter() - start
+        return StagedWeights(tensors=tensors, packed=packed, seconds=seconds)
 
     @torch.no_grad()
-    def commit(self, verified: VerifiedWeights) -> tuple[int, float]:
-        """Copy in place and bring packed copies up to date. Returns (bytes written, seconds)."""
-        start = time.perf_counter()
+    def commit(self, staged: StagedWeights) -> int:
+        """Copy in place and take the packed copies. Returns bytes written."""
+        views = self._model.weight_views()
         num_bytes = 0
-        for name, tensor in verified.tensors.items():
-            view = self._views[name]
-            view.copy_(tensor)
-            num_bytes += view.numel() * view.element_size()
-        self._model.refresh()
-        return num_bytes, time.perf_counter() - start
+        for name, tensor in staged.tensors.items():
+            views[name].copy_(tensor)
+            num_bytes += views[name].nbytes
+        self._model.refresh(staged.packed)
+        return num_bytes
 
     def checksum(self) -> str:
         """CRC-32 over names and bytes of all weights, in name order: equal weights, equal checksum."""
         value = 0
-        for name in sorted(self._views):
-            view = self._views[name].detach().cpu().contiguous()
+        views = self._model.weight_views()
+        for name in sorted(views):
+            view = views[name].detach().cpu().contiguous()
             value = zlib.crc32(name.encode(), value)
             value = zlib.crc32(view.view(torch.uint8).numpy().data, value)
         return f"{value:08x}"
 
-    def _check_names(self, source: Mapping[str, Tensor]) -> None:
-        if extra := sorted(source.keys() - self._views.keys()):
-            raise WeightUpdateError(
-                f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
-                "send the parameters of the same architecture under their Hugging Face names"
-            )
-        given = {self._views[name].data_ptr() for name in source}
-        missing = [name for name, view in self._views.items() if view.data_ptr() not in given]
-        if missing:
-            raise WeightUpdateError(
-                f"the update lacks {len(missing)} of the model's tensors ({_listing(missing)}); "
-                "send all parameters at once"
-            )
-
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        view = self._views[name]
+    def _check_tensor(self, name: str, tensor: Tensor, view: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}; send a torch.Tensor")
         if tensor.shape != view.shape:
@@ -117,6 +112,21 @@ class WeightUpdater:
                 f"{name!r} holds NaN or infinity (as {view.dtype}); the serving weights are kept. "
                 "reject_non_finite_weights=False would let it pass"
             )
+
+
+def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
+    if extra := sorted(source.keys() - views.keys()):
+        raise WeightUpdateError(
+            f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
+            "send the parameters of the same architecture under their Hugging Face names"
+        )
+    given = {views[name].data_ptr() for name in source}
+    missing = [name for name, view in views.items() if view.data_ptr() not in given]
+    if missing:
+        raise WeightUpdateError(
+            f"the update lacks {len(missing)} of the model's tensors ({_listing(missing)}); "
+            "send all parameters at once"
+        )
 
 
 def next_version(current: int, version: int | None) -> int:

@@ -32,7 +32,8 @@ class PlanBuilder:
     """Decode rows are added first, then prefill rows; order is the order of the step's tokens."""
 
     def __init__(self, step_id: int, weights_version: int) -> None:
-        self._step_id, self._weights_version = step_id, weights_version
+        self._step_id = step_id
+        self.weights_version = weights_version
         self.behind = PlannedRows(step_id=step_id)
         self.num_tokens = 0
         self._num_decode_rows = 0
@@ -122,7 +123,7 @@ class PlanBuilder:
         sources, targets = zip(*self._copies, strict=True) if self._copies else ((), ())
         return StepPlan(
             step_id=self._step_id,
-            weights_version=self._weights_version,
+            weights_version=self.weights_version,
             num_decode_rows=self._num_decode_rows,
             rows=_ints(self._rows),
             query_lens=_ints(self._query_lens),

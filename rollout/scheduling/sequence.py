@@ -50,6 +50,8 @@ class Sequence:
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_sum: int = 0
     kv_min: int = 0
+    indexed_keys: list[bytes] = field(default_factory=list)  # of the first blocks, in the index
+    is_indexable: bool = True  # False once a block could not be indexed
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
@@ -62,6 +64,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.is_on_device and self.num_uncomputed == 1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing of it has been sampled and committed yet."""
+        return len(self.tokens) == self.num_prompt
 
     @property
     def is_full(self) -> bool:
@@ -80,6 +87,7 @@ class Sequence:
         self.num_tokens = len(self.tokens)
         self.is_on_device = False
         self.kv_spans, self.kv_sum, self.kv_min = VersionSpans(), 0, 0
+        self.indexed_keys, self.is_indexable = [], True
 
     def note_written(self, count: int, version: int) -> None:
         """The next `count` positions' KV was written by `version`."""
@@ -87,7 +95,14 @@ class Sequence:
         self.kv_sum += count * version
         self.kv_spans.append(count, version)
 
+    def note_shared(self, spans: VersionSpans) -> None:
+        """The next positions' KV is there already, in a shared block."""
+        for start, end, version in spans:
+            self.note_written(end - start, version)
+        self.num_computed += len(spans)
+
     def adopt_context(self, parent: Sequence) -> None:
         """A fork's KV is its parent's."""
         self.kv_spans = parent.kv_spans.copy()
         self.kv_sum, self.kv_min = parent.kv_sum, parent.kv_min
+        self.indexed_keys, self.is_indexable = list(parent.indexed_keys), parent.is_indexable

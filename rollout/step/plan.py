@@ -35,7 +35,7 @@ class RowSampling:
     top_n: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compare digests
 class StepPlan:
     """One forward pass. R compute rows, S sample rows, C table changes, K block copies, P scored tokens.
 

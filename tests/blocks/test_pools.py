@@ -19,24 +19,33 @@ def test_block_0_is_never_handed_out() -> None:
 def test_block_released_twice_is_refused() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.release(block)
+    assert pool.remove_user(block)
     with pytest.raises(AssertionError, match="block 1 is released twice"):
-        pool.release(block)
+        pool.remove_user(block)
+
+
+def test_idle_block_is_neither_free_nor_in_use_until_it_is_freed() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.remove_user(block)
+    assert (pool.num_free, pool.used_blocks()) == (1, [])
+    pool.free(block)
     assert pool.num_free == 2
 
 
-def test_free_block_cannot_be_shared() -> None:
-    with pytest.raises(AssertionError, match="block 1 is free"):
-        BlockPool(2).share(1)
+def test_block_in_use_cannot_be_freed() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(AssertionError, match="block 1 is in use"):
+        pool.free(pool.take())
 
 
 def test_block_is_shared_while_it_has_two_users() -> None:
     pool = BlockPool(1)
     block = pool.take()
     assert not pool.is_shared(block)
-    pool.share(block)
+    pool.add_user(block)
     assert pool.is_shared(block)
-    pool.release(block)
+    assert not pool.remove_user(block)
     assert not pool.is_shared(block)
     assert pool.used_blocks() == [block]
 

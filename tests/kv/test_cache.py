@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from rollout.backends.base import CacheSpec
 from rollout.backends.cpu import MEMORY_KINDS, cpu_backend
+from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.kv.cache import KVCache
 from tests.contracts.residency import process_resident_bytes
 
@@ -84,13 +87,14 @@ def test_blocks_may_be_discarded_while_offloaded(
 
 
 def test_discarding_the_last_block_frees_the_arena(cache: KVCache) -> None:
-    backend = cpu_backend("reserved")
+    arena = MappedHostArena()
+    backend = replace(cpu_backend("reserved"), create_host_arena=lambda: arena)
     cache = filled(KVCache(backend, SPEC, num_blocks=9))
     cache.offload([1, 2])
     cache.discard([2])
-    assert backend.host_arena.num_bytes > 0
+    assert arena.num_bytes > 0
     cache.discard([1])
-    assert backend.host_arena.num_bytes == 0
+    assert arena.num_bytes == 0
 
 
 def test_release_gives_the_memory_back_and_restore_takes_no_page() -> None:

@@ -38,9 +38,15 @@ class OracleOps:
         self.refresh(handle)
         return handle
 
-    def refresh(self, handle: PackedLinear) -> None:
+    def stage(self, handle: PackedLinear, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def refresh(self, handle: PackedLinear, staged: Tensor | None = None) -> None:
         bias = None if handle.bias is None else handle.bias.clone()
-        handle.packed = (handle.weight.clone(), bias)
+        handle.packed = (handle.weight.clone() if staged is None else staged, bias)
+
+    def release(self, handle: PackedLinear) -> None:
+        handle.packed = (torch.empty(0), None)
 
     def linear(self, x_TK: Tensor, handle: PackedLinear) -> Tensor:
         return torch.nn.functional.linear(x_TK, *handle.packed)
@@ -104,7 +110,7 @@ def oracle_backend() -> Backend:
         attention=attention,
         executor=unused,
         memory=unused,
-        host_arena=unused,
+        create_host_arena=unused,
     )
 
 

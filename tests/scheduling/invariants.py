@@ -31,7 +31,8 @@ class Before:
 
 def observe(scheduler: Scheduler) -> Before:
     active = [
-        Seen(s.request_id, s.order, s.num_in_flight > 0, tuple(s.blocks)) for s in scheduler._active
+        Seen(s.request_id, s.order, s.num_in_flight > 0, tuple(s.blocks))
+        for s in scheduler._context.active
     ]
     return Before(active, len(scheduler._in_flight))
 
@@ -42,7 +43,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     for behind in scheduler._in_flight:
         for sequence in (*(s for s, _ in behind.computed), *behind.sampled):
             holders[id(sequence)] = sequence
-    for sequence in scheduler._waiting:
+    for sequence in scheduler._context.waiting:
         assert not sequence.blocks
         assert not sequence.num_in_flight
         assert sequence.num_computed == len(sequence.kv_spans) == 0
@@ -63,9 +64,9 @@ def check_schedule(
     schedule: Schedule,
 ) -> None:
     """Limits, order, and who may be paused, resumed, evicted."""
-    orders = [s.order for s in scheduler._active]
+    orders = [s.order for s in scheduler._context.active]
     assert orders == sorted(orders)
-    assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler._active)
+    assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler._context.active)
     counts = scheduler.counts()
     assert counts.num_waiting == len(in_phase(known, "waiting"))
     assert counts.num_running == len(in_phase(known, "running"))
@@ -87,7 +88,7 @@ def _check_oldest(scheduler: Scheduler, before: Before, schedule: Schedule) -> N
         return
     first, *others = before.active
     assert first.request_id not in schedule.evicted
-    oldest = next(s for s in scheduler._active if s.request_id == first.request_id)
+    oldest = next(s for s in scheduler._context.active if s.request_id == first.request_id)
     if not before.num_plans:
         assert schedule.plan is not None
         assert oldest.row in schedule.plan.rows
@@ -99,8 +100,8 @@ def _check_paused(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: 
     """Paused blocks fit their buffer, save what may not be evicted; the newest goes first."""
     orders = {s.request_id: s.order for s in before.active}
     assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.evicted)
-    paused = [s for s in scheduler._active if s.phase is Phase.PAUSED]
-    evictable = [s for s in paused if not s.num_in_flight and s is not scheduler._active[0]]
+    paused = [s for s in scheduler._context.active if s.phase is Phase.PAUSED]
+    evictable = [s for s in paused if not s.num_in_flight and s is not scheduler._context.active[0]]
     assert not evictable or sum(len(s.blocks) for s in paused) <= sizes.max_paused_blocks
     for request_id in schedule.evicted:
         assert all(s.order < orders[request_id] for s in evictable)
@@ -109,8 +110,8 @@ def _check_paused(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: 
 def _check_resumed(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
     """Nobody takes a block while an older one waits for one."""
     tables = {s.request_id: list(s.blocks) for s in before.active}
-    paused = [s.order for s in scheduler._active if s.phase is Phase.PAUSED]
-    for sequence in scheduler._active:
+    paused = [s.order for s in scheduler._context.active if s.phase is Phase.PAUSED]
+    for sequence in scheduler._context.active:
         if sequence.request_id in tables and tables[sequence.request_id] != sequence.blocks:
             assert not paused or sequence.order < min(paused)
 
@@ -120,7 +121,7 @@ def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Sch
     if schedule.plan is None:
         assert not schedule.admitted
         return
-    rows = {s.request_id: s.row for s in scheduler._active}
+    rows = {s.request_id: s.row for s in scheduler._context.active}
     computing = [i for i in schedule.admitted if rows[i] in schedule.plan.rows]
     assert len(schedule.admitted) - len(computing) == schedule.num_forked
     if computing:
@@ -132,7 +133,7 @@ def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Sch
 
 def check_contents(scheduler: Scheduler, muscle: FakeMuscle) -> None:
     """The blocks hold what each sequence thinks they hold. No plan may wait for the muscle."""
-    for sequence in scheduler._active:
+    for sequence in scheduler._context.active:
         if not sequence.num_computed:
             continue
         muscle.check_row(sequence.row)

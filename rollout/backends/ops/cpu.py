@@ -7,6 +7,8 @@ tokens, K in features, N out features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,15 +29,7 @@ class CpuLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
-        self.packed: Tensor | None = None
-        self.pack()
-
-    def pack(self) -> None:
-        """Make the packed copy anew from the weight."""
-        if can_pack(self.weight_NK):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(
-                self.weight_NK.detach(), _PACK_BATCH
-            )
+        self.packed = pack(weight_NK)
 
 
 class CpuOps(ReferenceOps):
@@ -54,9 +48,32 @@ class CpuOps(ReferenceOps):
             return y_TN
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
-    def refresh(self, handle: CpuLinear) -> None:  # type: ignore[override]
-        """Pack again after the weight was changed in place."""
-        handle.pack()
+    def stage(  # type: ignore[override]
+        self, handle: CpuLinear, parts: Sequence[Tensor]
+    ) -> Tensor | None:
+        """The packed copy of the weight to come, None where none is kept."""
+        if not can_pack(handle.weight_NK):
+            return None
+        dtype = handle.weight_NK.dtype
+        return pack(torch.cat([part.detach().to(dtype) for part in parts]))
+
+    def refresh(  # type: ignore[override]
+        self, handle: CpuLinear, staged: Tensor | None = None
+    ) -> None:
+        """Take the staged packed copy, or pack again, after the weight was changed in place."""
+        handle.packed = pack(handle.weight_NK) if staged is None else staged
+
+    def release(self, handle: CpuLinear) -> None:  # type: ignore[override]
+        """Drop the packed copy; products take the plain weight until `refresh`."""
+        handle.packed = None
+
+
+def pack(weight_NK: Tensor) -> Tensor | None:
+    """A copy in oneDNN's own layout; None if this build of torch makes none of such a weight."""
+    if not can_pack(weight_NK):
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
+    return packed
 
 
 def can_pack(weight_NK: Tensor) -> bool:

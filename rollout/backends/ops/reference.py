@@ -6,6 +6,7 @@ features, V vocabulary, S sample rows, P scored tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +36,14 @@ class ReferenceOps:
         """x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
-    def refresh(self, handle: DenseLinear) -> None:
+    def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
+        """Nothing to prepare."""
+
+    def refresh(self, handle: DenseLinear, staged: None = None) -> None:
         """Nothing to do: the handle reads the weight itself."""
+
+    def release(self, handle: DenseLinear) -> None:
+        """Nothing is held."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, returned in x's dtype.

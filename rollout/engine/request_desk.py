@@ -1,0 +1,83 @@
+"""RequestDesk: takes requests in and hands them out; between the two they are the scheduler's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout.engine.intake import Entry, RequestIntake
+from rollout.engine.request_book import RequestBook
+from rollout.errors import InvalidRequestError
+from rollout.kv.cache import KVCache
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
+from rollout.scheduling.scheduler import Scheduler
+from rollout.version_spans import VersionSpans
+
+Group = tuple[str | Sequence[int], Sequence[SamplingParams]]
+
+
+class RequestDesk:
+    """Keeps book and scheduler in agreement about which requests there are."""
+
+    def __init__(
+        self, intake: RequestIntake, book: RequestBook, scheduler: Scheduler, kv: KVCache
+    ) -> None:
+        self._intake, self._book, self._scheduler, self._kv = intake, book, scheduler, kv
+        # Not a request id: those may be used again while members of an old group still wait.
+        self._num_groups = 0
+
+    def add_groups(
+        self,
+        groups: Sequence[Group],
+        request_ids: Sequence[int] | None,
+        priority: int,
+        version: int,
+    ) -> list[list[int]]:
+        """Queue all groups, or none. Raises InvalidRequestError."""
+        for request_id in request_ids or ():
+            if request_id in self._book:
+                raise InvalidRequestError(f"request id {request_id} is in use; choose another")
+        checked = [self._intake.validate(prompt, params_list) for prompt, params_list in groups]
+        added = []
+        for group in checked:
+            entries = self._intake.enter(group, request_ids, priority, version)
+            self._num_groups += 1
+            for entry in entries:
+                self._queue(entry, self._num_groups if len(entries) > 1 else None, version)
+            added.append([entry.request.request_id for entry in entries])
+        return added
+
+    def _queue(self, entry: Entry, group_id: int | None, version: int) -> None:
+        request, admission = entry.request, entry.admission
+        self._book.open(request)
+        if admission.error is not None:
+            spans = VersionSpans()
+            self._book.fail(request.request_id, admission.error, "error", spans, version)
+            return
+        if admission.clamped is not None:
+            request.add_event_error_transient(admission.clamped)
+        self._scheduler.add(
+            request.request_id,
+            entry.tokens,
+            priority=request.priority,
+            group_id=group_id,
+            sampling=entry.row_sampling,
+            stop_rule=entry.stop_rule,
+            wants_prompt_logprobs=entry.wants_prompt_logprobs,
+        )
+
+    def abort(self, request_id: int, version: int) -> None:
+        """End a request, unless it has ended; its KV, wherever it is, is freed."""
+        if self._book.has_ended(request_id):
+            return
+        kv_spans = self._scheduler.remove(request_id)
+        self._kv.retain(self._scheduler.used_blocks())
+        self._book.abort(request_id, kv_spans, version)
+
+    def record(self, request_id: int, version: int) -> DynamicInferenceRequestRecord:
+        """The record as of now, under weights `version`."""
+        record = self._book[request_id]
+        if not self._book.has_ended(request_id):
+            record.current.kv_spans = self._scheduler.kv_spans(request_id)
+            record.observe_version(version)
+        return record
