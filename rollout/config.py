@@ -60,7 +60,8 @@ DEFAULT_MAX_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Config of one engine. Enums accept their string values; sizes are in GiB where the name says gb.
+    """Config of one engine. Enums accept their string values; sizes are in GiB where the name says
+    gb.
 
     Raises ConfigError, naming field, value and remedy.
     """
@@ -154,20 +155,21 @@ class InferenceConfig:
             and not stable
         ):
             raise ConfigError(
-                f"static_kv_memory_pointers=True with kv_cache_management_mode={mode.value!r} cannot hold on "
-                f"memory_kind={self.memory_kind!r}: use memory_kind='auto' or one of {STABLE_MEMORY_KINDS}, "
-                "or kv_cache_management_mode='persist'"
+                f"static_kv_memory_pointers=True with kv_cache_management_mode={mode.value!r} "
+                f"cannot hold on memory_kind={self.memory_kind!r}: use memory_kind='auto' or one "
+                f"of {STABLE_MEMORY_KINDS}, or kv_cache_management_mode='persist'"
             )
         if self.metrics_writer is not None and not callable(
             getattr(self.metrics_writer, "log", None)
         ):
             raise ConfigError(
-                f"metrics_writer={self.metrics_writer!r} has no log(metrics) method; pass wandb, a wandb run or a "
-                "trainer_hooks.MetricsLogger"
+                f"metrics_writer={self.metrics_writer!r} has no log(metrics) method; pass wandb, a "
+                "wandb run or a trainer_hooks.MetricsLogger"
             )
         if self.logging_step_interval and self.metrics_writer is None:
             raise ConfigError(
-                f"logging_step_interval={self.logging_step_interval} has nowhere to log to; set metrics_writer too"
+                f"logging_step_interval={self.logging_step_interval} has nowhere to log to; set "
+                "metrics_writer too"
             )
         for name in ("prefix_caching_eviction_policy", "prefix_reuse_across_versions"):
             if not self.enable_prefix_caching and getattr(self, name) != _default(name):
@@ -198,7 +200,7 @@ _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
     "pg_collection": "an engine runs in one process",
-    "request_metadata_types": "the tracked metadata is that of DynamicInferenceRequest.get_metadata_types()",
+    "request_metadata_types": "what is tracked is DynamicInferenceRequest.get_metadata_types()",
 }
 
 

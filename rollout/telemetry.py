@@ -1,4 +1,4 @@
-"""What an engine reports about itself: StepStats per step, and the MetricsWriter it is handed to."""
+"""What an engine reports about itself: StepStats, and the MetricsWriter it is handed to."""
 
 from __future__ import annotations
 

@@ -40,6 +40,9 @@ def model() -> Any:
     return tiny_model()
 
 
+PROMPT = list(range(1, 21))
+
+
 def params(num_tokens: int = 4, **changes: Any) -> SamplingParams:
     return SamplingParams(num_tokens_to_generate=num_tokens, **changes)
 
@@ -258,6 +261,42 @@ def check_logging_step_interval() -> None:
         InferenceConfig(logging_step_interval=2)
 
 
+def hit_tokens_of_a_second_run(*, new_weights: bool = False, **config: Any) -> int:
+    """Prompt tokens that a request finds computed by an equal one before it."""
+    engine = tiny_engine(model(), block_size_tokens=4, **config)
+    for _ in range(2):
+        engine.add_request(PROMPT, params())
+        drain(engine)
+        if new_weights:
+            engine.update_weights(dict(model().named_parameters()), in_flight=True)
+    return engine.stats().num_prefix_hit_tokens
+
+
+LRU = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+
+
+def check_enable_prefix_caching() -> None:
+    assert hit_tokens_of_a_second_run() == 0
+    assert hit_tokens_of_a_second_run(**LRU) == 16
+
+
+def check_prefix_caching_eviction_policy() -> None:
+    assert hit_tokens_of_a_second_run(enable_prefix_caching=True) == 0
+    assert hit_tokens_of_a_second_run(**LRU) == 16
+    with pytest.raises(ConfigError, match="prefix_caching_eviction_policy="):
+        InferenceConfig(prefix_caching_eviction_policy="lru")
+
+
+def check_prefix_reuse_across_versions() -> None:
+    assert hit_tokens_of_a_second_run(new_weights=True, **LRU) == 0
+    reused = hit_tokens_of_a_second_run(
+        new_weights=True, prefix_reuse_across_versions=True, **LRU
+    )
+    assert reused == 16
+    with pytest.raises(ConfigError, match="prefix_reuse_across_versions="):
+        InferenceConfig(prefix_reuse_across_versions=True)
+
+
 # ---- what is refused
 
 
@@ -276,10 +315,7 @@ MAMBA = MambaInferenceStateConfig(
 REFUSED: dict[str, Callable[[str], None]] = {
     "unified_memory_level": refuses(1),
     "deterministic": refuses(True),
-    "enable_prefix_caching": refuses(True),
-    "prefix_caching_eviction_policy": refuses("lru"),
     "prefix_caching_coordinator_policy": refuses("round_robin", "longest_prefix"),
-    "prefix_reuse_across_versions": refuses(True),
     "num_cuda_graphs": refuses(0, 4),
     "cuda_graph_mixed_prefill_count": refuses(0, None),
     "use_cuda_graphs_for_non_decode_steps": refuses(False),

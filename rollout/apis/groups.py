@@ -55,7 +55,9 @@ class GroupBook:
         return all(group_id in self._finished for group_id in group_ids)
 
     def unfinished_requests(self, group_id: int) -> list[int]:
-        """Samples still running. Raises EngineStateError for a group that was handed out, or never was."""
+        """Samples still running. Raises EngineStateError for a group that was handed out, or never
+        was.
+        """
         if group_id in self._finished:
             return []
         if group_id not in self._open:

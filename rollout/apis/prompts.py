@@ -49,7 +49,8 @@ def per_sample(
         each = list(sampling_params)
         if len(each) != num_prompts:
             raise InvalidRequestError(
-                f"{len(each)} sampling_params for {num_prompts} prompts; give one for each, or one for all"
+                f"{len(each)} sampling_params for {num_prompts} prompts; give one for each, or one "
+                "for all"
             )
     return [
         [_with_seed(params, prompt_index, sample_index) for sample_index in range(n)]

@@ -73,7 +73,8 @@ class BlockManager:
     # ---- blocks
 
     def reserve(self, table: list[int], start: int, end: int) -> list[tuple[int, int]] | None:
-        """Make positions [start, end) writable: append blocks to `table`, replace shared ones in it.
+        """Make positions [start, end) writable: append blocks to `table`, replace shared ones in
+        it.
 
         Returns the (source, target) copies to run before anything is written, or None, with nothing
         changed, if there are not enough free blocks.

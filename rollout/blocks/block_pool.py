@@ -8,7 +8,8 @@ from collections import deque
 class BlockPool:
     """Blocks 1 .. num_blocks; block 0 is scratch and never handed out.
 
-    A block is free, in use, or idle: without a user, but not free yet. A freed block is reused last.
+    A block is free, in use, or idle: without a user, but not free yet. A freed block is reused
+    last.
     """
 
     def __init__(self, num_blocks: int) -> None:

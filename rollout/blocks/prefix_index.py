@@ -1,4 +1,6 @@
-"""PrefixIndex: finds blocks whose KV a new request can share, by what was computed and under which version."""
+"""PrefixIndex: finds blocks whose KV a new request can share, by what was computed and under which
+version.
+"""
 
 from __future__ import annotations
 

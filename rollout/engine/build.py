@@ -87,6 +87,7 @@ class DynamicInferenceEngine(Engine):
             tokenizer=tokenizer,
             end_ids=_end_ids(causal_lm, tokenizer),
             block_size=config.block_size_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
         )
         return cls(
@@ -121,7 +122,9 @@ def _suspension(
 
 
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
-    """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the defaults."""
+    """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the
+    defaults.
+    """
     if config.buffer_size_gb is not None:
         return num_blocks_in(backend.attention, spec, config.buffer_size_gb)
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS

@@ -108,7 +108,9 @@ class EngineTelemetry:
             self._writer.log({"engine/step": self._totals.num_steps, **metrics})
 
 
-def _numbers(report: object) -> Iterator[tuple[str, float]]:
+def _numbers(
+    report: SuspendReport | ResumeReport | WeightUpdateReport,
+) -> Iterator[tuple[str, float]]:
     """The report's numbers by name; those by owner get the owner's name behind a slash."""
     for field in fields(report):
         value = getattr(report, field.name)

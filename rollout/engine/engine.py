@@ -1,4 +1,6 @@
-"""Engine: takes requests, steps, suspends, takes new weights. Synchronous, no sockets, no threads of its own."""
+"""Engine: takes requests, steps, suspends, takes new weights. Synchronous, no sockets, no threads
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` is for one group."""
+        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` is for one
+        group.
+        """
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
             self._machine.require(EngineState.RUNNING, to="add a request")
         return self._desk.add_groups(groups, request_ids, priority, self.weights_version)
@@ -165,8 +169,8 @@ class Engine:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says, "weights"
-        after a copy to the host, or without one if `discard_weights`.
+        """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says,
+        "weights" after a copy to the host, or without one if `discard_weights`.
 
         Legal in PAUSED, answered as done in SUSPENDED. A failure leaves PAUSED and every request.
         """
@@ -194,7 +198,7 @@ class Engine:
         return report
 
     def shutdown(self) -> None:
-        """Stop for good, from any state; twice is fine. Unfinished requests can still be aborted."""
+        """Stop for good, from any state; twice is fine. Requests can still be aborted."""
         if self.state is EngineState.RUNNING:
             self.pause()
         with self._machine.command("stop") as must_run:

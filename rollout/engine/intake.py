@@ -1,4 +1,6 @@
-"""RequestIntake: from what a caller hands in to what the engine runs, with nothing queued on an error."""
+"""RequestIntake: from what a caller hands in to what the engine runs, with nothing queued on an
+error.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -31,7 +34,9 @@ class CheckedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A request to queue: its document, its own copy of the prompt, whether and how long it may run, how it samples and stops."""
+    """A request to queue: its document, its own copy of the prompt, whether and how long it may
+    run, how it samples and stops.
+    """
 
     request: DynamicInferenceRequest
     tokens: list[int]
@@ -42,7 +47,9 @@ class Entry:
 
 
 class RequestIntake:
-    """Gives out request ids and default seeds. `end_ids` end a request that names no termination id."""
+    """Gives out request ids and default seeds. `end_ids` end a request that names no termination
+    id.
+    """
 
     def __init__(
         self,
@@ -51,12 +58,14 @@ class RequestIntake:
         tokenizer: Tokenizer | None,
         end_ids: tuple[int, ...],
         block_size: int,
+        enable_prefix_caching: bool,
         seed: int,
     ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._block_size = block_size
+        self._enable_prefix_caching = enable_prefix_caching
         self._seed = seed
         self._next_id = 0
         self._num_submitted = 0
@@ -117,12 +126,13 @@ class RequestIntake:
             request=DynamicInferenceRequest(
                 request_id=request_id,
                 prompt=group.text,
-                prompt_tokens=group.tokens,
+                prompt_tokens=torch.tensor(group.tokens, dtype=torch.int64),
                 sampling_params=params,
                 priority=priority,
                 seed=seed,
                 stop_word_ids=[list(word) for word in stop_words] or None,
                 block_size_tokens=self._block_size,
+                enable_prefix_caching=self._enable_prefix_caching,
                 weights_version=weights_version,
                 generated_log_probs=[] if params.return_log_probs else None,
                 generated_top_n_logprobs=[] if params.top_n_logprobs else None,

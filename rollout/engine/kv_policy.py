@@ -1,4 +1,6 @@
-"""What each KV mode does at suspend and resume. Mode is policy; the mechanism is the memory backend's."""
+"""What each KV mode does at suspend and resume. Mode is policy; the mechanism is the memory
+backend's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rollout.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSuspended:
-    """Bytes given back, bytes that stay reserved on the device or the host, requests sent back to the queue."""
+    """Bytes given back, bytes that stay reserved on the device or the host, requests sent back to
+    the queue.
+    """
 
     bytes_released: int = 0
     bytes_kept: int = 0

@@ -1,14 +1,18 @@
-"""RequestBook: the documents and histories of an engine's requests, written at the end of a step."""
+"""RequestBook: documents and histories of an engine's requests, written at the end of a step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.errors import EngineStateError, NonFiniteLogitsError, RequestAbortedError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
+from rollout.sampling_params import SamplingParams
 from rollout.scheduling.commit import Committed, SampledToken, ScoredPrompt
 from rollout.step.output import StepOutput
 from rollout.version_spans import VersionSpans
@@ -118,30 +122,39 @@ class RequestBook:
         segment.policy_spans.append(1, version)
         segment.context_kv_version_min.append(sampled.context_kv_version_min)
         segment.context_kv_version_mean.append(sampled.context_kv_version_mean)
-        if segment.generated_log_probs is not None:
+        if isinstance(segment.generated_log_probs, list):
+            assert output.logprobs is not None
             segment.generated_log_probs.append(float(output.logprobs[sampled.index]))
         if segment.generated_top_n_logprobs is not None:
-            top_n = segment.sampling_params.top_n_logprobs
+            assert output.top_ids is not None
+            assert output.top_logprobs is not None
+            top_ids, top_logprobs = output.top_ids, output.top_logprobs
+            top_n = _params(segment).top_n_logprobs
             segment.generated_top_n_logprobs.append(
-                _top_n(output.top_ids[sampled.index], output.top_logprobs[sampled.index], top_n)
+                _top_n(top_ids[sampled.index], top_logprobs[sampled.index], top_n)
             )
         before = self._last_token_times.get(sampled.request_id)
         if before is None:
-            before = segment.event_add_engine.timestamp
+            before = _entry_time(segment)
             segment.ttft = now - before
-        segment.tpot.append(now - before)
+        if segment.tpot is not None:
+            segment.tpot.append(now - before)
         self._last_token_times[sampled.request_id] = now
         if self._track_generated_tokens:
             segment.add_event_generated_token(sampled.token_id)
 
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
         segment = self._records[scored.request_id].current
+        assert output.score_logprobs is not None
+        assert isinstance(segment.prompt_log_probs, list)
         segment.prompt_log_probs += output.score_logprobs[scored.start : scored.end].tolist()
-        top_n = segment.sampling_params.top_n_logprobs
-        if top_n:
+        if segment.prompt_top_n_logprobs is not None:
+            assert output.score_top_ids is not None
+            assert output.score_top_logprobs is not None
+            top_ids, top_logprobs = output.score_top_ids, output.score_top_logprobs
+            top_n = _params(segment).top_n_logprobs
             segment.prompt_top_n_logprobs += [
-                _top_n(output.score_top_ids[i], output.score_top_logprobs[i], top_n)
-                for i in range(scored.start, scored.end)
+                _top_n(top_ids[i], top_logprobs[i], top_n) for i in range(scored.start, scored.end)
             ]
 
     # ---- endings
@@ -165,7 +178,7 @@ class RequestBook:
         request_id: int,
         error: Exception,
         finish_reason: str,
-        kv_spans: VersionSpans,
+        kv_spans: VersionSpans | None,
         version: int,
     ) -> None:
         """End a request by an error; what it generated so far is kept."""
@@ -184,27 +197,40 @@ class RequestBook:
     def _end(
         self,
         record: DynamicInferenceRequestRecord,
-        kv_spans: VersionSpans,
+        kv_spans: VersionSpans | None,
         version: int,
         now: float,
     ) -> None:
         segment = record.current
-        segment.kv_spans = kv_spans.copy()
+        segment.kv_spans = VersionSpans() if kv_spans is None else kv_spans.copy()
         segment.generated_length = len(segment.generated_tokens)
         record.observe_version(version)
         segment.freeze_versions(version)
-        record.latency = now - segment.event_add_engine.timestamp
+        record.latency = now - _entry_time(segment)
         self._ended[record.request_id] = None
         self._last_token_times.pop(record.request_id, None)
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:
     """Empty lists where values are to come, None where none were asked for or others have them."""
-    params = segment.sampling_params
+    params = _params(segment)
     is_wanted = will_be_scored and not params.skip_prompt_log_probs
     segment.prompt_log_probs = [] if is_wanted else None
     segment.prompt_top_n_logprobs = [] if is_wanted and params.top_n_logprobs else None
 
 
-def _top_n(ids, logprobs, top_n: int) -> dict[int, float]:
+def _params(segment: DynamicInferenceRequest) -> SamplingParams:
+    assert segment.sampling_params is not None
+    return segment.sampling_params
+
+
+def _entry_time(segment: DynamicInferenceRequest) -> float:
+    """When the request entered the engine, in seconds since the epoch."""
+    event = segment.event_add_engine
+    assert event is not None
+    assert event.timestamp is not None
+    return event.timestamp
+
+
+def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) -> dict[int, float]:
     return dict(zip(ids[:top_n].tolist(), logprobs[:top_n].tolist(), strict=True))

@@ -30,7 +30,7 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Legal from `sources`; passes through `transient` to `target`; already done when at `target`."""
+    """Legal from `sources`, done at `target`; the engine is `transient` on the way."""
 
     sources: tuple[EngineState, ...]
     transient: EngineState

@@ -77,7 +77,9 @@ class BatchBuilder:
         )
 
     def sampling_batch(self, plan: StepPlan) -> SamplingBatch:
-        """The parameters of the step's draws; their random numbers depend on seed and position alone."""
+        """The parameters of the step's draws; their random numbers depend on seed and position
+        alone.
+        """
         rows = plan.sample_rows
         temperature, top_k = self._temperature[rows], self._top_k[rows]
         top_p, min_p = self._top_p[rows], self._min_p[rows]

@@ -17,8 +17,8 @@ from rollout.runner.batch_builder import BatchBuilder
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
-# Prompt scoring materialises logits for this many tokens at a time, so that a long prompt with a large
-# vocabulary does not need gigabytes at once.
+# Prompt scoring materialises logits for this many tokens at a time, so that a long prompt with a
+# large vocabulary does not need gigabytes at once.
 SCORE_CHUNK = 512
 
 
@@ -32,7 +32,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Copy blocks, compute the plan's tokens, sample and score. Returns when the result is on the host."""
+        """Copy blocks, compute the plan's tokens, sample and score. Returns when the result is on
+        the host.
+        """
         self._builder.apply_changes(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
@@ -48,7 +50,8 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, hidden_LD: Tensor, place: np.ndarray) -> SampleResult | None:
         if not len(place):
             return None
-        # Only a fork, or a plan that also scores, draws from other than each logit row once and in order.
+        # Only a fork, or a plan that also scores, draws from other than each logit row once and in
+        # order.
         used, draw = np.unique(place, return_inverse=True)
         if len(used) != hidden_LD.shape[0]:
             hidden_LD = hidden_LD[torch.from_numpy(used)]

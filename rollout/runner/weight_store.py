@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
 
 class WeightStore:
-    """Moves a model's parameters into `memory` when it is made. `arena` holds them while released."""
+    """Moves a model's parameters into `memory`; `arena` holds them while they are released."""
 
     def __init__(self, model: CausalLM, memory: MemoryBackend, arena: HostArena) -> None:
         self._model, self._memory, self._arena = model, memory, arena
@@ -31,7 +31,7 @@ class WeightStore:
                 parameter.copy_(values[name])
 
     def release(self, *, discard: bool) -> int:
-        """Give the memory back, after a copy to the host unless `discard`. Returns bytes released."""
+        """Give the memory back, after a host copy unless `discard`. Returns bytes released."""
         if not self.is_resident:
             return 0
         if not discard:

@@ -42,7 +42,9 @@ class StagedWeights:
 
 
 class WeightUpdater:
-    """The only writer of the model's weights. Addresses never change, so captured graphs stay valid."""
+    """The only writer of the model's weights. Addresses never change, so captured graphs stay
+    valid.
+    """
 
     def __init__(self, model: CausalLM, *, reject_non_finite: bool) -> None:
         self._model = model
@@ -84,7 +86,7 @@ class WeightUpdater:
         return num_bytes
 
     def checksum(self) -> str:
-        """CRC-32 over names and bytes of all weights, in name order: equal weights, equal checksum."""
+        """CRC-32 over names and bytes of all weights, by name: equal weights, equal checksum."""
         value = 0
         views = self._model.weight_views()
         for name in sorted(views):
@@ -130,7 +132,9 @@ def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> N
 
 
 def next_version(current: int, version: int | None) -> int:
-    """The version an update gets: `version`, or current + 1. Raises WeightUpdateError unless larger."""
+    """The version an update gets: `version`, or current + 1. Raises WeightUpdateError unless
+    larger.
+    """
     if version is None:
         return current + 1
     if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:

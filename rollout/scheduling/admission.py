@@ -30,7 +30,9 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`max_length` is prompt + output. `error`: it can never run here. `clamped`: it gets less than it asked for."""
+    """`max_length` is prompt + output. `error`: it can never run here. `clamped`: it gets less than
+    it asked for.
+    """
 
     max_length: int
     error: ContextOverflowError | None = None
@@ -63,14 +65,17 @@ def check_well_formed(
         )
     if params.top_n_logprobs > limits.vocab_size:
         raise InvalidRequestError(
-            f"top_n_logprobs={params.top_n_logprobs} is more than the vocabulary ({limits.vocab_size})"
+            f"top_n_logprobs={params.top_n_logprobs} is more than the vocabulary "
+            f"({limits.vocab_size})"
         )
 
 
 def admit(
     request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
 ) -> Admission:
-    """Resolve a well-formed request's length limit. P prompt and N new tokens need KV for P + N - 1."""
+    """Resolve a well-formed request's length limit. P prompt and N new tokens need KV for P + N -
+    1.
+    """
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:
         return Admission(max_length=num_prompt, error=error)
@@ -82,8 +87,8 @@ def admit(
         return Admission(max_length=fits if wanted is None else wanted)
     message = (
         f"{wanted - num_prompt} new tokens were asked for after a prompt of {num_prompt}, but "
-        f"max_sequence_length={limits.max_sequence_length} and a pool of {limits.max_pool_tokens} tokens "
-        f"leave {fits - num_prompt}"
+        f"max_sequence_length={limits.max_sequence_length} and a pool of "
+        f"{limits.max_pool_tokens} tokens leave {fits - num_prompt}"
     )
     return Admission(max_length=fits, clamped=TokenLimitClamped(request_id, message))
 

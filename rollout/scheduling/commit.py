@@ -1,4 +1,4 @@
-"""commit_step: what the rows of a finished plan learned, stamped with the plan's weights version."""
+"""commit_step: what the rows of a finished plan learned, stamped with the plan's version."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rollout.version_spans import VersionSpans
 class SampledToken:
     """One token of one request. `index` is its sample row in StepOutput.
 
-    `finish_reason` is None, "stop", "length", or "error" when its logits were not finite (there is no token then).
-    `context_kv_version_min` and `_mean` are over the context it attended to, its own source position included.
+    `finish_reason` is None, "stop", "length", or "error" when its logits were not finite (there is
+    no token then). `context_kv_version_min` and `_mean` are over the context it attended to, its
+    own source position included.
     """
 
     request_id: int
@@ -42,7 +43,9 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """All that a step changed, for the request documents. `prefilled` are ids whose last prompt chunk ran."""
+    """All that a step changed, for the request documents. `prefilled` are ids whose last prompt
+    chunk ran.
+    """
 
     weights_version: int
     sampled: list[SampledToken]

@@ -38,7 +38,7 @@ class Context:
         bisect.insort(self.active, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: Sequence) -> None:
-        """For good. Blocks and row are free at once, or when no plan in flight uses them any more."""
+        """For good. Blocks and row are free at once, or when no plan in flight uses them."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
             sequence.phase = Phase.DONE

@@ -33,7 +33,9 @@ class RequestQueue:
         del self._sequences[index]
 
     def siblings(self, leader: Sequence) -> Iterator[Sequence]:
-        """Waiting members of the leader's group: they arrived right behind it, so they are found in order."""
+        """Waiting members of the leader's group: they arrived right behind it, so they are found in
+        order.
+        """
         if leader.group_id is None:
             return
         start = bisect.bisect_right(self._sequences, leader.order, key=lambda s: s.order)

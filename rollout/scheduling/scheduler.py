@@ -24,7 +24,7 @@ from rollout.version_spans import VersionSpans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What schedule() decided. `plan` is None if nothing can run now; the rest are ids, in order."""
+    """What schedule() decided. `plan` is None if nothing can run; the rest are ids, in order."""
 
     plan: StepPlan | None
     num_forked: int
@@ -192,7 +192,7 @@ class Scheduler:
         return _ids(self._context.requeue(s for s in touched.values() if s.phase is not Phase.DONE))
 
     def requeue_active(self) -> tuple[int, ...]:
-        """Send every running and paused request back to the queue, without KV. Returns their ids."""
+        """Send every running and paused request back to the queue, without KV. Returns ids."""
         return _ids(self._context.requeue(self._context.active))
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""Sequence: the running state of one request. Only the scheduler writes it, and it never leaves this package."""
+"""Sequence: the running state of one request. Only the scheduler writes it, and it never leaves
+this package.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rollout.version_spans import VersionSpans
 
 
 class Phase(Enum):
-    """Where a sequence is: in the queue, holding a row and running, holding a row but out of blocks, gone."""
+    """Where a sequence is: in the queue, holding a row and running, holding a row but out of
+    blocks, gone.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +30,7 @@ class Sequence:
     num_computed    positions whose KV is written
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_prompt      length of the original prompt, before any checkpoint
-    kv_spans        committed: the version that wrote each position's KV; kv_sum and kv_min are over them
+    kv_spans        committed: the version that wrote each position's KV; kv_sum, kv_min over them
     """
 
     request_id: int
@@ -81,7 +85,7 @@ class Sequence:
         return self.wants_prompt_logprobs and self.num_tokens == self.num_prompt
 
     def restart(self) -> None:
-        """Forget all running state; the tokens are kept and will be computed again from position 0."""
+        """Forget all running state; the tokens are kept and computed again from position 0."""
         self.phase = Phase.WAITING
         self.row, self.num_blocks_sent, self.num_computed = 0, 0, 0
         self.num_tokens = len(self.tokens)

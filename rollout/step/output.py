@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 class StepOutput:
     """S sample rows and P scored tokens in the order of the plan; N is the largest top-n asked for.
 
-    `logprobs` are in each row's own mode. A row whose logits were not finite has `is_finite` False and a
-    meaningless token. Arrays nobody asked for are None.
+    `logprobs` are in each row's own mode. A row whose logits were not finite has `is_finite` False
+    and a meaningless token. Arrays nobody asked for are None.
     """
 
     token_ids: NDArray[np.int64]  # [S]

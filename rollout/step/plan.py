@@ -1,9 +1,9 @@
 """StepPlan: which tokens run in one forward pass, as arrays of integers and nothing else.
 
-A *row* is a slot that a request keeps for as long as it runs; row 0 is scratch. A *compute row* is a row that
-has tokens in this step, a *sample row* one that draws a token from some computed token's logits. They differ:
-all children of a fork are sampled from one compute row. Only changes of a row's lasting state (its block
-table, its sampling parameters) are sent.
+A *row* is a slot that a request keeps for as long as it runs; row 0 is scratch. A *compute row* is
+a row that has tokens in this step, a *sample row* one that draws a token from some computed token's
+logits. They differ: all children of a fork are sampled from one compute row. Only changes of a
+row's lasting state (its block table, its sampling parameters) are sent.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compare digests
 class StepPlan:
-    """One forward pass. R compute rows, S sample rows, C table changes, K block copies, P scored tokens.
+    """One forward pass. R compute rows, S sample rows, C table changes, K block copies, P scored
+    tokens.
 
-    The step's tokens are the compute rows' tokens, concatenated in order: decode rows first, one token each.
-    A decode row names no token: its last sampled one is already on the device.
+    The step's tokens are the compute rows' tokens, concatenated in order: decode rows first, one
+    token each. A decode row names no token: its last sampled one is already on the device.
     """
 
     step_id: int

@@ -1,7 +1,7 @@
 """Random numbers of a token as a pure function of (request seed, absolute position).
 
-Nothing here depends on the batch, so a token is the same whatever ran beside it. The mixer is SplitMix64
-(Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+Nothing here depends on the batch, so a token is the same whatever ran beside it. The mixer is
+SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations
