@@ -127,9 +127,9 @@ class StepTrace:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """One row of the engine's step metrics."""
-        num_prefill = int(metrics["engine/num_prefill_tokens"])
-        num_tokens = num_prefill + int(metrics["engine/num_decode_tokens"])
-        num_logits = int(metrics["engine/num_sampled_tokens"])
+        num_prefill = int(metrics["engine/last_step/num_prefill_tokens"])
+        num_tokens = num_prefill + int(metrics["engine/last_step/num_decode_tokens"])
+        num_logits = int(metrics["engine/last_step/num_sampled_tokens"])
         self._steps.append(StepRows(num_tokens=num_tokens, num_logits=num_logits))
 
     def forget(self) -> None:

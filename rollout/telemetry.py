@@ -33,6 +33,6 @@ class StepStats:
     num_blocks_total: int
     weights_version: int
 
-    def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
+    def as_metrics(self, prefix: str = "engine/last_step/") -> dict[str, float]:
         """Flat names for a MetricsWriter."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.__dataclass_fields__}

@@ -256,7 +256,7 @@ def check_logging_step_interval() -> None:
     engine = stepped(metrics_writer=writer, logging_step_interval=2)
     drain(engine)
     assert [row["engine/step"] for row in writer.rows] == [2, 4]
-    assert writer.rows[0]["engine/num_decode_tokens"] == 4
+    assert writer.rows[0]["engine/last_step/num_decode_tokens"] == 4
     with pytest.raises(ConfigError, match="logging_step_interval=2"):
         InferenceConfig(logging_step_interval=2)
 

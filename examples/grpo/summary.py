@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,11 @@ WINDOW_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Rewards are means in [0, 1]; `first` and `last` over the first and last 10 steps."""
+    """Rewards are means in [0, 1]; `first` and `last` over the first and last 10 steps.
+
+    `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
+    computed for them: the samples of a group share their prompt.
+    """
 
     seed: int
     warmup_steps: int
@@ -26,6 +31,8 @@ class RunSummary:
     greedy_reward_after: float
     stale_token_fraction: float
     max_staleness: float
+    prompt_tokens: int
+    prefilled_tokens: int
     tokens_per_s: float
     warmup_s: float
     generate_s: float
@@ -66,6 +73,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> RunSummary:
         greedy_reward_after=greedy[-1],
         stale_token_fraction=total("train/num_stale_tokens") / max(total("train/num_tokens"), 1),
         max_staleness=max(row["policy_staleness/max"] for row in steps),
+        prompt_tokens=sum(row["prompts/num_tokens"] for row in steps[1:]),
+        prefilled_tokens=_growth([row["engine/num_prefill_tokens"] for row in steps]),
         tokens_per_s=total("completions/num_tokens") / total("timing_s/generate"),
         warmup_s=warmup[-1]["timing_s/warmup"],
         generate_s=total("timing_s/generate"),
@@ -74,6 +83,11 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> RunSummary:
         resume_s=total("timing_s/resume"),
         train_s=total("timing_s/train"),
     )
+
+
+def _growth(counts: Sequence[int]) -> int:
+    """How far a counter ran between the first and the last row; a resumed run starts from 0 again."""
+    return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
 def summary_table(summaries: Sequence[RunSummary]) -> Table:

@@ -86,9 +86,9 @@ def test_trace_gives_one_of_equal_runs_without_the_logits_of_forks() -> None:
     for prefill, decode, sampled in [(8, 0, 4), (0, 4, 4)] * 3:
         trace.log(
             {
-                "engine/num_prefill_tokens": prefill,
-                "engine/num_decode_tokens": decode,
-                "engine/num_sampled_tokens": sampled,
+                "engine/last_step/num_prefill_tokens": prefill,
+                "engine/last_step/num_decode_tokens": decode,
+                "engine/last_step/num_sampled_tokens": sampled,
             }
         )
     run = trace.take_runs(3, num_forked=3)

@@ -14,6 +14,7 @@ def rows(num_steps: int) -> list[dict[str, float]]:
         "train/num_stale_tokens": 25,
         "policy_staleness/max": 1.0,
         "completions/num_tokens": 300,
+        "prompts/num_tokens": 80,
         "timing_s/update": 0.1,
         "timing_s/resume": 0.2,
         "timing_s/generate": 0.5,
@@ -25,7 +26,10 @@ def rows(num_steps: int) -> list[dict[str, float]]:
         {"warmup/step": 2, "warmup/loss": 0.5, "warmup/reward": 0.25, "timing_s/warmup": 9.0},
         {"eval/greedy_reward": 0.5},
         {"engine/step": 3},
-        *({**step, "reward": index / 100} for index in range(num_steps)),
+        *(
+            {**step, "reward": index / 100, "engine/num_prefill_tokens": 50 + 10 * (index % 30)}
+            for index in range(num_steps)
+        ),
         {"eval/greedy_reward": 0.75},
     ]
 
@@ -38,6 +42,9 @@ def test_summary_by_hand() -> None:
     assert summary.greedy_gain == 0.25
     assert (summary.warmup_steps, summary.warmup_sampled_reward, summary.warmup_s) == (2, 0.25, 9.0)
     assert summary.stale_token_fraction == 0.25
+    assert summary.prompt_tokens == 49 * 80
+    # 29 steps of 10, a restart that begins with 50, 19 steps of 10.
+    assert summary.prefilled_tokens == 290 + 50 + 190
     assert summary.tokens_per_s == pytest.approx(600.0)
     assert summary.train_s == pytest.approx(100.0)
 

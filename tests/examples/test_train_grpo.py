@@ -121,4 +121,4 @@ def test_the_engine_logs_into_the_run_if_it_logs_at_all(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", settings, seed=0) as run, run.phase():
         run.sampler.collect()
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert any("engine/num_running" in row for row in rows)
+    assert any("engine/last_step/num_running" in row for row in rows)

@@ -1,4 +1,4 @@
-"""The two step axes of a run: optimiser updates, and versions of the weights that generated."""
+"""The two step axes of a run: training steps, and versions of the weights that generated."""
 
 TRAINER_STEP = "trainer/step"
 ROLLOUT_VERSION = "rollout/version"

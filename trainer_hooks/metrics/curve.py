@@ -28,7 +28,7 @@ def write_reward_curve(
     axes = figure.add_subplot()
     axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1.0, label="each step")
     axes.plot(steps, running_mean(rewards), color="tab:blue", label=f"mean of {SMOOTHING_STEPS}")
-    axes.set(title=title, xlabel="optimiser step", ylabel=ylabel)
+    axes.set(title=title, xlabel="training step", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

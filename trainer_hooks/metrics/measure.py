@@ -35,6 +35,7 @@ def rollout_metrics(batch: RolloutBatch, group_size: int) -> dict[str, float]:
         "reward": _mean(rewards_PG[valid_PG]),
         "reward_std": _mean(std_P),
         "failed_fraction": 1.0 - _mean(valid_PG.float()),
+        "prompts/num_tokens": int(batch.prompt_lengths_B.sum()),
         "completions/mean_length": _mean(lengths_N),
         "completions/max_length": _max(lengths_N),
         "completions/num_tokens": int(batch.completion_lengths_B.sum()),
