@@ -82,8 +82,9 @@ class FakeMuscle:
         """Copies first, then writes, then samples and scores; asserts on the way."""
         self._check_shapes(plan)
         starts = np.cumsum([0, *plan.query_lens]).tolist()
-        self._start_tenancies(plan, starts)
+        self._start_tenancies(plan)
         self._take_tables(plan)
+        self._inherit_prefixes(plan)
         self._copy(plan)
         histories = self._write(plan, starts)
         return self._output(plan, histories)
@@ -115,12 +116,12 @@ class FakeMuscle:
         blocks = (*plan.table_blocks, *plan.copy_sources, *plan.copy_targets)
         assert all(1 <= block <= self.num_blocks for block in blocks)
 
-    def _start_tenancies(self, plan: StepPlan, starts: list[int]) -> None:
-        """A prefill from position 0 starts a stay in a row, and so does a fork."""
-        columns = (plan.rows, plan.query_lens, plan.context_lens)
-        for index, (row, query_len, context_len) in enumerate(zip(*columns, strict=True)):
-            if index >= plan.num_decode_rows and query_len == context_len:
-                self._tenants[int(row)] = Tenant()
+    def _start_tenancies(self, plan: StepPlan) -> None:
+        """A prefill row whose table is sent from the start begins a stay, and so does a fork."""
+        prefilling = set(plan.rows[plan.num_decode_rows :].tolist())
+        for row in plan.table_rows[plan.table_indices == 0].tolist():
+            if row in prefilling:
+                self._tenants[row] = Tenant()
         for row, sampling in plan.new_rows:
             if row not in plan.rows:
                 self._tenants[row] = Tenant()
@@ -132,6 +133,20 @@ class FakeMuscle:
         changes = zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True)
         for row, index, block in changes:
             self._tenants[int(row)].table[int(index)] = int(block)
+
+    def _inherit_prefixes(self, plan: StepPlan) -> None:
+        """A stay that begins behind position 0 finds whole blocks of KV that others computed."""
+        columns = (plan.rows, plan.query_lens, plan.context_lens)
+        for row, query_len, context_len in zip(*(c.tolist() for c in columns), strict=True):
+            tenant, num_shared = self._tenants[row], context_len - query_len
+            if tenant.writes or not num_shared:
+                continue
+            assert num_shared % self.block_size == 0, "part of a block is shared"
+            places = [self._place(tenant, position) for position in range(num_shared)]
+            for block, offset in places:
+                entry = self._blocks[block][offset]
+                assert entry is not None, "a shared position was never written"
+                tenant.writes.append(entry)
 
     def _copy(self, plan: StepPlan) -> None:
         sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()

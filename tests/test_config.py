@@ -289,9 +289,7 @@ def check_prefix_caching_eviction_policy() -> None:
 
 def check_prefix_reuse_across_versions() -> None:
     assert hit_tokens_of_a_second_run(new_weights=True, **LRU) == 0
-    reused = hit_tokens_of_a_second_run(
-        new_weights=True, prefix_reuse_across_versions=True, **LRU
-    )
+    reused = hit_tokens_of_a_second_run(new_weights=True, prefix_reuse_across_versions=True, **LRU)
     assert reused == 16
     with pytest.raises(ConfigError, match="prefix_reuse_across_versions="):
         InferenceConfig(prefix_reuse_across_versions=True)

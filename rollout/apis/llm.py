@@ -15,12 +15,14 @@ from rollout.apis.progress import progress_bar
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.rollout_group import RolloutGroup
 from rollout.apis.text_output import finished_request
+from rollout.apis.turn_lock import TurnLock
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, as_tokenizer
@@ -34,6 +36,9 @@ class LLM:
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
     may be a Tokenizer, a transformers or `tokenizers` one; without it prompts are token ids (a
     directory's own is found). Raises ConfigError and ModelError.
+
+    One thread generates. Any other may call the control verbs meanwhile: they take effect between
+    two steps, and an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -51,6 +56,10 @@ class LLM:
             model, inference_config, self.tokenizer, weights_version
         )
         self._groups = GroupBook()
+        self._turn = TurnLock()  # held for each step, and for each command
+        self._weights_turn = (
+            TurnLock()
+        )  # held while weights are staged: they must stay; taken first
 
     # ---- generation
 
@@ -106,7 +115,8 @@ class LLM:
             i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
         ]
         for request_id in unfinished:
-            self._note_finished([self.engine.abort_request(request_id)])
+            with self._turn:
+                self._note_finished([self.engine.abort_request(request_id)])
         return [self._groups.take(group_id) for group_id in group_ids]
 
     def _submit(self, batch: list[Prompt], sampling_params: SamplingArgument, n: int) -> list[int]:
@@ -115,8 +125,9 @@ class LLM:
             raise InvalidRequestError(
                 "streaming=True needs a coordinator; LLM returns whole requests"
             )
-        added = self.engine.add_groups(list(zip(batch, groups, strict=True)))
-        return [self._groups.open(request_ids) for request_ids in added]
+        with self._turn:
+            added = self.engine.add_groups(list(zip(batch, groups, strict=True)))
+            return [self._groups.open(request_ids) for request_ids in added]
 
     def _step_until(
         self,
@@ -126,16 +137,20 @@ class LLM:
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
         while not is_done() and (deadline is None or time.monotonic() < deadline):
-            if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
-                raise EngineStateError(
-                    "a group can no longer finish: some of its requests were taken from llm.engine "
-                    "directly; use llm.abort and llm.collect for what llm.submit queued"
-                )
-            records = self.engine.step()
-            self._note_finished(records)
+            with self._turn:
+                records = self._step()
+                self._note_finished(records)
             on_finished(len(records))
 
-    def _note_finished(self, records: Sequence[Any]) -> None:
+    def _step(self) -> list[DynamicInferenceRequestRecord]:
+        if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
+            raise EngineStateError(
+                "a group can no longer finish: some of its requests were taken from llm.engine "
+                "directly; use llm.abort and llm.collect for what llm.submit queued"
+            )
+        return self.engine.step()
+
+    def _note_finished(self, records: Sequence[DynamicInferenceRequestRecord]) -> None:
         for record in records:
             self._groups.note_finished(finished_request(record, self.tokenizer))
 
@@ -151,33 +166,55 @@ class LLM:
 
     def pause(self) -> None:
         """Stop at the next step edge."""
-        self.engine.pause()
+        with self._turn:
+            self.engine.pause()
 
     def unpause(self) -> None:
         """Let generation go on."""
-        self.engine.unpause()
+        with self._turn:
+            self.engine.unpause()
 
-    def suspend(self, mode: KVCacheManagementMode | str | None = None) -> SuspendReport:
-        """Give the KV memory back; unfinished requests stay. The engine must be paused."""
-        return self.engine.suspend(mode)
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """Give memory back; unfinished requests stay. The engine must be paused.
 
-    def resume(self) -> ResumeReport:
-        """Have the memory again; the engine is then paused."""
-        return self.engine.resume()
+        See Engine.suspend.
+        """
+        with self._weights_turn, self._turn:
+            return self.engine.suspend(mode, release, discard_weights)
+
+    def resume(self, only: str | None = None) -> ResumeReport:
+        """Have the memory again, or that of `only`; once all is back the engine is paused."""
+        with self._weights_turn, self._turn:
+            return self.engine.resume(only)
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or nothing. See Engine.update_weights."""
-        return self.engine.update_weights(named_tensors, version, in_flight)
+        """Replace all weights in place, or nothing, from any thread. See Engine.update_weights.
+
+        Only the copies themselves keep steps waiting.
+        """
+        with self._weights_turn:
+            with self._turn:
+                self.engine.check_update(version, in_flight)
+            staged = self.engine.stage_weights(named_tensors)
+            with self._turn:
+                return self.engine.commit_weights(staged, version, in_flight)
 
     def stats(self) -> EngineStats:
         """Counters and state of the engine."""
-        return self.engine.stats()
+        with self._turn:
+            return self.engine.stats()
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. Twice is fine."""
-        self.engine.shutdown()
+        with self._turn:
+            self.engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self

@@ -53,6 +53,15 @@ class Ops(Protocol):
         """Drop packed copies, until `refresh`."""
         ...
 
+    def packed(self, handle: Any) -> Any:
+        """The handle's packed copy, as `refresh` takes it; it never changes. None if there is none
+        that `unpack` could turn back into the weight's very bytes."""
+        ...
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The weight that a copy from `packed` was made of, [N, K]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation over the last dim, computed in float32."""
         ...
@@ -128,7 +137,10 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back; its contents are lost. Returns bytes released."""
+        """Give the buffer's memory back; its contents are lost. Returns bytes released.
+
+        On an exception they may be lost, too; `restore` is legal then.
+        """
         ...
 
     def restore(self, name: str) -> Tensor:

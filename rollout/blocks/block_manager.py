@@ -143,7 +143,9 @@ class BlockManager:
         parent = table[position - 1] if position else None
         return self._index.add(table[position], key, parent, spans)
 
-    def drop_unused(self) -> None:
-        """Free every indexed block without a user."""
-        for block in self._index.drop_unused():
+    def drop_unused(self, *, older_than: int | None = None) -> None:
+        """Free indexed blocks without a user: all, or those over KV written before `older_than`."""
+        index = self._index
+        dropped = index.drop_unused() if older_than is None else index.drop_older(older_than)
+        for block in dropped:
             self._pool.free(block)

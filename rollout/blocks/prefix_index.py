@@ -128,6 +128,21 @@ class PrefixIndex:
         """Forget every unused entry. Returns their blocks."""
         return [self.drop_oldest() for _ in range(self.num_unused)]
 
+    def drop_older(self, version: int) -> list[int]:
+        """Forget unused entries with KV older than `version` in them or before them.
+
+        Returns their blocks. As long as they were known, no younger block could have their keys.
+        """
+        too_old: dict[int, IndexedBlock] = {}
+        for entry in self._by_key.values():  # parents come first
+            is_behind_old = entry.parent is not None and entry.parent.block in too_old
+            if entry.released_at is not None and (is_behind_old or entry.spans.min() < version):
+                too_old[entry.block] = entry
+        blocks = list(reversed(too_old))
+        for block in blocks:
+            self.drop(block)
+        return blocks
+
     def _offer(self, entry: IndexedBlock) -> None:
         if entry.released_at is not None and not entry.num_children:
             heapq.heappush(self._unused_leaves, (entry.released_at, entry.key))

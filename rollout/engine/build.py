@@ -98,7 +98,7 @@ class DynamicInferenceEngine(Engine):
             book=book,
             desk=RequestDesk(intake, book, scheduler, kv),
             telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
-            suspension=_suspension(config, backend, scheduler, kv, weights),
+            suspension=_suspension(config, backend, scheduler, kv, weights, book),
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
 
@@ -116,9 +116,11 @@ def _suspension(
     scheduler: Scheduler,
     kv: KVCache,
     weights: WeightStore,
+    book: RequestBook,
 ) -> Suspension:
     must_stay = config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
-    return Suspension(scheduler, kv, weights, config.kv_cache_management_mode, must_stay=must_stay)
+    mode = config.kv_cache_management_mode
+    return Suspension(scheduler, kv, weights, book, mode, must_stay=must_stay)
 
 
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:

@@ -122,6 +122,7 @@ class Engine:
         from being returned come with the next step.
         """
         self._machine.require(EngineState.RUNNING, to="step")
+        self._weights.require_values("step")
         start = time.perf_counter()
         schedule = self._scheduler.schedule(self.weights_version)
         self._note_schedule(schedule)
@@ -162,6 +163,7 @@ class Engine:
         with self._machine.command("unpause") as must_run:
             if must_run:
                 self._weights.require_values("unpause")
+                self._suspension.resume()  # what a failed suspend may have left
 
     def suspend(
         self,
@@ -177,8 +179,7 @@ class Engine:
         with self._machine.command("suspend") as must_run:
             if not must_run:
                 return self._suspension.nothing_suspended()
-            report, requeued = self._suspension.suspend(mode, release, discard=discard_weights)
-            self._book.note_requeued(requeued, evicted=False)
+            report = self._suspension.suspend(mode, release, discard=discard_weights)
         self._telemetry.note_suspend(report)
         return report
 
@@ -187,24 +188,28 @@ class Engine:
 
         `only` brings "weights" or "kv_cache" back; the engine stays SUSPENDED until all is there.
         """
-        if not self._suspension.is_complete_with(only):
-            self._machine.require(EngineState.SUSPENDED, to="resume")
-            return self._suspension.resume(only)
-        with self._machine.command("resume") as must_run:
-            if not must_run:
-                return self._suspension.nothing_resumed()
+        is_partial = not self._suspension.is_complete_with(only)
+        if is_partial and self.state is EngineState.SUSPENDED:
             report = self._suspension.resume(only)
+        else:
+            with self._machine.command("resume") as must_run:
+                report = self._suspension.resume()  # in PAUSED: what a failed suspend may have left
+            if not must_run:
+                return report
         self._telemetry.note_resume(report)
         return report
 
     def shutdown(self) -> None:
-        """Stop for good, from any state; twice is fine. Requests can still be aborted."""
+        """Stop for good, from any state; twice is fine. Requests can still be aborted.
+
+        If giving the memory back fails, the engine is stopped all the same; call it again.
+        """
         if self.state is EngineState.RUNNING:
             self.pause()
-        with self._machine.command("stop") as must_run:
-            if must_run:
-                self._kv.release()
-                self._kv.retain([])
+        with self._machine.command("stop"):
+            pass
+        self._kv.retain([])
+        self._kv.release()
 
     # ---- weights
 
@@ -229,8 +234,7 @@ class Engine:
 
         Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`.
         """
-        self._require_updatable(in_flight=in_flight)
-        self._weights.check_version(version)
+        self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 
     def stage_weights(self, named_tensors: NamedTensors) -> StagedWeights:
@@ -248,16 +252,18 @@ class Engine:
 
         `version` None means the current one + 1; it is refused unless above the current.
         """
-        self._require_updatable(in_flight=in_flight)
+        self.check_update(version, in_flight)
         report = self._weights.commit(staged, version)
         self._after_new_version()
         self._telemetry.note_update(report)
         return report
 
-    def _require_updatable(self, *, in_flight: bool) -> None:
+    def check_update(self, version: int | None = None, in_flight: bool = False) -> None:
+        """Raise what `commit_weights` would raise now: EngineStateError or WeightUpdateError."""
         running = (EngineState.RUNNING,) if in_flight else ()
         self._machine.require(*_QUIET, *running, to="update weights")
         self._weights.require_resident("update weights")
+        self._weights.check_version(version)
 
     def _after_new_version(self) -> None:
         self._scheduler.note_new_version()

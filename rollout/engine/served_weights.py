@@ -23,12 +23,14 @@ class ServedWeights:
         self.version = version
 
     def checksum(self) -> str:
-        """Checksum of all weights. Raises EngineStateError while they are released."""
+        """Checksum of all weights. Raises EngineStateError while they are not there."""
         self.require_resident("compute a checksum")
+        self.require_values("compute a checksum")
         return self._updater.checksum()
 
     def stage(self, named_tensors: NamedTensors) -> StagedWeights:
         """Verify and prepare an update. Raises WeightUpdateError naming the tensor at fault."""
+        self.require_resident("stage an update")
         return self._updater.stage(named_tensors)
 
     def check_version(self, version: int | None) -> int:
@@ -41,21 +43,35 @@ class ServedWeights:
         self.version = self.check_version(version)
 
     def commit(self, staged: StagedWeights, version: int | None) -> WeightUpdateReport:
-        """Copy a staged update in place and serve it under `version`, None for the next one."""
+        """Copy a staged update in place and serve it under `version`, None for the next one.
+
+        Whatever is raised meanwhile, weights and version are then those of before.
+        """
         new_version = self.check_version(version)
         start = time.perf_counter()
-        num_bytes = self._updater.commit(staged)
-        self.store.note_written()
-        self.version = new_version
+        num_bytes = self._replace(staged, new_version)
         stall_seconds = time.perf_counter() - start
-        checksum = self._updater.checksum()
         return WeightUpdateReport(
             version=new_version,
-            seconds=staged.seconds + time.perf_counter() - start,
+            seconds=staged.seconds + stall_seconds,
             stall_seconds=stall_seconds,
             num_bytes=num_bytes,
-            checksum=checksum,
+            checksum=staged.checksum,
         )
+
+    def _replace(self, staged: StagedWeights, new_version: int) -> int:
+        before, had_values = self.version, self.store.has_values
+        backup = self._updater.backup_for(staged)
+        try:
+            self.store.has_values = False  # a failure of the restore must not go unseen
+            num_bytes = self._updater.write(staged)
+            self.version = new_version
+            self.store.has_values = True
+        except BaseException:
+            backup.restore()
+            self.version, self.store.has_values = before, had_values
+            raise
+        return num_bytes
 
     def require_resident(self, what: str) -> None:
         """Raise EngineStateError while the weights' memory is released."""
@@ -68,5 +84,6 @@ class ServedWeights:
         """Raise EngineStateError while the weights' values are missing."""
         if not self.store.has_values:
             raise EngineStateError(
-                f"cannot {what}: the weights were discarded; commit a full update first"
+                f"cannot {what}: the weights were discarded, or an update of them was cut off; "
+                "commit a full update first"
             )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.engine.kv_policy import KV_POLICIES, KVSuspended
 from rollout.engine.reports import ResumeReport, SuspendReport
+from rollout.engine.request_book import RequestBook
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.runner.weight_store import WeightStore
@@ -27,38 +28,41 @@ class Suspension:
         scheduler: Scheduler,
         kv: KVCache,
         weights: WeightStore,
+        book: RequestBook,
         mode: KVCacheManagementMode,
         *,
         must_stay: bool,
     ) -> None:
-        self._scheduler, self._kv, self._weights = scheduler, kv, weights
+        self._scheduler, self._kv, self._weights, self._book = scheduler, kv, weights, book
         self._must_stay = must_stay
         self._default_mode = self._mode = mode
         self._num_requeued = 0
-        self._released: tuple[str, ...] = ()
+        self._released: list[str] = []
 
     def suspend(
         self, mode: KVCacheManagementMode | str | None, release: Sequence[str], *, discard: bool
-    ) -> tuple[SuspendReport, tuple[int, ...]]:
-        """Give up what `release` names; also returns the ids that went back to the queue.
+    ) -> SuspendReport:
+        """Give up what `release` names: the KV as `mode` (None: the config's) says.
 
-        The KV goes as `mode` (None: the config's) says; weights are backed up unless `discard`.
-        Raises ConfigError for an unknown owner, or a mode that would break a promise. On an
-        exception it can be tried again, or undone by `resume`.
+        Weights are copied to the host first, unless `discard`.
+
+        Raises ConfigError for an unknown owner, or a mode that would break a promise. After any
+        other exception `resume` makes all whole again, and then this can be tried again.
         """
         start = time.perf_counter()
         _check_owners(release, discard=discard)
-        self._mode = self._checked_mode(mode)
-        self._released = tuple(release)
+        chosen = self._checked_mode(mode)
+        self.resume()  # what an attempt that failed has left
+        self._mode, self._num_requeued = chosen, 0
+        self._released = [owner for owner in OWNERS if owner in release]
         suspended, weights_bytes = KVSuspended(bytes_kept=self._kv.num_bytes), 0
         if WEIGHTS in release:
             weights_bytes = self._weights.release(discard=discard)
         if KV_CACHE in release:
-            suspended = KV_POLICIES[self._mode].suspend(self._scheduler, self._kv)
-        self._num_requeued = len(suspended.requeued)
+            suspended = self._suspend_kv()
         kept_weights = self._weights.num_bytes if self._weights.is_resident else 0
         kept = {KV_CACHE: suspended.bytes_kept, WEIGHTS: kept_weights}
-        report = SuspendReport(
+        return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_released=suspended.bytes_released + weights_bytes,
@@ -68,27 +72,34 @@ class Suspension:
             kept_by_owner=kept,
             num_requests_requeued=self._num_requeued,
         )
-        return report, suspended.requeued
 
-    def resume(self, only: str | None) -> ResumeReport:
-        """Bring back what the last suspend gave up, or the part `only` names.
+    def _suspend_kv(self) -> KVSuspended:
+        policy = KV_POLICIES[self._mode]
+        requeued = policy.requeue(self._scheduler)
+        self._book.note_requeued(requeued, evicted=False)
+        self._num_requeued = len(requeued)
+        return policy.suspend(self._scheduler, self._kv)
 
-        On an exception it can be tried again.
-        """
+    def resume(self, only: str | None = None) -> ResumeReport:
+        """Bring back what is given up, or the part `only` names. On an exception: try again."""
         start = time.perf_counter()
-        wanted = self._released if only is None else (only,)
-        restored = {KV_CACHE: 0, WEIGHTS: 0}
-        if WEIGHTS in wanted:
-            restored[WEIGHTS] = self._weights.restore()
-        if KV_CACHE in wanted and KV_CACHE in self._released:
-            restored[KV_CACHE] = KV_POLICIES[self._mode].resume(self._scheduler, self._kv)
-        self._released = tuple(owner for owner in self._released if owner not in wanted)
+        restored = dict.fromkeys(OWNERS, 0)
+        for owner in (WEIGHTS, KV_CACHE):
+            if owner not in self._released or only not in (owner, None):
+                continue
+            is_kv = owner == KV_CACHE
+            policy = KV_POLICIES[self._mode]
+            restored[owner] = policy.resume(self._kv) if is_kv else self._weights.restore()
+            self._released.remove(owner)
+        num_requeued = 0
+        if KV_CACHE not in self._released:
+            num_requeued, self._num_requeued = self._num_requeued, 0
         return ResumeReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_restored=sum(restored.values()),
             restored_by_owner=restored,
-            num_requests_recomputed=self._num_requeued,
+            num_requests_recomputed=num_requeued,
         )
 
     def is_complete_with(self, only: str | None) -> bool:
@@ -100,10 +111,6 @@ class Suspension:
     def nothing_suspended(self) -> SuspendReport:
         """The answer to a suspend that is already done."""
         return SuspendReport(mode=self._mode.value)
-
-    def nothing_resumed(self) -> ResumeReport:
-        """The answer to a resume that is already done."""
-        return ResumeReport(mode=self._mode.value)
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:
         wanted = self._default_mode if mode is None else mode

@@ -22,7 +22,7 @@ class KVCache:
     """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
 
     It lives through: resident -> [offload] -> release -> restore -> [onload] -> resident. What was
-    not offloaded is lost with release.
+    not offloaded is lost with release. Each of these may be tried again after an exception.
     """
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
@@ -35,6 +35,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
         self._layers: tuple[Tensor, ...] = ()
+        self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
         self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
 
@@ -54,6 +55,11 @@ class KVCache:
         return len(self._arena_index) * self.bytes_per_block
 
     @property
+    def offloaded_blocks(self) -> list[int]:
+        """Ids of the blocks that wait in the host arena."""
+        return list(self._arena_index)
+
+    @property
     def layers(self) -> tuple[Tensor, ...]:
         """One tensor per layer in the attention backend's layout; new ones after each restore."""
         assert self._layers, "the KV cache is released"
@@ -65,24 +71,29 @@ class KVCache:
 
     def release(self) -> int:
         """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
-        if not self._layers:
+        if self._is_released:
             return 0
         self._layers = ()
-        return self._memory.release(_BUFFER)
+        num_bytes = self._memory.release(_BUFFER)
+        self._is_released = True
+        return num_bytes
 
     def restore(self) -> int:
         """Have the memory again, contents undefined. Returns bytes restored, 0 if resident."""
         if self._layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
+        self._is_released = False
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
         """Copy these blocks into the host arena, replacing what it held. Returns bytes copied."""
+        self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
-        self._arena_index = {int(block): index for index, block in enumerate(block_ids)}
-        assert len(self._arena_index) == len(block_ids), "a block is named twice"
+        index = {int(block): place for place, block in enumerate(block_ids)}
+        assert len(index) == len(block_ids), "a block is named twice"
         self._attention.gather_blocks(self.layers, self._ids(block_ids), buffer)
+        self._arena_index = index
         return buffer.numel()
 
     def onload(self, block_ids: BlockIds) -> int:

@@ -59,6 +59,17 @@ class Linear(BackendLayer):
         """Drop what the backend packed; `refresh` makes it anew."""
         self.ops.release(self.handle)
 
+    @property
+    def packed(self) -> Any:
+        """What the backend packed, if it holds the weight's very bytes; None otherwise."""
+        return self.ops.packed(self.handle)
+
+    def restore(self, packed: Any) -> None:
+        """Go back to the weight that `packed` was made of; None if it has its values already."""
+        if packed is not None:
+            self.weight.detach().copy_(self.ops.unpack(packed))
+        self.refresh(packed)
+
     def forward(self, x_TK: Tensor) -> Tensor:
         return self.ops.linear(x_TK, self.handle)
 

@@ -5,7 +5,7 @@ Shape letters: L logit rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,34 +108,25 @@ class CausalLM(nn.Module):
             views |= {prefix + name: view for name, view in named.items()}
         return views
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> list[Any]:
-        """Prepare packed copies of new weights, by name, while the old ones still serve.
+    def refresh(self, staged: Sequence[Any] | None = None) -> None:
+        """Let packed copies of the weights follow an in-place change.
 
-        Of tied weights one name is enough. Hand the result to `refresh` after copying in place.
+        `staged` holds what each of `linear_layers` had staged for it.
         """
         self._require_prepared()
-        views = self.weight_views()
-        by_address = {views[name].data_ptr(): tensor for name, tensor in tensors.items()}
-        return [
-            layer.stage([by_address[view.data_ptr()] for view in layer.part_weights()])
-            for layer in self._linear_layers()
-        ]
-
-    def refresh(self, staged: Sequence[Any] | None = None) -> None:
-        """Let packed copies of the weights follow an in-place change."""
-        self._require_prepared()
-        layers = self._linear_layers()
+        layers = self.linear_layers().values()
         for layer, prepared in zip(layers, staged or [None] * len(layers), strict=True):
             layer.refresh(prepared)
 
     def release_packed(self) -> None:
         """Drop packed copies of the weights, until `refresh`."""
         self._require_prepared()
-        for layer in self._linear_layers():
+        for layer in self.linear_layers().values():
             layer.release_packed()
 
-    def _linear_layers(self) -> list[Linear]:
-        return [module for module in self.modules() if isinstance(module, Linear)]
+    def linear_layers(self) -> dict[str, Linear]:
+        """All linear layers by path, the head included, always in the same order."""
+        return {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
         """What the KV cache must hold for this model; `dtype` None means the model's own."""

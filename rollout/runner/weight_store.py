@@ -23,7 +23,7 @@ class WeightStore:
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self.num_bytes = max(end for _, end in self._places.values())
         self.is_resident = True
-        self.has_values = True
+        self.has_values = True  # all bytes are of one set of weights; whoever writes them says so
         values = {name: parameter.data for name, parameter in model.named_parameters()}
         self._carve(memory.allocate(_BUFFER, self.num_bytes))
         with torch.no_grad():
@@ -34,9 +34,9 @@ class WeightStore:
         """Give the memory back, after a host copy unless `discard`. Returns bytes released."""
         if not self.is_resident:
             return 0
-        if not discard:
+        self.has_values = self.has_values and not discard
+        if self.has_values:
             self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
-        self.has_values = not discard
         self.is_resident = False
         self._model.release_packed()
         for parameter in self._model.parameters():
@@ -54,10 +54,6 @@ class WeightStore:
         self._model.refresh()
         self.is_resident = True
         return self.num_bytes if self.has_values else 0
-
-    def note_written(self) -> None:
-        """A full update was committed: the values are whole."""
-        self.has_values = True
 
     @property
     def num_bytes_on_host(self) -> int:

@@ -1,10 +1,11 @@
-"""Weight updates as transactions: verify everything first, then copy in place."""
+"""Weight updates as transactions: verify everything first, then copy in place, or go back."""
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
+from rollout.models.backup import WeightBackup
 from rollout.models.causal_lm import CausalLM
 
 MAX_VERSION = 2**31 - 1
@@ -31,69 +33,100 @@ class WeightUpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """An update that cannot fail any more: source tensors that fit the model, tied ones once.
+    """A verified update: source tensors that fit the model, tied ones once.
 
-    They are not copied; `packed` holds what had to be prepared of them.
+    They are not copied. `packed` holds what had to be prepared of them, `backup` the weights that
+    were served after `num_writes` writes.
     """
 
     tensors: Mapping[str, Tensor]
     packed: Sequence[Any]
+    backup: WeightBackup
+    num_writes: int
+    checksum: str
     seconds: float
 
 
 class WeightUpdater:
-    """The only writer of the model's weights. Addresses never change, so captured graphs stay
-    valid.
-    """
+    """The only writer of the model's weights, in place: captured graphs stay valid."""
 
     def __init__(self, model: CausalLM, *, reject_non_finite: bool) -> None:
         self._model = model
         self._reject_non_finite = reject_non_finite
+        self._num_writes = 0
 
     @torch.no_grad()
     def stage(self, named_tensors: NamedTensors) -> StagedWeights:
-        """Check names, shapes, dtypes and values in place, and pack; the model is not touched.
+        """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
         Raises WeightUpdateError naming the tensor at fault and what was expected of it.
         """
         start = time.perf_counter()
+        num_writes = self._num_writes
         views = self._model.weight_views()
         source = _by_name(named_tensors)
         _check_names(source, views)
         chosen: dict[int, str] = {}
         for name, tensor in source.items():
-            self._check_tensor(name, tensor, views[name])
-            first = chosen.setdefault(views[name].data_ptr(), name)
-            if first != name and not torch.equal(tensor, source[first].to(tensor)):
-                raise WeightUpdateError(
-                    f"{name!r} and {first!r} are tied in this model, but the update gives them "
-                    "different values; send one of them, or equal ones"
-                )
+            with _blaming(f"checking {name!r}"):
+                self._check_tensor(name, tensor, views[name])
+                first = chosen.setdefault(views[name].data_ptr(), name)
+                if first != name and not torch.equal(tensor, source[first].to(tensor)):
+                    raise WeightUpdateError(
+                        f"{name!r} and {first!r} are tied in this model, but the update gives them "
+                        "different values; send one of them, or equal ones"
+                    )
         tensors = {name: source[name] for name in chosen.values()}
-        packed = self._model.stage(tensors)
-        seconds = time.perf_counter() - start
-        return StagedWeights(tensors=tensors, packed=packed, seconds=seconds)
+        by_view = {name: source[chosen[view.data_ptr()]] for name, view in views.items()}
+        checksum = _checksum((name, by_view[name].to(views[name].dtype)) for name in sorted(views))
+        return StagedWeights(
+            tensors=tensors,
+            packed=self._pack(by_view),
+            backup=WeightBackup(self._model),
+            num_writes=num_writes,
+            checksum=checksum,
+            seconds=time.perf_counter() - start,
+        )
+
+    def backup_for(self, staged: StagedWeights) -> WeightBackup:
+        """The weights as they are now: those backed up while staging, unless written to since."""
+        backup = staged.backup
+        if staged.num_writes != self._num_writes:
+            backup = WeightBackup(self._model)
+        backup.keep_packed()
+        return backup
 
     @torch.no_grad()
-    def commit(self, staged: StagedWeights) -> int:
-        """Copy in place and take the packed copies. Returns bytes written."""
+    def write(self, staged: StagedWeights) -> int:
+        """Copy in place and take the packed copies. Returns bytes written.
+
+        On an exception old and new weights are mixed; `backup_for`, called before, can undo that.
+        """
+        self._num_writes += 1
         views = self._model.weight_views()
         num_bytes = 0
         for name, tensor in staged.tensors.items():
-            views[name].copy_(tensor)
+            with _blaming(f"copying {name!r}"):
+                views[name].copy_(tensor)
             num_bytes += views[name].nbytes
-        self._model.refresh(staged.packed)
+        with _blaming("taking the packed copies"):
+            self._model.refresh(staged.packed)
         return num_bytes
 
     def checksum(self) -> str:
-        """CRC-32 over names and bytes of all weights, by name: equal weights, equal checksum."""
-        value = 0
+        """CRC-32 over names and bytes of all weights: equal weights, equal checksum."""
+        return _checksum(sorted(self._model.weight_views().items()))
+
+    def _pack(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """What `refresh` will want, by layer; while the old weights still serve."""
         views = self._model.weight_views()
-        for name in sorted(views):
-            view = views[name].detach().cpu().contiguous()
-            value = zlib.crc32(name.encode(), value)
-            value = zlib.crc32(view.view(torch.uint8).numpy().data, value)
-        return f"{value:08x}"
+        by_address = {views[name].data_ptr(): tensor for name, tensor in tensors.items()}
+        packed = []
+        for path, layer in self._model.linear_layers().items():
+            with _blaming(f"packing {path!r}"):
+                parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
+                packed.append(layer.stage(parts))
+        return packed
 
     def _check_tensor(self, name: str, tensor: Tensor, view: Tensor) -> None:
         if not isinstance(tensor, Tensor):
@@ -154,10 +187,38 @@ def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     if isinstance(named_tensors, Mapping):
         return dict(named_tensors)
     source: dict[str, Tensor] = {}
-    for name, tensor in named_tensors:
+    pairs = iter(named_tensors)
+    while True:
+        with _blaming(f"the source, after {_listing([*source][-1:]) or 'no tensor at all'},"):
+            pair = next(pairs, None)
+        if pair is None:
+            return source
+        name, tensor = pair
         if source.setdefault(name, tensor) is not tensor:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
-    return source
+
+
+@contextmanager
+def _blaming(culprit: str) -> Iterator[None]:
+    """Turn any failure inside into a WeightUpdateError that names `culprit`."""
+    try:
+        yield
+    except WeightUpdateError:
+        raise
+    except Exception as error:
+        raise WeightUpdateError(
+            f"{culprit} failed with {type(error).__name__}: {error}; the serving weights are kept"
+        ) from error
+
+
+def _checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+    value = 0
+    for name, tensor in named_tensors:
+        with _blaming(f"the checksum of {name!r}"):
+            plain = tensor.detach().cpu().contiguous()
+            value = zlib.crc32(name.encode(), value)
+            value = zlib.crc32(plain.view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
 
 
 def _listing(names: list[str]) -> str:

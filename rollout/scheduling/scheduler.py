@@ -196,12 +196,14 @@ class Scheduler:
         return _ids(self._context.requeue(self._context.active))
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
-        """Send the requests whose oldest KV was written before `version` back to the queue."""
-        return _ids(
-            self._context.requeue(
-                s for s in self._context.active if len(s.kv_spans) and s.kv_min < version
-            )
-        )
+        """Send the requests whose oldest KV was written before `version` back to the queue.
+
+        Nobody may share such KV any more: indexed blocks of it are freed.
+        """
+        too_old = [s for s in self._context.active if len(s.kv_spans) and s.kv_min < version]
+        requeued = _ids(self._context.requeue(too_old))
+        self._blocks.drop_unused(older_than=version)
+        return requeued
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
         self._next_step_id += 1

@@ -123,7 +123,8 @@ def test_an_error_of_the_source_itself_changes_nothing() -> None:
 
     engine = tiny_engine(old_model())
     checksum = engine.weights_checksum()
-    with pytest.raises(OSError, match="disk"):
+    after = f"the source, after '{list(weights(new_model()))[2]}', failed with OSError: disk"
+    with pytest.raises(WeightUpdateError, match=after):
         engine.update_weights(source(), in_flight=True)
     assert (engine.weights_checksum(), engine.weights_version) == (checksum, 0)
 

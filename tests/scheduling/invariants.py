@@ -50,10 +50,34 @@ def check_blocks(scheduler: Scheduler) -> None:
     users = Counter(block for s in holders.values() for block in s.blocks)
     pool = scheduler._blocks._pool
     assert {b: n for b, n in enumerate(pool._users) if n} == dict(users)
-    assert sorted(pool._free) == [b for b in range(1, pool.num_blocks + 1) if not users[b]]
+    unused = check_index(scheduler, users)
+    without_user = [b for b in range(1, pool.num_blocks + 1) if not users[b]]
+    assert sorted([*pool._free, *unused]) == without_user
+    assert scheduler.counts().num_blocks_used == pool.num_blocks - len(without_user)
     rows = [s.row for s in holders.values()]
     assert len(set(rows)) == len(rows)
     assert len(rows) + scheduler._blocks.num_free_rows == scheduler._blocks.num_rows
+
+
+def check_index(scheduler: Scheduler, users: Counter[int]) -> list[int]:
+    """Whoever is indexed has its ancestors indexed, and used if it is. Returns unused blocks."""
+    blocks = scheduler._blocks
+    entries = list(blocks._index._by_key.values())
+    assert {entry.block: entry for entry in entries} == blocks._index._by_block
+    children = Counter(id(entry.parent) for entry in entries if entry.parent is not None)
+    for entry in entries:
+        assert (entry.released_at is None) == bool(users[entry.block])
+        assert entry.num_children == children[id(entry)]
+        if entry.parent is not None:
+            assert blocks._index._by_key[entry.parent.key] is entry.parent
+            assert users[entry.parent.block] >= users[entry.block]
+        if scheduler._prefixes is not None and scheduler._prefixes.is_isolated:
+            assert len(list(entry.spans)) == 1, "a mixed block is indexed"
+            assert entry.parent is None or entry.parent.spans == entry.spans
+    unused = [entry.block for entry in entries if entry.released_at is not None]
+    assert len(unused) == blocks._index.num_unused
+    assert blocks._keeps_unused or not unused
+    return unused
 
 
 def check_schedule(
@@ -80,6 +104,7 @@ def check_schedule(
     _check_paused(scheduler, sizes, before, schedule)
     _check_resumed(scheduler, before, schedule)
     _check_admitted(scheduler, known, schedule)
+    _check_hits(scheduler, sizes, known, schedule)
 
 
 def _check_oldest(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
@@ -129,6 +154,35 @@ def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Sch
         assert not in_phase(known, "paused")
         newest = max(known[i].order for i in computing)
         assert all(known[i].order > newest for i in in_phase(known, "waiting"))
+
+
+def _check_hits(
+    scheduler: Scheduler, sizes: Sizes, known: dict[int, Known], schedule: Schedule
+) -> None:
+    """What is shared may be: its versions are right, and the last token is not in it.
+
+    That the blocks hold it, and under these versions, is the muscle's to say.
+    """
+    children = {id(child) for behind in scheduler._in_flight for _, child in behind.forks}
+    num_hits = 0
+    for sequence in scheduler._context.active:
+        if sequence.request_id not in schedule.admitted or id(sequence) in children:
+            continue
+        versions, each = sequence.kv_spans.to_array().tolist(), known[sequence.request_id]
+        num_hits += len(versions)
+        assert len(versions) % sizes.block_size == 0
+        assert len(versions) < len(each.prompt) + len(each.generated)
+        if not versions:
+            continue
+        assert sizes.prefixes is not None
+        assert schedule.plan is not None
+        assert each.generated or not each.sample.wants_scores
+        now = schedule.plan.weights_version
+        if not sizes.prefixes.reuse_across_versions:
+            assert set(versions) == {now}, "older context is served as new"
+        if sizes.prefixes.max_age is not None:
+            assert min(versions) >= now - sizes.prefixes.max_age
+    assert schedule.num_prefix_hit_tokens == num_hits
 
 
 def check_contents(scheduler: Scheduler, muscle: FakeMuscle) -> None:

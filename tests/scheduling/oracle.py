@@ -13,8 +13,20 @@ from tests.fakes import next_token, token_score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """How blocks are shared between requests."""
+
+    lru: bool = True
+    reuse_across_versions: bool = False
+    max_age: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How small the engine is. `depth`: how many plans may be in flight."""
+    """How small the engine is. `depth`: how many plans may be in flight.
+
+    `prefixes` None: no block is shared but in a group.
+    """
 
     num_blocks: int = 8
     block_size: int = 4
@@ -24,6 +36,7 @@ class Sizes:
     chunked: bool = True
     depth: int = 1
     poison: frozenset[int] = frozenset()
+    prefixes: Prefixes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

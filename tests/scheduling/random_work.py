@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from tests.fakes import VOCAB_SIZE
-from tests.scheduling.oracle import Sample, Sizes
+from tests.scheduling.oracle import Prefixes, Sample, Sizes
 from tests.scheduling.rig import Rig
+
+# Half of the prompts start with some of this, so that they find each other's blocks.
+SHARED_TEXT = tuple(range(1, 13))
 
 # One thing that happens to a rig.
 Op = Callable[[Rig], None]
@@ -85,6 +88,7 @@ class NewVersion:
         rig.set_version(rig.version + 1)
         if self.recomputes:
             rig.requeue_active()
+            rig.drop_unused_blocks()
         if self.num_kept is not None:
             rig.requeue_older_than(rig.version - self.num_kept)
 
@@ -115,7 +119,11 @@ def adds() -> st.SearchStrategy[Add]:
     token = st.integers(0, VOCAB_SIZE - 1)
     return st.builds(
         Add,
-        st.lists(token, min_size=1, max_size=20).map(tuple),
+        st.builds(
+            lambda length, tail: SHARED_TEXT[:length] + tail,
+            st.just(0) | st.integers(0, len(SHARED_TEXT)),
+            st.lists(token, min_size=1, max_size=8).map(tuple),
+        ),
         st.lists(samples(), min_size=1, max_size=4).map(tuple),
         st.sampled_from((0, 0, 0, 1, -1)),
     )
@@ -136,6 +144,15 @@ def ops() -> st.SearchStrategy[Op]:
     )
 
 
+def prefixes() -> st.SearchStrategy[Prefixes]:
+    return st.builds(
+        Prefixes,
+        lru=st.booleans(),
+        reuse_across_versions=st.booleans(),
+        max_age=st.none() | st.integers(0, 2),
+    )
+
+
 @st.composite
 def sizes(draw: st.DrawFn, depths: st.SearchStrategy[int]) -> Sizes:
     num_blocks = draw(st.integers(3, 12))
@@ -148,6 +165,7 @@ def sizes(draw: st.DrawFn, depths: st.SearchStrategy[int]) -> Sizes:
         max_paused_blocks=draw(st.integers(0, num_blocks)),
         chunked=draw(st.booleans()),
         depth=draw(depths),
+        prefixes=draw(st.none() | prefixes()),
     )
     return replace(drawn, poison=frozenset({7}) if draw(st.integers(0, 4)) == 0 else frozenset())
 
@@ -166,6 +184,7 @@ def seeded_work(seed: int, *, depth: int, num_ops: int = 60) -> tuple[Sizes, lis
         chunked=rng.random() < 0.5,
         depth=depth,
         poison=frozenset({7}) if rng.random() < 0.2 else frozenset(),
+        prefixes=_random_prefixes(rng),
     )
     makers: list[Callable[[], Op]] = [
         lambda: _random_add(rng),
@@ -178,9 +197,20 @@ def seeded_work(seed: int, *, depth: int, num_ops: int = 60) -> tuple[Sizes, lis
     return small, [make() for make in rng.choices(makers, (8, 8, 12, 2, 1, 1), k=num_ops)]
 
 
+def _random_prefixes(rng: random.Random) -> Prefixes | None:
+    if rng.random() < 0.4:
+        return None
+    return Prefixes(
+        lru=rng.random() < 0.7,
+        reuse_across_versions=rng.random() < 0.5,
+        max_age=rng.choice((None, None, 0, 1, 2)),
+    )
+
+
 def _random_add(rng: random.Random) -> Add:
+    shared = SHARED_TEXT[: rng.choice((0, rng.randint(1, len(SHARED_TEXT))))]
     return Add(
-        tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 16))),
+        shared + tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 8 if shared else 16))),
         tuple(
             Sample(
                 num_new=rng.randint(1, 20),

@@ -6,6 +6,7 @@ from collections import deque
 
 from rollout.blocks.block_manager import BlockManager
 from rollout.scheduling.commit import Committed
+from rollout.scheduling.prefix_cache import PrefixCache
 from rollout.scheduling.scheduler import Schedule, Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
@@ -24,6 +25,28 @@ from tests.scheduling.oracle import (
 )
 
 
+def make_scheduler(sizes: Sizes) -> Scheduler:
+    prefixes = sizes.prefixes
+    blocks = BlockManager(
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        num_rows=sizes.num_rows,
+        keeps_unused=prefixes is not None and prefixes.lru,
+    )
+    prefix_cache = prefixes and PrefixCache(
+        blocks,
+        reuse_across_versions=prefixes.reuse_across_versions,
+        max_age_versions=prefixes.max_age,
+    )
+    return Scheduler(
+        blocks,
+        max_tokens=sizes.max_tokens,
+        max_paused_blocks=sizes.max_paused_blocks,
+        enable_chunked_prefill=sizes.chunked,
+        prefix_cache=prefix_cache,
+    )
+
+
 class Rig:
     """Add requests, then `step`, or `schedule`, `run` and `commit` one by one. Checks it all."""
 
@@ -35,14 +58,7 @@ class Rig:
             num_rows=sizes.num_rows,
             poison=sizes.poison,
         )
-        self.scheduler = Scheduler(
-            BlockManager(
-                num_blocks=sizes.num_blocks, block_size=sizes.block_size, num_rows=sizes.num_rows
-            ),
-            max_tokens=sizes.max_tokens,
-            max_paused_blocks=sizes.max_paused_blocks,
-            enable_chunked_prefill=sizes.chunked,
-        )
+        self.scheduler = make_scheduler(sizes)
         self.known: dict[int, Known] = {}
         self.planned: deque[StepPlan] = deque()
         self.ran: deque[tuple[StepPlan, StepOutput]] = deque()
@@ -154,6 +170,8 @@ class Rig:
             self.commit()
         self.settle()
         assert self.scheduler.used_blocks() == []
+        self.drop_unused_blocks()
+        assert self.scheduler.counts().num_blocks_indexed == 0
         for spans, as_handed_out in self._handed_out:
             assert spans == as_handed_out, "a request was stamped after it was gone"
 
@@ -161,7 +179,16 @@ class Rig:
 
     def set_version(self, version: int) -> None:
         self.settle()
-        self.version = version
+        if version != self.version:
+            self.version = version
+            self.scheduler.note_new_version()
+            invariants.check_blocks(self.scheduler)
+
+    def drop_unused_blocks(self) -> None:
+        self.settle()
+        self.scheduler.drop_unused_blocks()
+        invariants.check_blocks(self.scheduler)
+        assert self.scheduler.counts().num_blocks_indexed <= len(self.scheduler.used_blocks())
 
     def requeue_older_than(self, version: int) -> None:
         self.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.backends.memory.mapping import map_bytes
+from rollout.backends.memory.mapping import map_bytes, trim_heap
 
 
 class DeviceMemory:
@@ -28,7 +28,10 @@ class DeviceMemory:
 
     def release(self, name: str) -> int:
         """Drop the buffer. Returns its bytes, 0 if it was released already."""
-        return 0 if self._tensors.pop(name, None) is None else self._num_bytes[name]
+        if self._tensors.pop(name, None) is None:
+            return 0
+        trim_heap()
+        return self._num_bytes[name]
 
     def restore(self, name: str) -> Tensor:
         """The buffer, allocated anew if it was released; its address may differ."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.backends.memory.mapping import Mapping, give_back_pages, map_bytes
+from rollout.backends.memory.mapping import Mapping, map_bytes
 
 
 class MappedHostArena:
@@ -30,7 +30,7 @@ class MappedHostArena:
 
     def discard(self, start: int, end: int) -> int:
         """Free the whole pages in bytes [start, end); contents lost. Returns bytes freed."""
-        return 0 if self._mapping is None else give_back_pages(self._mapping.region, start, end)
+        return 0 if self._mapping is None else self._mapping.give_back(start, end)
 
     def release(self) -> int:
         """Free the arena. Returns bytes freed."""

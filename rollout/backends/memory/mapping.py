@@ -7,6 +7,7 @@ touch.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import NamedTuple
 
@@ -17,29 +18,50 @@ from rollout.errors import ConfigError
 
 
 class Mapping(NamedTuple):
-    """A mapping and the flat uint8 tensor over it; unmapped when the last tensor on it is gone."""
+    """A mapping and the flat uint8 tensor over it; unmapped when the last tensor on it is gone.
+
+    A page at each end belongs to nobody.
+    """
 
     region: mmap.mmap
     tensor: Tensor
 
+    def give_back(self, start: int, end: int) -> int:
+        """Free the whole pages in the tensor's bytes [start, end); they then read as zero.
+
+        Returns bytes freed.
+        """
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE if end < self.tensor.numel() else end
+        if last <= first:
+            return 0
+        self.region.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE + first, last - first)
+        return last - first
+
 
 def map_bytes(name: str, num_bytes: int) -> Mapping:
     """A new zero-filled mapping. Raises ConfigError, naming the buffer, if it is refused."""
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
+    size = (num_pages + 2) * mmap.PAGESIZE
     try:
         # Not the default MAP_SHARED: its pages survive MADV_DONTNEED.
-        region = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"no {num_bytes} bytes to be had for buffer {name!r} ({error}); lower buffer_size_gb"
         ) from error
-    return Mapping(region, torch.frombuffer(region, dtype=torch.uint8)[:num_bytes])
+    # The system merges neighbours with equal flags, and would report the memory of both as one.
+    for guard in (0, size - mmap.PAGESIZE):
+        region.madvise(mmap.MADV_DONTDUMP, guard, mmap.PAGESIZE)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    return Mapping(region, whole[mmap.PAGESIZE : mmap.PAGESIZE + num_bytes])
 
 
-def give_back_pages(region: mmap.mmap, start: int, end: int) -> int:
-    """Free the whole pages in bytes [start, end); they then read as zero. Returns bytes freed."""
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = end // mmap.PAGESIZE * mmap.PAGESIZE if end < len(region) else end
-    if last <= first:
-        return 0
-    region.madvise(mmap.MADV_DONTNEED, first, last - first)
-    return last - first
+def trim_heap() -> None:
+    """Give the heap's free pages back, too: packed weights lie there, which torch allocates itself.
+
+    Does nothing where the C library has no malloc_trim.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

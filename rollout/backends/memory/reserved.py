@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.backends.memory.mapping import Mapping, give_back_pages, map_bytes
+from rollout.backends.memory.mapping import Mapping, map_bytes, trim_heap
 
 
 class ReservedMemory:
@@ -28,8 +28,9 @@ class ReservedMemory:
     def release(self, name: str) -> int:
         """Give the buffer's pages back. Returns its bytes, whether or not they had been touched."""
         mapping = self._mappings[name]
-        give_back_pages(mapping.region, 0, len(mapping.region))
-        return mapping.tensor.numel()
+        num_bytes = mapping.give_back(0, mapping.tensor.numel())
+        trim_heap()
+        return num_bytes
 
     def restore(self, name: str) -> Tensor:
         """The same tensor; its pages appear as they are touched."""

@@ -67,6 +67,14 @@ class CpuOps(ReferenceOps):
         """Drop the packed copy; products take the plain weight until `refresh`."""
         handle.packed = None
 
+    def packed(self, handle: CpuLinear) -> Tensor | None:  # type: ignore[override]
+        """The packed copy; `refresh` replaces it by another and never writes to it."""
+        return handle.packed
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The weight; packing float32 only reorders its numbers."""
+        return packed.to_dense()
+
 
 def pack(weight_NK: Tensor) -> Tensor | None:
     """A copy in oneDNN's own layout; None if this build of torch makes none of such a weight."""

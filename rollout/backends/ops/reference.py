@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,14 @@ class ReferenceOps:
 
     def release(self, handle: DenseLinear) -> None:
         """Nothing is held."""
+
+    def packed(self, handle: DenseLinear) -> Any:
+        """Nothing is held."""
+        return None
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Never called: `packed` gives nothing."""
+        raise AssertionError("no packed copies are made")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, returned in x's dtype.

@@ -1,0 +1,192 @@
+"""Suspend and resume of a pool with a given live part, beside bare copies of the same bytes.
+
+The floor of OFFLOAD's suspend is one memcpy into pages that are there, the warm arena, and the bare
+madvise that gives the pool's pages back; that of its resume one memcpy into pages that were just
+released. RECOMPUTE owes a prefill of the live tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.backends.memory.mapping import map_bytes
+from rollout.models import CausalLM
+from rollout.models.spec import ModelSpec
+
+BLOCK_SIZE = 16
+MIB = 1 << 20
+_PARAMS = SamplingParams(num_tokens_to_generate=4, ignore_eos=True, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One row of the table."""
+
+    mode: str
+    memory_kind: str
+    live_fraction: float
+
+
+@dataclass(slots=True)
+class Timing:
+    """Wall and CPU seconds."""
+
+    wall: float
+    cpu: float
+
+
+def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu), result
+
+
+class Cycles:
+    """An engine whose pool is filled, and whose scheduler believes a part of it to be live.
+
+    Filling it by prefill would take hours; bytes are moved alike whatever they mean.
+    """
+
+    def __init__(self, spec: ModelSpec, *, pool_mib: int, memory_kind: str) -> None:
+        config = InferenceConfig(
+            num_threads=1,
+            block_size_tokens=BLOCK_SIZE,
+            max_sequence_length=spec.max_position_embeddings,
+            buffer_size_gb=pool_mib / 1024 * 1.01,
+            memory_kind=memory_kind,
+        )
+        self._engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
+        self._kv = self._engine._kv
+        self._blocks = self._engine._scheduler._blocks
+        self._source = map_bytes("source", self._kv.num_bytes)
+        self._warm = map_bytes("warm", self._kv.num_bytes).tensor.fill_(1)
+        self._source.tensor.fill_(2)
+        self._per_token: float | None = None
+        self._samples: dict[Scenario, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+
+    def play_round(self, scenarios: list[Scenario]) -> None:
+        """Each scenario once, each cycle right beside its floor."""
+        for scenario in scenarios:
+            self._play(scenario)
+
+    def _play(self, scenario: Scenario) -> None:
+        for layer in self._kv.layers:
+            layer.fill_(1.0)
+        del layer
+        table: list[int] = []
+        num_live = math.ceil(self._kv.num_blocks * scenario.live_fraction)
+        self._blocks.reserve(table, 0, num_live * BLOCK_SIZE)
+        num_bytes = num_live * self._kv.bytes_per_block
+        engine, samples = self._engine, self._samples[scenario]
+        gc.collect()
+        engine.pause()
+        suspend, given = timed(lambda: engine.suspend(scenario.mode))
+        resume, restored = timed(engine.resume)
+        engine.unpause()
+        self._blocks.release(table)
+        if scenario.mode == "offload":
+            warm, source = self._warm[:num_bytes], self._source.tensor[:num_bytes]
+            floor, _ = timed(lambda: warm.copy_(source))
+            samples["memcpy"].append(floor)
+            give_back, _ = timed(lambda: self._source.give_back(0, self._source.tensor.numel()))
+            total = Timing(floor.wall + give_back.wall, floor.cpu + give_back.cpu)
+            samples["suspend_floor"].append(total)
+            floor, _ = timed(lambda: source.copy_(warm))
+            samples["resume_floor"].append(floor)
+            self._source.tensor.fill_(2)
+        samples["suspend"].append(suspend)
+        samples["resume"].append(resume)
+        samples["bytes"].append((given, restored, num_live))
+
+    def result(self, scenario: Scenario) -> dict[str, Any]:
+        """Medians; a ratio is the median over the rounds."""
+        samples = self._samples[scenario]
+        given, restored, num_live = samples["bytes"][-1]
+        row: dict[str, Any] = asdict(scenario) | {
+            "pool_bytes": self._kv.num_bytes,
+            "live_blocks": num_live,
+            "bytes_released": given.bytes_released,
+            "bytes_moved": given.bytes_on_host,
+            "bytes_restored": restored.bytes_restored,
+        }
+        for name in ("suspend", "resume"):
+            row[f"{name}_seconds"] = statistics.median(t.wall for t in samples[name])
+            row[f"{name}_cpu_seconds"] = statistics.median(t.cpu for t in samples[name])
+            if floors := samples[f"{name}_floor"]:
+                row[f"{name}_floor_cpu_seconds"] = statistics.median(t.cpu for t in floors)
+                row[f"{name}_over_floor"] = _over(samples[name], floors)
+        if floors := samples["memcpy"]:
+            row["suspend_over_memcpy"] = _over(samples["suspend"], floors)
+        if scenario.mode == "recompute":
+            row["prefill_cpu_seconds"] = self._prefill_seconds(num_live * BLOCK_SIZE)
+        return row
+
+    def _prefill_seconds(self, num_tokens: int) -> float:
+        """What the next steps owe: a prefill of the live tokens, from the cost of a few hundred."""
+        length = min(256, num_tokens)
+        if self._per_token is None:
+            self._engine.add_request(list(range(1, length + 1)), _PARAMS)
+            timing, _ = timed(self._engine.step)
+            self._per_token = timing.cpu / length
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+        return self._per_token * num_tokens
+
+
+def _over(timings: list[Timing], floors: list[Timing]) -> float:
+    return statistics.median(t.cpu / f.cpu for t, f in zip(timings, floors, strict=True))
+
+
+def _running_engine(spec: ModelSpec) -> DynamicInferenceEngine:
+    config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
+    engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
+    engine.add_request(list(range(1, 33)), SamplingParams(num_tokens_to_generate=200, seed=1))
+    engine.step()
+    return engine
+
+
+def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
+    """CPU seconds of suspend plus resume in PERSIST, with a request under way."""
+    engine = _running_engine(spec)
+    engine.pause()
+    timings = [
+        timed(lambda: (engine.suspend("persist"), engine.resume()))[0] for _ in range(num_repeats)
+    ]
+    return {"cpu_seconds": statistics.median(t.cpu for t in timings), "repeats": num_repeats}
+
+
+def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
+    """Stall of an in-flight update, beside one copy of the weights into weights that are there."""
+    engine = _running_engine(spec)
+    source = CausalLM.random(spec, seed=1).weight_views()
+    unique = {tensor.data_ptr(): tensor for tensor in source.values()}
+    targets = [tensor.clone() for tensor in unique.values()]
+    stalls, floors, totals, ratios = [], [], [], []
+    with torch.no_grad():
+        for _ in range(num_repeats + 1):
+            report = engine.update_weights(source, in_flight=True)
+            engine.step()
+            floor, _ = timed(
+                lambda: [t.copy_(s) for t, s in zip(targets, unique.values(), strict=True)]
+            )
+            stalls.append(report.stall_seconds)
+            totals.append(report.seconds)
+            floors.append(floor.wall)
+            ratios.append(report.stall_seconds / floor.wall)
+    return {
+        "stall_seconds": statistics.median(stalls[1:]),
+        "floor_seconds": statistics.median(floors[1:]),
+        "seconds": statistics.median(totals[1:]),
+        "over_floor": statistics.median(ratios[1:]),
+        "num_bytes": report.num_bytes,
+    }

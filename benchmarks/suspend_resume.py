@@ -1,0 +1,105 @@
+"""Suspend, resume and weight updates, each beside the copy that physics asks for. One thread.
+
+    python benchmarks/suspend_resume.py            # a pool of 512 MiB, median of 20
+    python benchmarks/suspend_resume.py --small    # seconds: shows that it runs, not how fast
+
+Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.machine import describe, kind
+from benchmarks.memory_cycles import Cycles, Scenario, measure_persist, measure_update
+from benchmarks.memory_report import as_markdown, draw
+from benchmarks.models import MODELS
+from benchmarks.one_thread import restart_with_one_thread
+from rollout import InferenceConfig
+
+ROOT = Path(__file__).parent
+MODES = ("persist", "offload", "recompute")
+KINDS = ("device", "reserved")
+LIVE_FRACTIONS = (0.01, 0.25, 1.0)
+NUM_PERSIST_REPEATS = 50
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--pool-mib", type=int, default=512)
+    parser.add_argument("--small", action="store_true", help="a tiny model and pool, two repeats")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "suspend_resume.png")
+    arguments = parser.parse_args(argv)
+    if arguments.repeats < 1:
+        parser.error(f"--repeats {arguments.repeats} must be at least 1")
+    if arguments.small:
+        arguments.repeats, arguments.pool_mib = 2, 8
+    return arguments
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All figures, as plain values."""
+    spec = MODELS["small" if arguments.small else "m45"]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    rows = []
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        num_rows = len(KINDS) * len(LIVE_FRACTIONS)
+        task = progress.add_task("suspend and resume", total=num_rows * arguments.repeats)
+        for memory_kind in KINDS:
+            cycles = Cycles(spec, pool_mib=arguments.pool_mib, memory_kind=memory_kind)
+            for fraction in LIVE_FRACTIONS:
+                scenarios = [Scenario(mode, memory_kind, fraction) for mode in MODES]
+                for _ in range(arguments.repeats):
+                    cycles.play_round(scenarios)
+                    progress.advance(task)
+                rows += [cycles.result(scenario) for scenario in scenarios]
+            del cycles
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "pool_mib": arguments.pool_mib,
+        "repeats": arguments.repeats,
+        "cycles": rows,
+        "persist": measure_persist(spec, NUM_PERSIST_REPEATS),
+        "update": measure_update(spec, arguments.repeats),
+    }
+
+
+def write(results: dict[str, Any], arguments: argparse.Namespace) -> Path:
+    """Write page, JSON and plot; returns the path of the page."""
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    stem = f"{results['date']}-suspend-resume-{kind(results['machine'])}"
+    page = arguments.output / f"{stem}.md"
+    page.write_text(as_markdown(results))
+    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    draw(results, arguments.plot)
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print and write. Returns what was measured."""
+    arguments = parse_arguments(argv)
+    logging.getLogger("rollout").setLevel(logging.WARNING)
+    console = Console(stderr=True)
+    results = measure(arguments, console)
+    page = write(results, arguments)
+    Console().print(Markdown(as_markdown(results)))
+    console.print(f"written: {page}, its JSON and {arguments.plot}", highlight=False)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()

@@ -1,0 +1,283 @@
+"""The list-based model of an engine: no blocks, no batches, every position's KV in a Python list.
+
+It is told what was decided, and derives from that tokens, log-probs, versions, staleness, events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollout import SamplingParams
+from rollout.step.plan import StepPlan
+from tests.engine.dense_model import DenseModel, Position
+from tests.engine.known_request import Known
+from tests.engine.trace import Chunk, Decision
+from tests.tiny_models import Logits, expected_logprobs, possible_tokens, sampled_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the engine was made with. `max_paused_blocks` None: no bound."""
+
+    block_size: int
+    num_blocks: int
+    max_length: int
+    max_tokens: int
+    chunked: bool
+    max_paused_blocks: int | None
+    has_prefix_cache: bool
+    is_isolated: bool
+    max_age: int | None
+    tracks_pauses: bool
+    tracks_tokens: bool
+
+
+class Oracle:
+    """`models`: the weights of each version. `tally` counts what was compared."""
+
+    def __init__(
+        self, rules: Rules, models: dict[int, DenseModel], version: int, tally: Counter[str]
+    ) -> None:
+        self.rules, self.models, self.version, self.tally = rules, models, version, tally
+        self.known: dict[int, Known] = {}
+        self.exceptions: list[str] = []
+        self._contents: dict[int, list[Position | None]] = {}  # who wrote the blocks of a hit
+
+    # ---- what the world does
+
+    def add(
+        self, request_id: int, prompt: list[int], params: SamplingParams, priority: int
+    ) -> Known:
+        rules = self.rules
+        pool_tokens = rules.num_blocks * rules.block_size
+        fits = min(rules.max_length, pool_tokens + 1)
+        wanted = params.num_tokens_total or len(prompt) + (params.num_tokens_to_generate or fits)
+        if params.num_tokens_total is None and params.num_tokens_to_generate is None:
+            wanted = fits
+        too_long = len(prompt) >= rules.max_length or len(prompt) > pool_tokens
+        too_long |= len(prompt) > rules.max_tokens and not rules.chunked
+        known = Known(
+            request_id=request_id,
+            order=(-priority, request_id),
+            prompt=list(prompt),
+            params=params,
+            entry_version=self.version,
+            tokens=list(prompt),
+            max_length=min(wanted, fits),
+            events=["ADD_ENGINE"],
+        )
+        self.known[request_id] = known
+        if too_long:
+            self._end(known, "error", ["ERROR_NONTRANSIENT", "FAIL"])
+        elif wanted > fits:
+            known.events.append("ERROR_TRANSIENT")
+        return known
+
+    def abort(self, known: Known) -> None:
+        if not known.is_done:
+            self._end(known, "abort", ["ERROR_NONTRANSIENT", "FAIL"])
+
+    def requeue_active(self) -> None:
+        """All that hold KV lose it and go back to the queue."""
+        self._requeue(known for known in self.unfinished() if known.phase != "waiting")
+
+    def forget_unused(self, used_blocks: list[int]) -> None:
+        """The KV of all other blocks is gone."""
+        self._contents = {b: c for b, c in self._contents.items() if b in used_blocks}
+
+    def set_version(self, version: int, model: DenseModel | None) -> None:
+        """A committed update; None for one without tensors. KV that is too old now is given up."""
+        self.models[version] = self.models[self.version] if model is None else model
+        self.version = version
+        if self.rules.max_age is not None:
+            oldest = version - self.rules.max_age
+            self._requeue(
+                known
+                for known in self.unfinished()
+                if known.kv and min(p.version for p in known.kv) < oldest
+            )
+
+    def abandon(self, decision: Decision) -> None:
+        """The forward pass failed: its requests start again."""
+        self._decide(decision)
+        touched = {c.request_id for c in decision.chunks} | set(decision.sampled)
+        self._requeue(self.known[i] for i in touched)
+
+    def unfinished(self) -> list[Known]:
+        return [known for known in self.known.values() if not known.is_done]
+
+    # ---- what the engine decides
+
+    def draw(self, decision: Decision) -> list[tuple[Known, Logits]]:
+        """Do what was decided. Returns who samples, and from which logits, in order."""
+        self._decide(decision)
+        plan = decision.schedule.plan
+        if plan is None:
+            return []
+        self._copy(plan)
+        children = {child for _, child in decision.forks}
+        logits = {}
+        for chunk in decision.chunks:
+            self._check_sole_writer(chunk, decision, children)
+            logits[chunk.request_id] = self._compute(chunk, decision)
+        for parent, child in decision.forks:
+            assert self.known[child].tokens == self.known[parent].tokens == self.known[child].prompt
+            self.known[child].kv = list(self.known[parent].kv)
+            self._prefilled(self.known[child])
+            logits[child] = logits[parent]
+        return [(self.known[i], logits[i]) for i in decision.sampled]
+
+    def take(self, known: Known, logits_V: Logits, token: int) -> None:
+        """The engine sampled `token`; it must be the one that the logits and the seed give."""
+        params, position = known.params, len(known.tokens)
+        assert len(known.kv) == position
+        self.tally["tokens"] += 1
+        if token != sampled_token(logits_V, params, params.seed, position):
+            outcomes = possible_tokens(logits_V, params, params.seed, position)
+            where = f"request {known.request_id}, position {position}: {token}"
+            assert token in outcomes, f"{where}, possible were {outcomes}"
+            self.exceptions.append(where)
+        versions = [entry.version for entry in known.kv]
+        known.tokens.append(token)
+        known.num_in_segment += 1
+        known.policy.append(self.version)
+        known.logprobs.append(float(expected_logprobs(logits_V, params)[token]))
+        known.context_min.append(min(versions))
+        known.context_mean.append(sum(versions) / len(versions))
+        if len(set(versions)) > 1:
+            self.tally["tokens over mixed context"] += 1
+        if self.rules.tracks_tokens:
+            known.events.append("GENERATED_TOKEN")
+        if token == params.termination_id and not params.ignore_eos:
+            self._end(known, "stop", ["FINISH"])
+        elif len(known.tokens) == known.max_length:
+            self._end(known, "length", ["FINISH"])
+
+    def _decide(self, decision: Decision) -> None:
+        schedule = decision.schedule
+        self._check_order(decision)
+        self._requeue((self.known[i] for i in schedule.evicted), evicted=True)
+        for ids, phase in ((schedule.paused, "paused"), (schedule.resumed, "running")):
+            for request_id in ids:
+                self._move(request_id, phase)
+        for request_id in schedule.admitted:
+            assert self.known[request_id].phase == "waiting"
+            self._move(request_id, "running")
+        children = {child for _, child in decision.forks}
+        starts = {chunk.request_id: chunk.start for chunk in decision.chunks}
+        hits = [i for i in schedule.admitted if i not in children]
+        for request_id in hits:
+            self._share(self.known[request_id], starts[request_id], decision.tables[request_id])
+        assert schedule.num_prefix_hit_tokens == sum(starts[i] for i in hits)
+        self.tally["forks"] += len(decision.forks)
+        self.tally["evictions"] += len(schedule.evicted)
+        self.tally["pauses"] += len(schedule.paused)
+
+    def _move(self, request_id: int, phase: str) -> None:
+        known = self.known[request_id]
+        known.phase = phase
+        if phase == "paused" and self.rules.tracks_pauses:
+            known.events.append("PAUSE")
+
+    def _check_order(self, decision: Decision) -> None:
+        """Oldest first in, newest first out, and nobody comes in while others lack blocks."""
+        schedule, orders = decision.schedule, {i: k.order for i, k in self.known.items()}
+        active = [k for k in self.unfinished() if k.phase != "waiting"]
+        paused = [orders[i] for i in decision.paused]
+        for request_id in schedule.evicted:
+            assert orders[request_id] > min(k.order for k in active)
+            assert all(orders[request_id] > order for order in paused)
+        limit, held = self.rules.max_paused_blocks, [decision.tables[i] for i in decision.paused]
+        if limit is not None and len(decision.paused) > 1:
+            assert sum(map(len, held)) <= limit
+        children = {child for _, child in decision.forks}
+        entered = [orders[i] for i in schedule.admitted if i not in children]
+        if entered:
+            assert not schedule.evicted
+            assert not paused
+            assert all(max(entered) < orders[i] for i in decision.waiting)
+        if active and decision.schedule.plan is not None:
+            oldest = min(active, key=lambda k: k.order).request_id
+            assert oldest in {chunk.request_id for chunk in decision.chunks}
+
+    # ---- KV
+
+    def _share(self, known: Known, num_hit: int, table: tuple[int, ...]) -> None:
+        """Positions [0, num_hit) come from blocks that others wrote."""
+        rules = self.rules
+        assert not known.kv
+        if not num_hit:
+            return
+        assert rules.has_prefix_cache
+        assert num_hit % rules.block_size == 0
+        assert num_hit < len(known.tokens), "the last token's logits must be computed"
+        assert not known.wants_scores or known.policy, "a scored prompt takes no hit"
+        for block in table[: num_hit // rules.block_size]:
+            known.kv += self._contents[block]
+        assert [entry.token for entry in known.kv] == known.tokens[:num_hit]
+        versions = {entry.version for entry in known.kv}
+        if rules.is_isolated:
+            assert versions == {self.version}, "a block over older context was served"
+        if rules.max_age is not None:
+            assert min(versions) >= self.version - rules.max_age
+        self.tally["prefix hit tokens"] += num_hit
+        self.tally["hit tokens of older versions"] += sum(
+            entry.version < self.version for entry in known.kv
+        )
+
+    def _copy(self, plan: StepPlan) -> None:
+        copies = zip(plan.copy_sources.tolist(), plan.copy_targets.tolist(), strict=True)
+        for source, target in copies:
+            self._contents[target] = list(self._contents[source])
+            self.tally["copies on write"] += 1
+
+    def _check_sole_writer(self, chunk: Chunk, decision: Decision, children: set[int]) -> None:
+        """A shared block is never written; children of a fork share what was just computed."""
+        size = self.rules.block_size
+        table = decision.tables[chunk.request_id]
+        written = set(table[chunk.start // size : -(-chunk.end // size)])
+        for request_id, other in decision.tables.items():
+            if request_id != chunk.request_id and request_id not in children:
+                assert not written & set(other)
+
+    def _compute(self, chunk: Chunk, decision: Decision) -> Logits:
+        known, size = self.known[chunk.request_id], self.rules.block_size
+        assert chunk.start == len(known.kv)
+        tokens = known.tokens[chunk.start : chunk.end]
+        entries, logits_TV = self.models[decision.version].extend(
+            known.kv, tokens, decision.version
+        )
+        known.kv += entries
+        table = decision.tables[chunk.request_id]
+        for position, entry in enumerate(entries, start=chunk.start):
+            content = self._contents.setdefault(table[position // size], [None] * size)
+            content[position % size] = entry
+        if known.wants_scores and not known.policy:
+            last = min(chunk.end, len(known.prompt) - 1)
+            for position in range(chunk.start, last):
+                scores_V = expected_logprobs(logits_TV[position - chunk.start], SamplingParams())
+                known.scores.append(float(scores_V[known.prompt[position + 1]]))
+        if not known.in_context and chunk.end == len(known.tokens):
+            self._prefilled(known)
+        return logits_TV[-1]
+
+    def _prefilled(self, known: Known) -> None:
+        known.in_context = True
+        known.events.append("ADD_CONTEXT")
+
+    def _requeue(self, requests: Iterable[Known], *, evicted: bool = False) -> None:
+        for known in requests:
+            known.phase, known.kv, known.in_context = "waiting", [], False
+            if not known.policy:
+                known.scores = []
+            if evicted or known.num_in_segment:
+                known.num_segments += 1
+                known.num_in_segment = 0
+            if evicted:
+                known.events.append("EVICT")
+
+    def _end(self, known: Known, reason: str, events: list[str]) -> None:
+        known.phase, known.finish_reason, known.ended_at = "done", reason, self.version
+        known.events += events

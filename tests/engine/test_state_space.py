@@ -1,0 +1,278 @@
+"""The whole state space: every command in every reachable state, and every failure inside one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rollout import (
+    ConfigError,
+    DynamicInferenceEngine,
+    EngineState,
+    EngineStateError,
+    RolloutError,
+    SamplingParams,
+    WeightUpdateError,
+)
+from rollout.engine.state import legal_commands
+from tests.engine.faulty_memory import KV_POINTS, WEIGHT_POINTS, InjectedFault, install
+from tests.tiny_models import IS_LONG, Finished, prompt_of, tiny_engine, tiny_model
+
+PARAMS = SamplingParams(num_tokens_to_generate=8, seed=1)
+PROMPTS = (9, 20)
+MODES = ("persist", "offload", "recompute")
+OWNERS = (("kv_cache",), ("weights",), ("kv_cache", "weights"))
+RESTING = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.STOPPED)
+Engine = DynamicInferenceEngine
+
+
+@cache
+def model() -> Any:
+    return tiny_model(num_hidden_layers=1)
+
+
+def update(engine: Engine, **options: Any) -> None:
+    engine.update_weights(dict(model().named_parameters()), **options)
+
+
+def commands() -> Iterator[tuple[str, Callable[[Engine], Any]]]:
+    yield "pause", lambda engine: engine.pause()
+    yield "unpause", lambda engine: engine.unpause()
+    for mode in MODES:
+        for owners in OWNERS:
+            for discard in (False, True) if "weights" in owners else (False,):
+                name = f"suspend {mode} {'+'.join(owners)}{' discard' if discard else ''}"
+                yield name, lambda e, m=mode, r=owners, d=discard: e.suspend(m, r, d)
+    for only in (None, "weights", "kv_cache"):
+        yield f"resume {only}", lambda e, o=only: e.resume(o)
+    yield "update", update
+    yield "update in flight", lambda engine: update(engine, in_flight=True)
+    yield "stage", lambda engine: engine.stage_weights(dict(model().named_parameters()))
+    yield "epoch", lambda engine: engine.set_generation_epoch(engine.weights_version + 1)
+    yield "epoch not above", lambda engine: engine.set_generation_epoch(engine.weights_version)
+    yield "checksum", lambda engine: engine.weights_checksum()
+    yield "step", lambda engine: engine.step()
+    yield "add_request", lambda engine: engine.add_request([1, 2], PARAMS)
+    yield "abort", lambda engine: engine.abort_request(1)
+    yield "stats", lambda engine: engine.stats()
+    yield "suspend an unknown owner", lambda engine: engine.suspend(release=("kv",))
+    yield "discard nothing", lambda engine: engine.suspend(discard_weights=True)
+    yield "resume an unknown owner", lambda engine: engine.resume("kv")
+    yield "shutdown", lambda engine: engine.shutdown()
+
+
+COMMANDS = dict(commands())
+
+
+@dataclass(frozen=True)
+class Key:
+    """What tells two states apart."""
+
+    state: EngineState
+    given_up: tuple[str, ...]
+    mode: str
+    kv_resident: bool
+    kv_offloaded: bool
+    weights_resident: bool
+    has_values: bool
+
+
+class Rig:
+    """An engine with two requests under way, and a fuse in its memory."""
+
+    def __init__(self, path: tuple[tuple[str, str | None], ...] = ()) -> None:
+        self.engine = tiny_engine(model(), num_blocks=32, memory_kind="reserved")
+        self.finished: Finished = {}
+        for length in PROMPTS:
+            self.engine.add_request(prompt_of(length), PARAMS)
+        for _ in range(2):
+            self.engine.step()
+        self.fuse = install(self.engine)
+        for name, fault in path:
+            self.run(name, fault)
+
+    def run(self, name: str, fault: str | None = None) -> BaseException | None:
+        """Run a command; returns what it raised. `fault` may stay unused."""
+        self.fuse.armed = fault
+        try:
+            result = COMMANDS[name](self.engine)
+        except (RolloutError, InjectedFault) as error:
+            return error
+        finally:
+            self.fuse.armed = None
+        if name == "step":
+            self.finished |= {record.request_id: record.merge() for record in result}
+        return None
+
+    def key(self) -> Key:
+        engine, suspension = self.engine, self.engine._suspension
+        given_up = tuple(suspension._released)
+        return Key(
+            engine.state,
+            given_up,
+            suspension._mode.value if "kv_cache" in given_up else "",
+            engine._kv.is_resident,
+            bool(engine._kv.offloaded_blocks),
+            engine._weights.store.is_resident,
+            engine._weights.store.has_values,
+        )
+
+    def finish(self) -> dict[int, list[int]]:
+        """Bring the engine back, whatever it lacks, and run it to the end."""
+        engine = self.engine
+        if engine.state is EngineState.SUSPENDED:
+            engine.resume()
+        if engine.state is EngineState.PAUSED:
+            engine.resume()  # what a failed suspend left
+            if not engine._weights.store.has_values:
+                update(engine)
+            engine.unpause()
+        for _ in range(100):
+            if not engine.has_unfinished_requests():
+                break
+            self.finished |= {record.request_id: record.merge() for record in engine.step()}
+        return {i: request.generated_tokens for i, request in self.finished.items()}
+
+
+@cache
+def undisturbed() -> dict[int, list[int]]:
+    return Rig().finish()
+
+
+def assert_requests_intact(rig: Rig, *history: object) -> None:
+    tokens = rig.finish()
+    assert {i: tokens[i] for i in range(len(PROMPTS))} == undisturbed(), history
+
+
+def assert_answered(before: Key, name: str, error: BaseException | None, after: Key) -> None:
+    """Done, or refused with the state and the legal commands, and then without any effect."""
+    assert after.state in RESTING
+    if error is None:
+        return
+    assert after == before, f"{name} was refused, but changed the engine"
+    assert isinstance(error, EngineStateError | ConfigError | WeightUpdateError), error
+    text = str(error)
+    if isinstance(error, EngineStateError) and f"while {before.state.name}" in text:
+        listing = ", ".join(legal_commands(before.state)) or "none"
+        assert text.endswith(f"legal commands now: {listing}")
+    elif isinstance(error, EngineStateError):
+        assert "commit a full update first" in text or "resume(only='weights') first" in text
+
+
+LEGAL = {
+    (EngineState.RUNNING, EngineState.PAUSED),
+    (EngineState.PAUSED, EngineState.RUNNING),
+    (EngineState.PAUSED, EngineState.SUSPENDED),
+    (EngineState.SUSPENDED, EngineState.PAUSED),
+    *((state, EngineState.STOPPED) for state in RESTING),
+    *((state, state) for state in RESTING),
+}
+
+
+def points(name: str) -> tuple[str, ...]:
+    """Where a command can fail."""
+    if not name.startswith(("suspend", "resume", "unpause", "shutdown")):
+        return ()
+    return (*KV_POINTS, *WEIGHT_POINTS)
+
+
+class Explorer:
+    """Breadth first, from a running engine; one path is kept for each state found.
+
+    States that a failure has left answer all commands; a second failure in them is for long runs.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[Key, tuple[tuple[str, str | None], ...]] = {Rig().key(): ()}
+        self.frontier = deque(self.paths)
+        self._probed: dict[tuple[Key, str], set[str]] = {}
+        self.num_transitions = self.num_refused = self.num_failures = 0
+
+    def explore(self) -> None:
+        while self.frontier:
+            key = self.frontier.popleft()
+            self._run_commands(key)
+            if IS_LONG or not any(fault for _, fault in self.paths[key]):
+                for name in COMMANDS:
+                    for point in points(name):
+                        self._run_failure(key, name, point)
+
+    def _run_commands(self, key: Key) -> None:
+        rig = Rig(self.paths[key])
+        assert rig.key() == key, "a path leads to one state"
+        for name in COMMANDS:
+            error = rig.run(name)
+            after = rig.key()
+            assert_answered(key, name, error, after)
+            assert (key.state, after.state) in LEGAL
+            self.num_transitions += error is None
+            self.num_refused += error is not None
+            self._found(after, (*self.paths[key], (name, None)))
+            if after != key or name == "abort":
+                rig = Rig(self.paths[key])
+        if key.state is not EngineState.STOPPED:
+            assert_requests_intact(rig)
+
+    def _run_failure(self, key: Key, name: str, point: str) -> None:
+        """The command fails at `point`: it can be retried, or the engine stopped."""
+        if not self._reaches(key, name, point):
+            return
+        path = self.paths[key]
+        rig = Rig(path)
+        error = rig.run(name, point)
+        assert isinstance(error, InjectedFault)
+        after = rig.key()
+        is_stop = name == "shutdown"
+        assert after.state is (EngineState.STOPPED if is_stop else key.state), (name, point)
+        self.num_failures += 1
+        self._found(after, (*path, (name, point)))
+        assert rig.run(name) is None or not after.has_values
+        if rig.engine.state is not EngineState.STOPPED:
+            assert_requests_intact(rig, *path, name, point)
+
+    def _reaches(self, key: Key, name: str, point: str) -> bool:
+        """Whether the point lies on the command's way in this state."""
+        owner = point.split()[0]
+        if key.state is EngineState.STOPPED or key.state is EngineState.RUNNING:
+            return False
+        rig = self._probe(key, name)
+        return any(seen == point for seen in rig if seen.startswith(owner))
+
+    def _probe(self, key: Key, name: str) -> set[str]:
+        if (key, name) not in self._probed:
+            rig = Rig(self.paths[key])
+            seen: set[str] = set()
+            rig.fuse.check = seen.add  # type: ignore[method-assign]
+            rig.run(name)
+            self._probed[key, name] = seen
+        return self._probed[key, name]
+
+    def _found(self, key: Key, path: tuple[tuple[str, str | None], ...]) -> None:
+        if key not in self.paths:
+            self.paths[key] = path
+            self.frontier.append(key)
+
+
+def test_every_state_answers_every_command_and_survives_every_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    explorer = Explorer()
+    explorer.explore()
+    with capsys.disabled():
+        print(
+            f"\nstate space: {len(explorer.paths)} states, {explorer.num_transitions} transitions, "
+            f"{explorer.num_refused} refusals, {explorer.num_failures} failures inside a command"
+        )
+    found = {key.state for key in explorer.paths}
+    assert found == set(RESTING)
+    assert explorer.num_failures > 100
+    for key, path in explorer.paths.items():
+        rig = Rig(path)
+        rig.engine.shutdown()
+        assert rig.engine.state is EngineState.STOPPED, key
+        assert len(rig.engine.abort_request(0).merge().generated_tokens) >= 2

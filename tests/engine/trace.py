@@ -1,0 +1,65 @@
+"""What an engine's scheduler decided, plan by plan, told by request and not by block or row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout import DynamicInferenceEngine
+from rollout.scheduling.scheduler import Schedule
+from rollout.scheduling.sequence import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, end) of a request are computed."""
+
+    request_id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One call of schedule(). `tables` are the blocks of all that hold some, after it."""
+
+    schedule: Schedule
+    version: int
+    chunks: tuple[Chunk, ...]
+    forks: tuple[tuple[int, int], ...]  # (parent, child)
+    sampled: tuple[int, ...]
+    tables: dict[int, tuple[int, ...]]
+    waiting: tuple[int, ...]
+    paused: tuple[int, ...]
+
+
+def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
+    """A list that grows with every schedule() of the engine from now on."""
+    scheduler, decisions = engine._scheduler, []
+    decide = scheduler.schedule
+
+    def traced(weights_version: int) -> Schedule:
+        schedule = decide(weights_version)
+        behind = scheduler._in_flight[-1] if schedule.plan is not None else None
+        active = scheduler._context.active
+        decisions.append(
+            Decision(
+                schedule=schedule,
+                version=weights_version,
+                chunks=tuple(
+                    Chunk(s.request_id, s.num_computed - count, s.num_computed)
+                    for s, count in (behind.computed if behind else ())
+                ),
+                forks=tuple(
+                    (parent.request_id, child.request_id)
+                    for parent, child in (behind.forks if behind else ())
+                ),
+                sampled=tuple(s.request_id for s in (behind.sampled if behind else ())),
+                tables={s.request_id: tuple(s.blocks) for s in active},
+                waiting=tuple(s.request_id for s in scheduler._context.waiting),
+                paused=tuple(s.request_id for s in active if s.phase is Phase.PAUSED),
+            )
+        )
+        return schedule
+
+    scheduler.schedule = traced
+    return decisions

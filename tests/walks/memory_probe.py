@@ -1,0 +1,129 @@
+"""Run in a process of its own: fills a pool, suspends and resumes, and prints what the system saw.
+
+python -m tests.walks.memory_probe reserved offload kv_cache
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.models import CausalLM
+from rollout.models.spec import ModelSpec
+
+# 44 MiB of weights, which are packed once more; a pool of 512 MiB.
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=4096,
+    hidden_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate_size=1024,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+POOL_GB = 0.501
+NUM_CYCLES = 20
+
+
+def mapping_of(address: int) -> dict[str, int]:
+    """Start, end and Rss, in bytes, of the mapping around `address`, from smaps."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            found = {"start": start, "end": end} if start <= address < end else {}
+        elif found and first == "Rss:":
+            return found | {"rss": int(rest[0]) * 1024}
+    return {"start": 0, "end": 0, "rss": 0}
+
+
+def private_dirty() -> int:
+    """Bytes of Private_Dirty of the whole process."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+def filled_engine(kind: str, *, is_static: bool) -> DynamicInferenceEngine:
+    """An engine with two requests under way; every page of its pool has been written."""
+    config = InferenceConfig(
+        block_size_tokens=16,
+        max_sequence_length=512,
+        buffer_size_gb=POOL_GB,
+        memory_kind=kind,
+        kv_cache_management_mode="recompute" if is_static else "persist",
+        static_kv_memory_pointers=is_static,
+    )
+    engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
+    for layer in engine._kv.layers:
+        layer.fill_(1.0)
+    for seed in range(2):
+        params = SamplingParams(num_tokens_to_generate=64, seed=seed)
+        engine.add_request(list(range(30)), params)
+    engine.step()
+    engine.step()
+    return engine
+
+
+def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
+    """One suspend and resume, with what the system says before, between and after."""
+    engine = filled_engine(kind, is_static=False)
+    engine.pause()
+    address = min(engine.kv_data_ptrs().values())
+    weights = min(view.data_ptr() for view in engine._runner._model.weight_views().values())
+    before = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
+    report = engine.suspend(mode, owners)
+    after = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
+    checks = {"released": report.bytes_released, "on_host": report.bytes_on_host}
+    resumed = engine.resume()
+    engine.unpause()
+    num_finished = 0
+    while engine.has_unfinished_requests():
+        num_finished += len(engine.step())
+    return {
+        "before": before,
+        "after": after,
+        "pool": engine._kv.num_bytes,
+        "weights": engine._weights.store.num_bytes,
+        "released_by_owner": dict(report.released_by_owner),
+        "restored": resumed.bytes_restored,
+        "num_finished": num_finished,
+        **checks,
+    }
+
+
+def static_cycles(mode: str) -> dict[str, object]:
+    """Addresses of the KV before and after each of 20 suspend, update, resume."""
+    engine = filled_engine("reserved", is_static=True)
+    pointers = [engine.kv_data_ptrs()]
+    source = CausalLM.random(SPEC, seed=1).weight_views()
+    for _ in range(NUM_CYCLES):
+        engine.pause()
+        engine.suspend(mode)
+        ballast = torch.ones(8 << 20)  # takes addresses that were given back
+        engine.update_weights(source)
+        engine.resume()
+        del ballast
+        engine.unpause()
+        engine.step()
+        pointers.append(engine.kv_data_ptrs())
+    return {"pointers": pointers, "version": engine.weights_version}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kind, mode, owners = sys.argv[1:4]
+    if kind == "static":
+        print(json.dumps(static_cycles(mode)))
+    else:
+        print(json.dumps(cycle(kind, mode, tuple(owners.split("+")))))

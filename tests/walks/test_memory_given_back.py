@@ -1,0 +1,60 @@
+"""In a process of its own, with a filled pool of 512 MiB: memory really goes back to the system."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE_SLACK = 1 << 16
+
+
+@cache
+def probe(kind: str, mode: str, owners: str = "kv_cache") -> Any:
+    command = [sys.executable, "-m", "tests.walks.memory_probe", kind, mode, owners]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "owners"), [("offload", "kv_cache"), ("recompute", "kv_cache+weights")]
+)
+def test_reserved_mappings_hold_no_page_while_suspended(mode: str, owners: str) -> None:
+    seen = probe("reserved", mode, owners)
+    assert seen["before"]["kv"]["rss"] >= seen["pool"] >= 512 << 20
+    assert seen["after"]["kv"]["rss"] == 0
+    for edge in ("start", "end"):
+        assert seen["after"]["kv"][edge] == seen["before"]["kv"][edge]
+    weights = 0 if "weights" in owners else seen["weights"]
+    assert weights <= seen["after"]["weights"]["rss"] <= weights + PAGE_SLACK
+    assert seen["num_finished"] == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "owners"), [("offload", "kv_cache"), ("recompute", "kv_cache+weights")]
+)
+@pytest.mark.parametrize("kind", ["device", "reserved"])
+def test_private_memory_falls_by_what_the_report_says(kind: str, mode: str, owners: str) -> None:
+    """Within 5%; the copies on the host and the packed copies of weights are counted, too."""
+    seen = probe(kind, mode, owners)
+    fall = seen["before"]["dirty"] - seen["after"]["dirty"]
+    assert seen["released"] >= 512 << 20
+    expected = seen["released"] - seen["on_host"]
+    packed = seen["weights"] if "weights" in owners else 0
+    assert fall == pytest.approx(expected + packed, rel=0.05)
+    assert seen["num_finished"] == 2
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_static_pointers_stay_through_twenty_suspends_updates_and_resumes(mode: str) -> None:
+    seen = probe("static", mode)
+    assert len(seen["pointers"]) == 21
+    assert all(pointers == seen["pointers"][0] for pointers in seen["pointers"])
+    assert len(set(seen["pointers"][0].values())) == 4
+    assert seen["version"] == 20
