@@ -86,7 +86,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> RunSummary:
 
 
 def _growth(counts: Sequence[int]) -> int:
-    """How far a counter ran between the first and the last row; a resumed run starts from 0 again."""
+    """How far a counter ran over the rows; a resumed run starts from 0 again."""
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 

@@ -56,10 +56,10 @@ class LLM:
             model, inference_config, self.tokenizer, weights_version
         )
         self._groups = GroupBook()
-        self._turn = TurnLock()  # held for each step, and for each command
-        self._weights_turn = (
-            TurnLock()
-        )  # held while weights are staged: they must stay; taken first
+        # Held for each step, and for each command.
+        self._turn = TurnLock()
+        # Held while an update is staged, which needs the weights in place; always taken first.
+        self._weights_turn = TurnLock()
 
     # ---- generation
 
