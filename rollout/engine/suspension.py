@@ -44,8 +44,7 @@ class Suspension:
     ) -> SuspendReport:
         """Give up what `release` names: the KV as `mode` (None: the config's) says.
 
-        Weights are copied to the host first, unless `discard`.
-
+        Weights are copied to the host before they are released, unless `discard`.
         Raises ConfigError for an unknown owner, or a mode that would break a promise. After any
         other exception `resume` makes all whole again, and then this can be tried again.
         """
@@ -87,9 +86,10 @@ class Suspension:
         for owner in (WEIGHTS, KV_CACHE):
             if owner not in self._released or only not in (owner, None):
                 continue
-            is_kv = owner == KV_CACHE
-            policy = KV_POLICIES[self._mode]
-            restored[owner] = policy.resume(self._kv) if is_kv else self._weights.restore()
+            if owner == WEIGHTS:
+                restored[owner] = self._weights.restore()
+            else:
+                restored[owner] = KV_POLICIES[self._mode].resume(self._kv)
             self._released.remove(owner)
         num_requeued = 0
         if KV_CACHE not in self._released:

@@ -165,8 +165,9 @@ def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> N
 
 
 def next_version(current: int, version: int | None) -> int:
-    """The version an update gets: `version`, or current + 1. Raises WeightUpdateError unless
-    larger.
+    """The version an update gets: `version`, or current + 1.
+
+    Raises WeightUpdateError unless it is above the current one.
     """
     if version is None:
         return current + 1
