@@ -2,13 +2,14 @@
 
 The floor of OFFLOAD's suspend is one memcpy into pages that are there, the warm arena, and the bare
 madvise that gives the pool's pages back; that of its resume one memcpy into pages that were just
-released. RECOMPUTE owes a prefill of the live tokens.
+released. RECOMPUTE owes a prefill of the live tokens, as if their requests were new.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -71,7 +72,6 @@ class Cycles:
         self._source = map_bytes("source", self._kv.num_bytes)
         self._warm = map_bytes("warm", self._kv.num_bytes).tensor.fill_(1)
         self._source.tensor.fill_(2)
-        self._per_token: float | None = None
         self._samples: dict[Scenario, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
 
     def play_round(self, scenarios: list[Scenario]) -> None:
@@ -127,20 +127,7 @@ class Cycles:
                 row[f"{name}_over_floor"] = _over(samples[name], floors)
         if floors := samples["memcpy"]:
             row["suspend_over_memcpy"] = _over(samples["suspend"], floors)
-        if scenario.mode == "recompute":
-            row["prefill_cpu_seconds"] = self._prefill_seconds(num_live * BLOCK_SIZE)
         return row
-
-    def _prefill_seconds(self, num_tokens: int) -> float:
-        """What the next steps owe: a prefill of the live tokens, from the cost of a few hundred."""
-        length = min(256, num_tokens)
-        if self._per_token is None:
-            self._engine.add_request(list(range(1, length + 1)), _PARAMS)
-            timing, _ = timed(self._engine.step)
-            self._per_token = timing.cpu / length
-            while self._engine.has_unfinished_requests():
-                self._engine.step()
-        return self._per_token * num_tokens
 
 
 def _over(timings: list[Timing], floors: list[Timing]) -> float:
@@ -163,6 +150,40 @@ def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
         timed(lambda: (engine.suspend("persist"), engine.resume()))[0] for _ in range(num_repeats)
     ]
     return {"cpu_seconds": statistics.median(t.cpu for t in timings), "repeats": num_repeats}
+
+
+def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
+    """CPU seconds from resume in RECOMPUTE to the next token of 8 requests, beside their prefill."""
+    config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
+    engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
+    prompts = random.Random(0)
+
+    def serve(until: int) -> None:
+        """Steps until every request has that many tokens."""
+        while any(len(engine.get_record(rid).merge().generated_tokens) < until for rid in ids):
+            engine.step()
+
+    prefills, owed = [], []
+    for _ in range(num_repeats):
+        ids = [
+            engine.add_request([prompts.randrange(1, spec.vocab_size) for _ in range(128)], _PARAMS)
+            for _ in range(8)
+        ]
+        prefills.append(timed(lambda: serve(1))[0])
+        engine.pause()
+        engine.suspend("recompute")
+        engine.resume()
+        engine.unpause()
+        owed.append(timed(lambda: serve(2))[0])
+        while engine.has_unfinished_requests():
+            engine.step()
+    return {
+        "num_tokens": 8 * 128,
+        "prefill_cpu_seconds": statistics.median(t.cpu for t in prefills),
+        "cpu_seconds": statistics.median(t.cpu for t in owed),
+        "over_floor": _over(owed, prefills),
+        "repeats": num_repeats,
+    }
 
 
 def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:

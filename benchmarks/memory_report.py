@@ -7,13 +7,14 @@ from typing import Any
 
 _HEAD = (
     "| mode | kind | live | moved, MiB | suspend, ms (CPU) | over floor | resume, ms (CPU) "
-    "| over floor | suspend over its memcpy alone | owed prefill, s |"
+    "| over floor | suspend over its memcpy alone |"
 )
 
 
 def as_markdown(results: dict[str, Any]) -> str:
     """A page: one table of cycles, then the two single figures."""
     machine, persist, update = results["machine"], results["persist"], results["update"]
+    recompute = results["recompute"]
     lines = [
         f"# Suspend, resume and updates, {results['date']}",
         "",
@@ -23,7 +24,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         "resume a memcpy into pages just released.",
         "",
         _HEAD,
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in results["cycles"]:
         cells = [
@@ -36,13 +37,17 @@ def as_markdown(results: dict[str, Any]) -> str:
             f"{row['resume_seconds'] * 1e3:.2f} ({row['resume_cpu_seconds'] * 1e3:.2f})",
             f"{row['resume_over_floor']:.2f}" if "resume_over_floor" in row else "",
             f"{row['suspend_over_memcpy']:.2f}" if "suspend_over_memcpy" in row else "",
-            f"{row['prefill_cpu_seconds']:.1f}" if "prefill_cpu_seconds" in row else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         f"PERSIST, suspend plus resume: {persist['cpu_seconds'] * 1e3:.3f} ms of CPU time "
         f"(median of {persist['repeats']}).",
+        "",
+        f"RECOMPUTE, from resume to the next token of requests with {recompute['num_tokens']} "
+        f"tokens in all: {recompute['cpu_seconds'] * 1e3:.0f} ms of CPU time; prefill of as many "
+        f"new tokens {recompute['prefill_cpu_seconds'] * 1e3:.0f} ms, ratio "
+        f"{recompute['over_floor']:.2f} (median of {recompute['repeats']}).",
         "",
         f"In-flight update of {update['num_bytes'] / 2**20:.0f} MiB: stall "
         f"{update['stall_seconds'] * 1e3:.1f} ms, one copy of the weights "

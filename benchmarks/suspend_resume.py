@@ -21,7 +21,13 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.machine import describe, kind
-from benchmarks.memory_cycles import Cycles, Scenario, measure_persist, measure_update
+from benchmarks.memory_cycles import (
+    Cycles,
+    Scenario,
+    measure_persist,
+    measure_recompute,
+    measure_update,
+)
 from benchmarks.memory_report import as_markdown, draw
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
@@ -73,6 +79,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "repeats": arguments.repeats,
         "cycles": rows,
         "persist": measure_persist(spec, NUM_PERSIST_REPEATS),
+        "recompute": measure_recompute(spec, arguments.repeats),
         "update": measure_update(spec, arguments.repeats),
     }
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import ForwardBatch, Rotation, SampleResult, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,19 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
     ) -> Tensor:
-        """Write K and V at `slots_T` of `batch.kv[layer]`, then attend causally. [T, H, D]."""
+        """Norm and rotate Q and K as `rotation` says, write K and V at `slots_T` of
+        `batch.kv[layer]`, then attend causally. [T, H, D].
+
+        Q, K and V may be views of one projection: only their last dim is sure to have unit stride.
+        """
         ...
 
     def copy_blocks(self, kv: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:

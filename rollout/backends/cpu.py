@@ -24,11 +24,12 @@ def cpu_backend(memory_kind: str) -> Backend:
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
     ops: Ops = CpuOps()
-    attention: AttentionBackend = TorchSdpaAttention()
+    attention: AttentionBackend = TorchSdpaAttention(ops)
     library = load_library()
     if library is not None:
         kernels = Kernels(library)
-        ops, attention = NativeOps(kernels), NativePagedAttention(kernels)
+        ops = NativeOps(kernels)
+        attention = NativePagedAttention(kernels, ops)
     return Backend(
         device=device,
         ops=ops,

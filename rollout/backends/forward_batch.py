@@ -1,6 +1,7 @@
 """ForwardBatch: the device tensors of one forward pass, and SamplingBatch: those of its draws.
 
-Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows.
+Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows, D head
+dim.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ForwardBatch:
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64: block * block_size + offset where the token's K and V are written
     block_tables_RM: Tensor  # int32
+    query_starts_E: Tensor  # int32, E = R + 1: `query_starts` on the device
+    context_lens_R: Tensor  # int32: `context_lens` on the device
     query_starts: NDArray[np.int32]  # host, [R + 1]
     context_lens: NDArray[np.int32]  # host, [R]
     num_decode_rows: int
@@ -36,6 +39,19 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids_T.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What befalls query and key heads before they meet: norms of their own if there are any
+    (Qwen3), then the rotary embedding. Cosines and sines are per token, float32, and span D.
+    """
+
+    cos_TD: Tensor
+    sin_TD: Tensor
+    q_norm_D: Tensor | None = None
+    k_norm_D: Tensor | None = None
+    eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
@@ -19,9 +19,7 @@ from rollout.layers.norm import RMSNorm
 class Attention(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
-    Query, key and value are strided views of one fused projection and are never copied here:
-    `Ops.rms_norm`, `Ops.rotary` and `AttentionBackend.attend` must take non-contiguous heads, of
-    which only the last dim is sure to have unit stride.
+    Query, key and value are strided views of one fused projection and are never copied here.
     """
 
     attention: AttentionBackend
@@ -72,11 +70,14 @@ class Attention(BackendLayer):
         """[T, E], or [L, E] of the kept tokens alone. All tokens' K and V enter the cache."""
         fused_heads = self.qkv(x_TE).view(-1, self.num_fused_heads, self.head_dim)
         q_THD, k_TGD, v_TGD = fused_heads.split(self.head_split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TGD = self.q_norm(q_THD), self.k_norm(k_TGD)
-        q_THD, k_TGD = self.ops.rotary(q_THD, k_TGD, cos_TD, sin_TD)
-        context_THD = self.attention.attend(q_THD, k_TGD, v_TGD, self.layer_index, batch)
+        rotation = self._rotation(cos_TD, sin_TD)
+        context_THD = self.attention.attend(q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation)
         if kept_L is not None:
             context_THD = context_THD.index_select(0, kept_L)
         output_TE: Tensor = self.output(context_THD.flatten(1))
         return output_TE
+
+    def _rotation(self, cos_TD: Tensor, sin_TD: Tensor) -> Rotation:
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(cos_TD, sin_TD)
+        return Rotation(cos_TD, sin_TD, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -68,6 +68,8 @@ class BatchBuilder:
             positions_T=self._to_device(torch.from_numpy(positions)),
             slots_T=self._to_device(torch.from_numpy(slots)),
             block_tables_RM=self._to_device(torch.from_numpy(tables)),
+            query_starts_E=self._to_device(torch.from_numpy(query_starts)),
+            context_lens_R=self._to_device(torch.from_numpy(plan.context_lens)),
             query_starts=query_starts,
             context_lens=plan.context_lens,
             num_decode_rows=plan.num_decode_rows,

@@ -58,13 +58,17 @@ def make_batch(rows: Sequence[Row], kv: Sequence[Tensor], block_size: int) -> Fo
     for index, row in enumerate(rows):
         tables[index, : len(row.blocks)] = row.blocks
     num_new = [row.num_new for row in rows]
+    query_starts = np.cumsum([0, *num_new], dtype=np.int32)
+    context_lens = np.array([row.num_cached + row.num_new for row in rows], dtype=np.int32)
     return ForwardBatch(
         token_ids_T=torch.zeros(sum(num_new), dtype=torch.int64),
         positions_T=torch.from_numpy(np.concatenate(positions)),
         slots_T=torch.from_numpy(np.concatenate(slots)),
         block_tables_RM=torch.from_numpy(tables),
-        query_starts=np.cumsum([0, *num_new], dtype=np.int32),
-        context_lens=np.array([row.num_cached + row.num_new for row in rows], dtype=np.int32),
+        query_starts_E=torch.from_numpy(query_starts),
+        context_lens_R=torch.from_numpy(context_lens),
+        query_starts=query_starts,
+        context_lens=context_lens,
         num_decode_rows=sum(is_decode),
         block_size=block_size,
         logit_indices_L=torch.zeros(0, dtype=torch.int64),

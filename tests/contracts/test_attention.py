@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend
+from rollout.backends.forward_batch import Rotation
+from rollout.backends.ops.reference import ReferenceOps
 from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache, make_spec
 from tests.contracts.implementations import ATTENTION
 
@@ -134,6 +136,35 @@ def test_forked_rows_share_the_blocks_of_their_prompt(attention: AttentionBacken
         own = [torch.cat((x[:32], x[32 + index :][:1])) for x in (q, k, v)]
         expected = causal_attention(*own)[-1].float()
         torch.testing.assert_close(out[index], expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_heads_are_normed_and_rotated_before_they_meet(
+    attention: AttentionBackend, has_norms: bool, head_dim: int
+) -> None:
+    """In two chunks, so that cached keys are rotated keys; the projection itself is not changed."""
+    q, k, v = qkv_of(30, 4, 2, head_dim, seed=3)
+    before = k.clone()
+    angles_TF = torch.outer(torch.arange(30.0), 10.0 ** -torch.arange(head_dim // 2))
+    angles_TD = torch.cat((angles_TF, angles_TF), dim=1)
+    norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5, 1e-6) if has_norms else ()
+    kv = make_cache(attention, make_spec(head_dim=head_dim), 4)
+    outs = []
+    for start, end in ((0, 21), (21, 30)):
+        part = slice(start, end)
+        rotation = Rotation(angles_TD[part].cos(), angles_TD[part].sin(), *norms)
+        row = Row(num_cached=start, num_new=end - start, blocks=(2, 3))
+        batch = make_batch([row], kv, 16)
+        outs.append(attention.attend(q[part], k[part], v[part], 0, batch, rotation))
+    ops = ReferenceOps()
+    turned = [q, k]
+    if has_norms:
+        turned = [ops.rms_norm(x, w, 1e-6) for x, w in zip((q, k), norms[:2], strict=True)]
+    turned = ops.rotary(*turned, angles_TD.cos(), angles_TD.sin())
+    expected = causal_attention(*turned, v)
+    torch.testing.assert_close(torch.cat(outs).double(), expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(k, before)
 
 
 def test_large_scores_do_not_overflow(attention: AttentionBackend) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.models import CausalLM
 
 BLOCK_SIZE = 128
@@ -81,8 +81,19 @@ class OracleAttention:
     """Dense causal attention, one sequence at a time; a layer's cache is [slots, 2, G, D]."""
 
     def attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation,
     ) -> Tensor:
+        ops = OracleOps()
+        if rotation.q_norm_D is not None and rotation.k_norm_D is not None:
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
+        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
         cache = batch.kv[layer]
         cache[batch.slots_T] = torch.stack((k_TGD, v_TGD), dim=1)
         group_size = q_THD.shape[1] // k_TGD.shape[1]
@@ -130,13 +141,17 @@ def make_batch(
     lens = [len(token_ids) for _, token_ids in chunks]
     positions = [range(start, start + n) for (start, _), n in zip(chunks, lens, strict=True)]
     slots = [row * BLOCK_SIZE + p for row, owned in enumerate(positions) for p in owned]
+    query_starts = np.cumsum([0, *lens], dtype=np.int32)
+    context_lens = np.array([p.stop for p in positions], dtype=np.int32)
     return ForwardBatch(
         token_ids_T=torch.tensor([token_id for _, token_ids in chunks for token_id in token_ids]),
         positions_T=torch.tensor([p for owned in positions for p in owned]),
         slots_T=torch.tensor(slots),
         block_tables_RM=torch.arange(len(chunks), dtype=torch.int32)[:, None],
-        query_starts=np.cumsum([0, *lens], dtype=np.int32),
-        context_lens=np.array([p.stop for p in positions], dtype=np.int32),
+        query_starts_E=torch.from_numpy(query_starts),
+        context_lens_R=torch.from_numpy(context_lens),
+        query_starts=query_starts,
+        context_lens=context_lens,
         num_decode_rows=0,
         block_size=BLOCK_SIZE,
         logit_indices_L=torch.tensor(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.base import Ops
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 
 _MAX_HEAD_DIM = 256
@@ -23,13 +24,21 @@ _MIN_ROWS_PER_THREAD = 8  # decode rows, some 50 us each
 class NativePagedAttention(TorchSdpaAttention):
     """Implements `AttentionBackend` on CPU with compiled kernels."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, ops: Ops | None = None) -> None:
+        super().__init__(ops)
         self._kernels = kernels
 
     def attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Write K and V at their slots, then attend causally; [T, H, D]."""
+        q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
             return super().attend(q_THD, k_TGD, v_TGD, layer, batch)

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 
 
 class ReferenceAttention(TokenMajorCache):
     """Implements `AttentionBackend`; for checks only: memory grows with T x longest context."""
 
     def attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """softmax(q k / sqrt(D)) v over positions up to the token's own, in float32; [T, H, D]."""
+        q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
         row_T = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))

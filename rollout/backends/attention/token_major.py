@@ -14,11 +14,29 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from rollout.backends.base import CacheSpec
+from rollout.backends.base import CacheSpec, Ops
+from rollout.backends.forward_batch import Rotation
+from rollout.backends.ops.reference import ReferenceOps
 
 
 class TokenMajorCache:
     """The layout half of `AttentionBackend`; subclasses add `attend`."""
+
+    def __init__(self, ops: Ops | None = None) -> None:
+        """`ops` norms and rotates heads; None for the reference."""
+        self._ops = ops or ReferenceOps()
+
+    def rotate(
+        self, q_THD: Tensor, k_TGD: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Query and key heads as they enter the products; their own memory is not changed."""
+        if rotation is None:
+            return q_THD, k_TGD
+        if rotation.q_norm_D is not None:
+            q_THD = self._ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+        if rotation.k_norm_D is not None:
+            k_TGD = self._ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
+        return self._ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
         """[num_blocks, block_size, 2, G, D]."""

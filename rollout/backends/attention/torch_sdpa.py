@@ -15,16 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 
 
 class TorchSdpaAttention(TokenMajorCache):
     """Implements `AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
 
     def attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layer: int, batch: ForwardBatch
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Write K and V at their slots, then attend causally; [T, H, D]."""
+        q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         slots_S2GD = write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
         out_THD = torch.empty_like(q_THD)
