@@ -94,10 +94,13 @@ class Ops(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache. It alone knows the cache's layout."""
+    """Causal attention over a paged KV cache. It alone knows the layout within a block."""
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, K and V together; dim 0 counts blocks."""
+        """Shape of one layer's cache tensor, K and V together; dim 0 counts blocks.
+
+        The blocks it is then given are contiguous each, but may lie apart.
+        """
         ...
 
     def attend(
@@ -114,18 +117,6 @@ class AttentionBackend(Protocol):
 
         Q, K and V may be views of one projection: only their last dim is sure to have unit stride.
         """
-        ...
-
-    def copy_blocks(self, kv: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks, in every layer."""
-        ...
-
-    def gather_blocks(self, kv: Sequence[Tensor], blocks: Tensor, out: Tensor) -> None:
-        """Copy `blocks` of every layer into the flat byte tensor `out`, contiguously."""
-        ...
-
-    def scatter_blocks(self, kv: Sequence[Tensor], blocks: Tensor, source: Tensor) -> None:
-        """Inverse of `gather_blocks`."""
         ...
 
 

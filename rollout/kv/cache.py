@@ -1,4 +1,8 @@
-"""KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend."""
+"""KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend.
+
+A block lies in one piece with all its layers, so that moving it is one copy, whatever the layout
+within.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +31,16 @@ class KVCache:
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
         self._memory = backend.memory
-        self._attention = backend.attention
         self._arena = backend.create_host_arena()
-        self._device = backend.device
         self._spec = spec
         self._shape = backend.attention.cache_shape(spec, num_blocks + NUM_SCRATCH_BLOCKS)
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
+        self._buffer: Tensor | None = None
         self._layers: tuple[Tensor, ...] = ()
         self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
+        self._move = _copy_runs
         self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
 
     @property
@@ -73,7 +77,7 @@ class KVCache:
         """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
         if self._is_released:
             return 0
-        self._layers = ()
+        self._layers, self._buffer = (), None
         num_bytes = self._memory.release(_BUFFER)
         self._is_released = True
         return num_bytes
@@ -92,7 +96,7 @@ class KVCache:
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
         assert len(index) == len(block_ids), "a block is named twice"
-        self._attention.gather_blocks(self.layers, self._ids(block_ids), buffer)
+        self._move(self._in_blocks(buffer), range(len(block_ids)), self._pool, block_ids)
         self._arena_index = index
         return buffer.numel()
 
@@ -102,12 +106,8 @@ class KVCache:
             return 0
         ordered = sorted(block_ids, key=self._arena_index.__getitem__)
         places = [self._arena_index[block] for block in ordered]
-        arena = self._arena.reserve(self._arena.num_bytes)
-        edges = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
-        for start, end in pairwise(edges):
-            first = places[start] * self.bytes_per_block
-            source = arena[first : first + (end - start) * self.bytes_per_block]
-            self._attention.scatter_blocks(self.layers, self._ids(ordered[start:end]), source)
+        arena = self._arena.reserve((places[-1] + 1) * self.bytes_per_block)
+        self._move(self._pool, ordered, self._in_blocks(arena), places)
         for block in ordered:
             del self._arena_index[block]
         return len(ordered) * self.bytes_per_block
@@ -131,12 +131,42 @@ class KVCache:
         return self.discard([block for block in self._arena_index if block not in kept])
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Copy whole blocks, in every layer."""
-        self._attention.copy_blocks(self.layers, self._ids(sources), self._ids(targets))
+        """Copy whole blocks; all sources are read before any target is written."""
+        source_ids, target_ids = (
+            torch.as_tensor(ids, dtype=torch.int64, device=self._pool.device)
+            for ids in (sources, targets)
+        )
+        self._pool.index_copy_(0, target_ids, self._pool.index_select(0, source_ids))
 
-    def _ids(self, block_ids: BlockIds) -> Tensor:
-        return torch.as_tensor(block_ids, dtype=torch.int64, device=self._device)
+    @property
+    def _pool(self) -> Tensor:
+        """The whole cache, [blocks, bytes]."""
+        assert self._buffer is not None, "the KV cache is released"
+        return self._in_blocks(self._buffer)
+
+    def _in_blocks(self, buffer: Tensor) -> Tensor:
+        return buffer.view(-1, self.bytes_per_block)
 
     def _carve(self, buffer: Tensor) -> None:
-        per_layer = buffer.view(self._spec.num_layers, -1)
-        self._layers = tuple(layer.view(self._spec.dtype).view(self._shape) for layer in per_layer)
+        self._buffer = buffer
+        blocks = buffer.view(self._spec.dtype).view(self._shape[0], -1, *self._shape[1:])
+        self._layers = blocks.unbind(1)
+
+
+def _copy_runs(
+    targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds
+) -> None:
+    """targets[target_ids] = sources[source_ids], in one copy per run of ids that rise in step.
+
+    Returns when all bytes are there, also where one of the two is a device's.
+    """
+    if len(target_ids) == 0:
+        return
+    moves = np.diff(np.stack([np.asarray(target_ids), np.asarray(source_ids)]), axis=1)
+    edges = [0, *(np.flatnonzero((moves != 1).any(axis=0)) + 1).tolist(), len(target_ids)]
+    for start, end in pairwise(edges):
+        to, source = int(target_ids[start]), int(source_ids[start])
+        count = end - start
+        targets[to : to + count].copy_(sources[source : source + count], non_blocking=True)
+    for device_bytes in (targets, sources):
+        device_bytes[:1, :1].cpu()  # waits for the copies queued on the device; free on a CPU

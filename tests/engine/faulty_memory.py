@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from rollout import DynamicInferenceEngine
@@ -45,7 +46,7 @@ class Faulty:
 
 KV_POINTS = tuple(
     f"kv {name}{done}"
-    for name in ("release", "restore", "reserve", "gather_blocks", "scatter_blocks")
+    for name in ("release", "restore", "reserve", "_move")
     for done in ("", ", done")
 )
 WEIGHT_POINTS = tuple(
@@ -62,7 +63,7 @@ def install(engine: DynamicInferenceEngine) -> Fuse:
     memory = ("release", "restore")
     kv._memory = Faulty(kv._memory, "kv", memory, fuse)
     kv._arena = Faulty(kv._arena, "kv", ("reserve",), fuse)
-    kv._attention = Faulty(kv._attention, "kv", ("gather_blocks", "scatter_blocks"), fuse)
+    kv._move = Faulty(SimpleNamespace(_move=kv._move), "kv", ("_move",), fuse)._move
     store._memory = Faulty(store._memory, "weights", memory, fuse)
     store._arena = Faulty(store._arena, "weights", ("reserve",), fuse)
     store._model = Faulty(store._model, "weights", ("refresh", "release_packed"), fuse)

@@ -130,8 +130,22 @@ def test_release_and_restore_twice_do_nothing_more(cache: KVCache) -> None:
     assert cache.is_resident
 
 
-def test_blocks_are_copied_in_every_layer(cache: KVCache) -> None:
+def test_blocks_are_copied_in_every_layer_and_read_before_any_is_written(cache: KVCache) -> None:
     before = snapshot(cache)
-    cache.copy_blocks([4], [8])
+    cache.copy_blocks([3, 7], [5, 3])
     for layer, old in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer[8], old[4])
+        assert torch.equal(layer[5], old[3])
+        assert torch.equal(layer[3], old[7])
+        untouched = [block for block in range(10) if block not in (3, 5)]
+        assert torch.equal(layer[untouched], old[untouched])
+
+
+def test_offloading_nothing_moves_nothing(cache: KVCache) -> None:
+    assert cache.offload([]) == 0
+    assert cache.onload([]) == 0
+
+
+def test_every_block_lies_in_one_piece_with_all_its_layers(cache: KVCache) -> None:
+    first, last = (cache.layers[index][4].data_ptr() for index in (0, -1))
+    assert last - first == 2 * cache.bytes_per_block // 3
+    assert all(layer[4].is_contiguous() for layer in cache.layers)

@@ -52,7 +52,7 @@ class NativePagedAttention(TorchSdpaAttention):
             *(cache.data_ptr(), batch.slots_T.data_ptr(), batch.block_tables_RM.data_ptr()),
             *(query_starts.ctypes.data, context_lens.ctypes.data),
             *(q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)),
-            *(batch.block_tables_RM.stride(0), batch.block_size),
+            *(batch.block_tables_RM.stride(0), cache.stride(0), batch.block_size),
             *(num_tokens, q_THD.shape[1], num_kv_heads, head_dim),
         )
         self._kernels.write_tokens(addressof(args))

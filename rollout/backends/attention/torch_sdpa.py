@@ -1,7 +1,7 @@
-"""TorchSdpaAttention: torch's fused attention over blocks in place, one call per row.
+"""TorchSdpaAttention: torch's fused attention over blocks, one call per row.
 
-Nothing is padded and no batch is copied: a row whose blocks follow each other in the pool is read
-where it lies, any other row is gathered by itself. Query heads that share a KV head are handed to
+Nothing is padded and no batch is copied: a row within one block is read where it lies, any other
+row is gathered by itself. Query heads that share a KV head are handed to
 torch as extra query positions (decode) or as heads over an expanded view (prefill), so K and V are
 never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H query heads, G
 key/value heads, E query heads per KV head, D head dim.
@@ -9,7 +9,6 @@ key/value heads, E query heads per KV head, D head dim.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,11 +32,9 @@ class TorchSdpaAttention(TokenMajorCache):
         """Write K and V at their slots, then attend causally; [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
-        slots_S2GD = write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
+        write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
         out_THD = torch.empty_like(q_THD)
-        # Copied to the host once; on CPU this is a view.
-        tables = batch.block_tables_RM.cpu().numpy()
-        in_place = _is_consecutive(tables, batch.context_lens, batch.block_size)
+        tables_RM = batch.block_tables_RM
         starts = batch.query_starts.tolist()
         for row, context_len in enumerate(batch.context_lens.tolist()):
             start, end = starts[row], starts[row + 1]
@@ -45,24 +42,13 @@ class TorchSdpaAttention(TokenMajorCache):
             if end - start == context_len and context_len > 1:
                 out_THD[start:end] = _causal(q_QHD, k_TGD[start:end], v_TGD[start:end])
                 continue
-            if in_place[row]:
-                first = int(tables[row, 0]) * batch.block_size
-                context_C2GD = slots_S2GD[first : first + context_len]
+            if context_len <= batch.block_size:
+                context_B2GD = cache[int(tables_RM[row, 0])]
             else:
                 num_blocks = -(-context_len // batch.block_size)
-                context_C2GD = cache[batch.block_tables_RM[row, :num_blocks]].flatten(0, 1)[
-                    :context_len
-                ]
-            out_THD[start:end] = _with_context(q_QHD, context_C2GD)
+                context_B2GD = cache[tables_RM[row, :num_blocks]].flatten(0, 1)
+            out_THD[start:end] = _with_context(q_QHD, context_B2GD[:context_len])
         return out_THD
-
-
-def _is_consecutive(tables: np.ndarray, context_lens: np.ndarray, block_size: int) -> np.ndarray:
-    """For each row, whether the blocks of its context have consecutive ids."""
-    num_blocks = -(-context_lens // block_size)
-    is_beyond = np.arange(1, tables.shape[1])[None] >= num_blocks[:, None]
-    result: np.ndarray = ((np.diff(tables, axis=1) == 1) | is_beyond).all(axis=1)
-    return result
 
 
 def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor) -> Tensor:

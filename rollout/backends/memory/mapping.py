@@ -10,21 +10,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
 
+_HUGE_PAGE = 2 << 20
+
 
 class Mapping(NamedTuple):
-    """A mapping and the flat uint8 tensor over it; unmapped when the last tensor on it is gone.
+    """A mapping and the flat uint8 tensor over its bytes from `start` on.
 
-    A page at each end belongs to nobody.
+    It is unmapped when the last tensor on it is gone. Before and after the tensor lies at least a
+    page that belongs to nobody.
     """
 
     region: mmap.mmap
+    start: int
     tensor: Tensor
 
     def give_back(self, start: int, end: int) -> int:
@@ -32,31 +37,36 @@ class Mapping(NamedTuple):
 
         Returns bytes freed.
         """
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        first = _round_up(start, mmap.PAGESIZE)
         last = end // mmap.PAGESIZE * mmap.PAGESIZE if end < self.tensor.numel() else end
         if last <= first:
             return 0
-        self.region.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE + first, last - first)
+        self.region.madvise(mmap.MADV_DONTNEED, self.start + first, last - first)
         return last - first
 
 
 def map_bytes(name: str, num_bytes: int) -> Mapping:
     """A new zero-filled mapping. Raises ConfigError, naming the buffer, if it is refused."""
-    num_pages = -(-num_bytes // mmap.PAGESIZE)
-    size = (num_pages + 2) * mmap.PAGESIZE
+    length = _round_up(num_bytes, mmap.PAGESIZE)
+    slack = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 0
     try:
         # Not the default MAP_SHARED: its pages survive MADV_DONTNEED.
-        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = mmap.mmap(
+            -1, length + slack + 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"no {num_bytes} bytes to be had for buffer {name!r} ({error}); lower buffer_size_gb"
         ) from error
-    # The system merges neighbours with equal flags, and would report the memory of both as one.
-    for guard in (0, size - mmap.PAGESIZE):
-        region.madvise(mmap.MADV_DONTDUMP, guard, mmap.PAGESIZE)
-    _prefer_huge_pages(region, mmap.PAGESIZE, size - 2 * mmap.PAGESIZE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
-    return Mapping(region, whole[mmap.PAGESIZE : mmap.PAGESIZE + num_bytes])
+    address, alignment = whole.data_ptr(), _HUGE_PAGE if slack else mmap.PAGESIZE
+    start = _round_up(address + mmap.PAGESIZE, alignment) - address
+    # The system merges neighbours with equal flags, and would report the memory of both as one.
+    region.madvise(mmap.MADV_DONTDUMP, 0, start)
+    region.madvise(mmap.MADV_DONTDUMP, start + length)
+    if slack:
+        _prefer_huge_pages(region, start, length)
+    return Mapping(region, start, whole[start : start + num_bytes])
 
 
 def _prefer_huge_pages(region: mmap.mmap, start: int, length: int) -> None:
@@ -65,9 +75,13 @@ def _prefer_huge_pages(region: mmap.mmap, start: int, length: int) -> None:
     512 MiB are then given back in 1.4 ms instead of 32, and touched again in 75 instead of 310
     (a copy into them included; EPYC, one thread, Linux 6.18).
     """
-    if length and hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them says EINVAL
             region.madvise(mmap.MADV_HUGEPAGE, start, length)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def trim_heap() -> None:
@@ -75,6 +89,11 @@ def trim_heap() -> None:
 
     Does nothing where the C library has no malloc_trim.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _malloc_trim()
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -131,7 +131,8 @@ EXPORT void attend_decode(const struct attention *a, int64_t first, int64_t last
 EXPORT void write_tokens(const struct attention *a) {
     const int64_t kv_size = a->kv_heads * a->dim;
     for (int64_t i = 0; i < a->tokens; i++) {
-        float *slot = a->cache + a->slots[i] * 2 * kv_size;
+        int64_t block = a->slots[i] / a->block_size, offset = a->slots[i] % a->block_size;
+        float *slot = a->cache + block * a->block_stride + offset * 2 * kv_size;
         memcpy(slot, a->k + i * a->k_stride, sizeof(float) * kv_size);
         memcpy(slot + kv_size, a->v + i * a->v_stride, sizeof(float) * kv_size);
     }

@@ -36,7 +36,10 @@ class AttentionArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("out", "q", "k", "v", "cache", "slots", "tables")),
         *((name, c_void_p) for name in ("query_starts", "context_lens")),
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "table_stride")),
-        *((name, c_int64) for name in ("block_size", "tokens", "heads", "kv_heads", "dim")),
+        *(
+            (name, c_int64)
+            for name in ("block_stride", "block_size", "tokens", "heads", "kv_heads", "dim")
+        ),
     )
 
 
