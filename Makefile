@@ -4,6 +4,8 @@
 #   make test-long        full counts and the slow tests as well
 #   make bench            the generation benchmark
 #   make lint             ruff and mypy
+#   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks
+#   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT
 #   make clean            removes .venv, caches and outputs
 
 PYTHON ?= python3
@@ -21,7 +23,7 @@ STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; }
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench lint clean
+.PHONY: help demo test test-long bench lint gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +53,13 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+gpu-bundle:
+	$(PYTHON) scripts/gpu_bundle.py
+
+# With that machine's own Python, which has torch for its device: no virtual environment.
+gpu-check:
+	@$(PYTHON) -u scripts/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs multirun wandb .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache

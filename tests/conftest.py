@@ -17,7 +17,11 @@ import hypothesis
 import pytest
 import torch
 
+from tests.triton_interpreter import interpret_triton
+
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    interpret_triton()
 
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("long", derandomize=True, deadline=None, max_examples=1000)

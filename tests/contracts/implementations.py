@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import pytest
+import torch
 
 from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import AttentionBackend, HostArena, MemoryBackend, Ops
+from rollout.backends.memory.cuda_device import CudaDeviceMemory
+from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.memory.unified import UnifiedMemory
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
@@ -28,18 +35,59 @@ def kernels() -> Kernels:
     return Kernels(library)
 
 
+def cuda_runtime() -> CudaRuntime:
+    """The current device's."""
+    return CudaRuntime(torch.device("cuda"))
+
+
+def marked(names: Iterable[str], *, on_gpu: Collection[str]) -> list[Any]:
+    """Parameters of a fixture: `names`, of which `on_gpu` need a CUDA device."""
+    return [pytest.param(n, marks=pytest.mark.gpu) if n in on_gpu else n for n in names]
+
+
+def triton_ops() -> Ops:
+    """On a GPU, or interpreted; the test is skipped where Triton is not installed."""
+    pytest.importorskip("triton")
+    from tests.contracts.on_device import device_ops
+
+    return device_ops()
+
+
+def triton_attention() -> AttentionBackend:
+    """On a GPU, or interpreted; the test is skipped where Triton is not installed."""
+    pytest.importorskip("triton")
+    from tests.contracts.attention_on_device import device_attention
+
+    return device_attention()
+
+
+def is_interpreted(name: str) -> bool:
+    """Whether these operations run in Triton's interpreter, at some 10 ms a program."""
+    return name == "triton" and not torch.cuda.is_available()
+
+
 OPS: dict[str, Callable[[], Ops]] = {
     "reference": ReferenceOps,
     "cpu": CpuOps,
     "native": lambda: NativeOps(kernels()),
+    "triton": triton_ops,
 }
 ATTENTION: dict[str, Callable[[], AttentionBackend]] = {
     "reference": ReferenceAttention,
     "torch_sdpa": TorchSdpaAttention,
     "native": lambda: NativePagedAttention(kernels()),
+    "triton": triton_attention,
 }
 MEMORY: dict[str, Callable[[], MemoryBackend]] = {
     "device": DeviceMemory,
     "reserved": ReservedMemory,
+    "cuda_device": lambda: CudaDeviceMemory(cuda_runtime()),
+    "torch_memory_saver": lambda: MemorySaverMemory(cuda_runtime()),
+    "unified": lambda: UnifiedMemory(cuda_runtime()),
 }
-HOST_ARENAS: dict[str, Callable[[], HostArena]] = {"mapped": MappedHostArena}
+GPU_MEMORY = ("cuda_device", "torch_memory_saver", "unified")
+HOST_ARENAS: dict[str, Callable[[], HostArena]] = {
+    "mapped": MappedHostArena,
+    "pinned": lambda: PinnedHostArena(cuda_runtime()),
+}
+GPU_HOST_ARENAS = ("pinned",)

@@ -1,14 +1,43 @@
-"""How much memory the system really holds, from /proc/self."""
+"""How much memory the system, or the device, really holds."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 _PRESENT = np.uint64(1 << 63)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meter:
+    """Reads the bytes in use. A buffer of `size` stands out; up to `slack` is other people's."""
+
+    read: Callable[[], int]
+    size: int
+    slack: int
+
+
+def host_meter() -> Meter:
+    """Of this process's resident bytes."""
+    return Meter(read=process_resident_bytes, size=24 << 20, slack=2 << 20)
+
+
+def device_meter() -> Meter:
+    """Of the device's bytes in use. Loads the kernels that tests use, which take memory, too."""
+    _warm_up()
+    return Meter(read=device_used_bytes, size=256 << 20, slack=32 << 20)
+
+
+def host_meter_beside_a_device() -> Meter:
+    """As `host_meter`, where a driver also takes memory in this process."""
+    _warm_up()
+    return Meter(read=process_resident_bytes, size=256 << 20, slack=32 << 20)
 
 
 def resident_bytes(buffer: Tensor) -> int:
@@ -27,3 +56,19 @@ def resident_bytes(buffer: Tensor) -> int:
 def process_resident_bytes() -> int:
     """Resident bytes of the whole process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def device_used_bytes() -> int:
+    """Bytes of the current CUDA device in use by anybody, without what torch keeps for later."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _warm_up() -> None:
+    scratch = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    assert not bool(scratch.fill_(0).any())
+    assert bool((scratch == 0).all())
+    scratch.copy_(scratch.cpu().pin_memory(), non_blocking=True)
+    torch.cuda.synchronize()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import pytest
 
 from rollout.backends.base import HostArena
-from tests.contracts.implementations import HOST_ARENAS
-from tests.contracts.residency import process_resident_bytes
-
-SIZE = 24 << 20
-SLACK = 2 << 20
+from tests.contracts.implementations import GPU_HOST_ARENAS, HOST_ARENAS, marked
+from tests.contracts.residency import Meter, host_meter, host_meter_beside_a_device
 
 
-@pytest.fixture(params=HOST_ARENAS)
-def arena(request: pytest.FixtureRequest) -> HostArena:
-    return HOST_ARENAS[request.param]()
+@pytest.fixture(params=marked(HOST_ARENAS, on_gpu=GPU_HOST_ARENAS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def arena(kind: str) -> HostArena:
+    return HOST_ARENAS[kind]()
+
+
+@pytest.fixture
+def meter(kind: str) -> Meter:
+    return host_meter_beside_a_device() if kind in GPU_HOST_ARENAS else host_meter()
 
 
 def test_an_arena_is_empty_until_it_is_asked(arena: HostArena) -> None:
@@ -43,21 +50,30 @@ def test_an_arena_grows(arena: HostArena) -> None:
     assert arena.num_bytes >= 1 << 20
 
 
-def test_a_released_arena_holds_no_memory(arena: HostArena) -> None:
-    before = process_resident_bytes()
-    arena.reserve(SIZE).fill_(1)
-    assert process_resident_bytes() - before > SIZE - SLACK
-    assert arena.release() >= SIZE
+def test_a_released_arena_holds_no_memory(arena: HostArena, meter: Meter) -> None:
+    before = meter.read()
+    arena.reserve(meter.size).fill_(1)
+    assert meter.read() - before > meter.size - meter.slack
+    assert arena.release() >= meter.size
     assert arena.num_bytes == 0
-    assert process_resident_bytes() - before < SLACK
+    assert meter.read() - before < meter.slack
 
 
-def test_discarded_bytes_go_back_and_their_neighbours_stay(arena: HostArena) -> None:
-    view = arena.reserve(SIZE)
+def test_a_released_arena_can_be_reserved_again(arena: HostArena) -> None:
+    for _ in range(2):
+        view = arena.reserve(70_000)
+        view.fill_(6)
+        assert bool((view == 6).all())
+        del view
+        arena.release()
+
+
+def test_discarded_bytes_go_back_and_their_neighbours_stay(arena: HostArena, meter: Meter) -> None:
+    view = arena.reserve(meter.size)
     view.fill_(1)
-    before = process_resident_bytes()
-    start, end = 1000, SIZE // 2 + 1000
+    before = meter.read()
+    start, end = 1000, meter.size // 2 + 1000
     freed = arena.discard(start, end)
-    assert before - process_resident_bytes() > freed - SLACK
+    assert before - meter.read() > freed - meter.slack
     assert bool((view[:start] == 1).all())
     assert bool((view[end:] == 1).all())

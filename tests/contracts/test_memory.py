@@ -7,16 +7,25 @@ import torch
 
 from rollout.backends.base import MemoryBackend
 from rollout.errors import ConfigError
-from tests.contracts.implementations import MEMORY
-from tests.contracts.residency import process_resident_bytes, resident_bytes
+from tests.contracts.implementations import GPU_MEMORY, MEMORY, marked
+from tests.contracts.residency import Meter, device_meter, host_meter, resident_bytes
 
-SIZE = 24 << 20
-SLACK = 2 << 20  # what else the process may take meanwhile
+ON_HOST = [kind for kind in MEMORY if kind not in GPU_MEMORY]
 
 
-@pytest.fixture(params=MEMORY)
-def memory(request: pytest.FixtureRequest) -> MemoryBackend:
-    return MEMORY[request.param]()
+@pytest.fixture(params=marked(MEMORY, on_gpu=GPU_MEMORY))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def memory(kind: str) -> MemoryBackend:
+    return MEMORY[kind]()
+
+
+@pytest.fixture
+def meter(kind: str) -> Meter:
+    return device_meter() if kind in GPU_MEMORY else host_meter()
 
 
 def test_a_new_buffer_is_flat_bytes_of_zero(memory: MemoryBackend) -> None:
@@ -26,29 +35,40 @@ def test_a_new_buffer_is_flat_bytes_of_zero(memory: MemoryBackend) -> None:
     assert not buffer.any()
 
 
-def test_a_large_buffer_costs_nothing_until_it_is_touched(memory: MemoryBackend) -> None:
-    before = process_resident_bytes()
+@pytest.mark.parametrize("kind", ON_HOST)
+def test_a_large_buffer_costs_nothing_until_it_is_touched(
+    memory: MemoryBackend, meter: Meter
+) -> None:
+    before = meter.read()
     buffer = memory.allocate("a", 1 << 30)
-    assert process_resident_bytes() - before < SLACK
-    buffer[:SIZE].fill_(1)
-    assert SIZE - SLACK < process_resident_bytes() - before < SIZE + 2 * SLACK
+    assert meter.read() - before < meter.slack
+    buffer[: meter.size].fill_(1)
+    assert meter.size - meter.slack < meter.read() - before < meter.size + 2 * meter.slack
 
 
-def test_released_bytes_go_back_to_the_system(memory: MemoryBackend) -> None:
-    before = process_resident_bytes()
-    buffer = memory.allocate("a", SIZE)
+def test_released_bytes_go_back_to_the_system(memory: MemoryBackend, meter: Meter) -> None:
+    before = meter.read()
+    buffer = memory.allocate("a", meter.size)
     buffer.fill_(7)
-    assert process_resident_bytes() - before > SIZE - SLACK
+    assert meter.read() - before > meter.size - meter.slack
     del buffer
-    assert memory.release("a") == SIZE
-    assert process_resident_bytes() - before < SLACK
+    assert memory.release("a") == meter.size
+    assert meter.read() - before < meter.slack
 
 
-def test_a_restored_buffer_is_usable(memory: MemoryBackend) -> None:
-    address = memory.allocate("a", SIZE).data_ptr()
+def test_a_restored_buffer_holds_its_bytes_again(memory: MemoryBackend, meter: Meter) -> None:
+    memory.allocate("a", meter.size)
+    memory.release("a")
+    before = meter.read()
+    memory.restore("a").fill_(1)
+    assert meter.read() - before > meter.size - meter.slack
+
+
+def test_a_restored_buffer_is_usable(memory: MemoryBackend, meter: Meter) -> None:
+    address = memory.allocate("a", meter.size).data_ptr()
     memory.release("a")
     buffer = memory.restore("a")
-    assert buffer.numel() == SIZE
+    assert buffer.numel() == meter.size
     if memory.has_stable_addresses:
         assert buffer.data_ptr() == address
     buffer.fill_(3)
@@ -69,17 +89,29 @@ def test_restoring_what_was_not_released_keeps_its_contents(memory: MemoryBacken
     assert bool((memory.restore("a") == 9).all())
 
 
+def test_a_buffer_may_be_released_and_restored_twice(memory: MemoryBackend) -> None:
+    memory.allocate("a", 5000)
+    for _ in range(2):
+        memory.release("a")
+        memory.release("a")
+        memory.restore("a")
+        buffer = memory.restore("a")
+        buffer.fill_(4)
+        assert bool((buffer == 4).all())
+        del buffer
+
+
 def test_memory_that_is_not_to_be_had_is_a_config_error(memory: MemoryBackend) -> None:
     with pytest.raises(ConfigError, match="'huge'"):
         memory.allocate("huge", 1 << 60)
 
 
 def test_stable_addresses_hold_no_pages_while_released() -> None:
-    memory = MEMORY["reserved"]()
+    memory, size = MEMORY["reserved"](), host_meter().size
     assert memory.has_stable_addresses
-    buffer = memory.allocate("a", SIZE)
+    buffer = memory.allocate("a", size)
     buffer.fill_(7)
-    assert resident_bytes(buffer) >= SIZE
+    assert resident_bytes(buffer) >= size
     memory.release("a")
     assert resident_bytes(buffer) == 0
     assert memory.restore("a").data_ptr() == buffer.data_ptr()

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from tests.contracts.implementations import OPS
+from tests.contracts.implementations import OPS, is_interpreted
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 all_ops = pytest.mark.parametrize("name", OPS)
-dtypes = st.sampled_from(list(TOLERANCE))
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(params=OPS)
@@ -24,6 +24,11 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def computable(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Triton's interpreter truncates to bfloat16 where a device rounds: float16 stands in."""
+    return torch.float16 if is_interpreted(name) and dtype == torch.bfloat16 else dtype
 
 
 def assert_near(actual: Tensor, expected_f64: Tensor, dtype: torch.dtype) -> None:
@@ -91,6 +96,7 @@ def test_linear_works_in_bfloat16(ops: Ops, rows: int) -> None:
 def test_rms_norm_divides_by_the_root_mean_square(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, scale: float
 ) -> None:
+    dtype = computable(name, dtype)
     x = (randn(*shape) * scale).to(dtype)
     weight = (1 + randn(shape[-1], seed=1) / 4).to(dtype)
     assert_near(OPS[name]().rms_norm(x, weight, 1e-6), norm_f64(x, weight, 1e-6), dtype)
@@ -108,6 +114,7 @@ def test_rms_norm_takes_a_view_with_gaps_between_its_rows(ops: Ops) -> None:
 def test_add_rms_norm_returns_the_norm_and_the_sum(
     name: str, rows: int, size: int, dtype: torch.dtype
 ) -> None:
+    dtype = computable(name, dtype)
     x, residual = randn(rows, size, dtype=dtype), randn(rows, size, seed=1, dtype=dtype)
     weight = randn(size, seed=2, dtype=dtype)
     before = x.clone(), residual.clone()
@@ -149,6 +156,7 @@ def test_rotary_turns_pairs_of_the_two_halves(
 def test_silu_mul_gates_the_second_half(
     name: str, rows: int, size: int, dtype: torch.dtype
 ) -> None:
+    dtype = computable(name, dtype)
     gate_up = randn(rows, 2 * size, dtype=dtype) * 5
     gate, up = gate_up.double().chunk(2, -1)
     assert_near(OPS[name]().silu_mul(gate_up), gate * gate.sigmoid() * up, dtype)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.base import Ops
-from tests.contracts.implementations import OPS
+from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
 
 BOUNDARY = 1e-6
@@ -60,6 +60,7 @@ def assert_is_drawn(token: int, logits_V: np.ndarray, draw: Draw) -> None:
 def test_a_token_is_drawn_where_the_uniform_falls_on_the_cdf(
     name: str, rows: list[Draw], vocabulary: int, seed: int
 ) -> None:
+    rows = rows[:2] if is_interpreted(name) else rows
     logits = random_logits(len(rows), vocabulary, seed)
     result = OPS[name]().sample(logits, batch_of(rows))
     assert result.is_finite_S.all()
@@ -215,9 +216,12 @@ def test_the_caller_s_logits_are_not_changed(ops: Ops) -> None:
     assert torch.equal(logits, before)
 
 
+@all_ops
 @pytest.mark.parametrize("draw", [Draw(), Draw(temperature=0.7, top_k=20), Draw(top_p=0.9)])
-def test_draws_follow_the_distribution(ops: Ops, draw: Draw) -> None:
+def test_draws_follow_the_distribution(name: str, draw: Draw) -> None:
     """Chi-square of 20,000 draws; the bound is the 1 - 1e-6 quantile by Wilson and Hilferty."""
+    if is_interpreted(name):
+        pytest.skip("minutes in the interpreter, for what the test of the cdf says of each draw")
     num_draws, vocabulary = 20_000, 64
     logits = random_logits(1, vocabulary, seed=8, scale=1.0)
     uniforms = np.random.default_rng(0).random(num_draws)
@@ -225,8 +229,8 @@ def test_draws_follow_the_distribution(ops: Ops, draw: Draw) -> None:
         Draw(uniform=float(u), temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p)
         for u in uniforms
     ]
-    tokens = ops.sample(logits.expand(num_draws, -1), batch_of(rows, logprobs=False)).token_ids_S
-    counts = np.bincount(tokens.numpy(), minlength=vocabulary)
+    result = OPS[name]().sample(logits.expand(num_draws, -1), batch_of(rows, logprobs=False))
+    counts = np.bincount(result.token_ids_S.numpy(), minlength=vocabulary)
     expected = probabilities(logits[0].numpy(), draw) * num_draws
     likely = expected > 5
     assert counts[expected == 0].sum() == 0

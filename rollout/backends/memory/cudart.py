@@ -1,0 +1,85 @@
+"""Cudart: the few functions of the CUDA runtime library that torch does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+HOST = -1  # cudaCpuDeviceId, the place that is no device
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_ATTACH_GLOBAL = 1  # cudaMemAttachGlobal
+_SET_PREFERRED_LOCATION = 3  # cudaMemAdviseSetPreferredLocation
+_LOCATION_DEVICE, _LOCATION_HOST = 1, 2  # cudaMemLocationType
+_FIRST_VERSION_WITH_LOCATIONS = 13000
+
+
+class Location(ctypes.Structure):
+    """cudaMemLocation, which CUDA 13 takes by value where CUDA 12 took a device number."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Cudart:
+    """`library` is a loaded libcudart, of CUDA 12 or 13. Pointers are plain ints.
+
+    Every method raises MemoryError if memory was refused, RuntimeError if anything else went wrong,
+    and leaves no error behind for torch to find.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        version = ctypes.c_int()
+        self._call("cudaRuntimeGetVersion", ctypes.byref(version))
+        self._takes_locations = version.value >= _FIRST_VERSION_WITH_LOCATIONS
+
+    def malloc_managed(self, num_bytes: int) -> int:
+        """Address of new memory that the host and the current device share."""
+        pointer = ctypes.c_void_p()
+        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(_ATTACH_GLOBAL)
+        self._call("cudaMallocManaged", ctypes.byref(pointer), size, flags)
+        assert pointer.value is not None
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        """Free what `malloc_managed` returned."""
+        self._call("cudaFree", ctypes.c_void_p(pointer))
+
+    def prefer(self, pointer: int, num_bytes: int, place: int) -> None:
+        """Keep managed memory at `place`: a device's index, or HOST."""
+        where = self._location(place) if self._takes_locations else ctypes.c_int(place)
+        advice = ctypes.c_int(_SET_PREFERRED_LOCATION)
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cudaMemAdvise", ctypes.c_void_p(pointer), size, advice, where)
+
+    def prefetch(self, pointer: int, num_bytes: int, place: int) -> None:
+        """Start to move managed memory to `place`, on the default stream."""
+        memory = ctypes.c_void_p(pointer), ctypes.c_size_t(num_bytes)
+        if self._takes_locations:
+            where: tuple[Any, ...] = self._location(place), ctypes.c_uint(0)
+        else:
+            where = (ctypes.c_int(place),)
+        self._call("cudaMemPrefetchAsync", *memory, *where, ctypes.c_void_p(0))
+
+    def host_register(self, pointer: int, num_bytes: int) -> None:
+        """Page-lock host memory, for all devices."""
+        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(1)  # cudaHostRegisterPortable
+        self._call("cudaHostRegister", ctypes.c_void_p(pointer), size, flags)
+
+    def host_unregister(self, pointer: int) -> None:
+        """Undo `host_register`."""
+        self._call("cudaHostUnregister", ctypes.c_void_p(pointer))
+
+    @staticmethod
+    def _location(place: int) -> Location:
+        return Location(_LOCATION_HOST, 0) if place == HOST else Location(_LOCATION_DEVICE, place)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code == 0:
+            return
+        self._library.cudaGetLastError()  # torch would blame its next kernel for it
+        reason = self._library.cudaGetErrorString(ctypes.c_int(code)).decode()
+        kind = MemoryError if code == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"{function} failed: {reason} (error {code})")

@@ -1,0 +1,176 @@
+"""append_kv: what happens to heads between their projection and attention, in one kernel.
+
+Query and key heads are normed and rotated, keys and values stored in the paged cache, queries
+written out contiguously; the projection itself is only read. Shape letters: T tokens, H query
+heads, G key/value heads, D head dim; in kernels R rows (a row is one head of one token), F half of
+the head dim, padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.backends.forward_batch import Rotation
+from rollout.backends.ops.reference import ReferenceOps
+
+# 32 heads are 8 KiB at head dim 128 in bfloat16: 16-byte loads keep four warps busy.
+ROWS_PER_PROGRAM = 32
+NUM_WARPS = 4
+
+
+def append_kv(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """Store K and V at `slots_T` of `cache`; returns Q, contiguous. Both norms or none.
+
+    `cache` is [num_blocks, 2, G, block_size, D]; its blocks are contiguous, but may lie apart. Only
+    the last dim of Q, K and V must have unit stride. `append_kv_reference` says what is computed.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_TGD.shape[1]
+    q_out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    num_programs = sum(
+        triton.cdiv(num_tokens * heads, ROWS_PER_PROGRAM) for heads in (num_heads, num_kv_heads)
+    )
+    if num_tokens == 0:
+        return q_out_THD
+    turn = rotation or Rotation(slots_T, slots_T)  # any tensor: not read without HAS_ROTATION
+    append_kv_kernel[(num_programs,)](
+        *(q_out_THD, cache, q_THD, k_TGD, v_TGD, slots_T),
+        *(turn.cos_TD, turn.sin_TD, turn.q_norm_D, turn.k_norm_D, turn.eps),
+        *(q_THD.stride(0), q_THD.stride(1), k_TGD.stride(0), k_TGD.stride(1)),
+        *(v_TGD.stride(0), v_TGD.stride(1), turn.cos_TD.stride(0), cache.stride(0)),
+        *(num_tokens, num_heads, num_kv_heads, cache.shape[3].bit_length() - 1),
+        HEAD_DIM=head_dim,
+        BLOCK_F=triton.next_power_of_2(head_dim // 2),
+        BLOCK_R=ROWS_PER_PROGRAM,
+        HAS_ROTATION=rotation is not None,
+        num_warps=NUM_WARPS,
+    )
+    return q_out_THD
+
+
+def append_kv_reference(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """What `append_kv` computes, in plain torch."""
+    ops = ReferenceOps()
+    if rotation is not None:
+        if rotation.q_norm_D is not None:
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+        if rotation.k_norm_D is not None:
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
+        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
+    blocks_T, offsets_T = slots_T // cache.shape[3], slots_T % cache.shape[3]
+    cache[blocks_T, 0, :, offsets_T] = k_TGD
+    cache[blocks_T, 1, :, offsets_T] = v_TGD
+    return q_THD.contiguous()
+
+
+@triton.jit(
+    do_not_specialize=["eps", "num_tokens", "num_heads", "num_kv_heads", "block_shift"],
+)
+def append_kv_kernel(
+    q_out, cache, q, k, v, slots,
+    cos, sin, q_norm, k_norm, eps,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    v_token_stride, v_head_stride, angle_stride, block_stride,
+    num_tokens, num_heads, num_kv_heads, block_shift,
+    HEAD_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+):  # fmt: skip
+    """The first programs take query heads, the others key and value heads, BLOCK_R rows each."""
+    program = tl.program_id(0)
+    num_query_programs = tl.cdiv(num_tokens * num_heads, BLOCK_R)
+    offsets_R = tl.arange(0, BLOCK_R)
+    dims_F = tl.arange(0, BLOCK_F)
+    if program < num_query_programs:
+        row_R = program * BLOCK_R + offsets_R
+        token_R = (row_R // num_heads).to(tl.int64)
+        fits_RF = _fits(token_R, dims_F, num_tokens, HEAD_DIM)
+        source_R = token_R * q_token_stride + (row_R % num_heads) * q_head_stride
+        low_RF, high_RF = _load_halves(q, source_R, dims_F, fits_RF, HEAD_DIM)
+        low_RF, high_RF = _turn(
+            low_RF, high_RF, q_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
+            HEAD_DIM, HAS_ROTATION,
+        )  # fmt: skip
+        target_R = row_R.to(tl.int64) * HEAD_DIM
+        _store_halves(q_out, target_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM)
+    else:
+        row_R = (program - num_query_programs) * BLOCK_R + offsets_R
+        token_R = (row_R // num_kv_heads).to(tl.int64)
+        head_R = row_R % num_kv_heads
+        fits_RF = _fits(token_R, dims_F, num_tokens, HEAD_DIM)
+        slot_R = tl.load(slots + token_R, mask=token_R < num_tokens, other=0)
+        in_block_R = (head_R << block_shift) + (slot_R & ((1 << block_shift) - 1))
+        target_R = (slot_R >> block_shift) * block_stride + in_block_R * HEAD_DIM
+        source_R = token_R * k_token_stride + head_R * k_head_stride
+        low_RF, high_RF = _load_halves(k, source_R, dims_F, fits_RF, HEAD_DIM)
+        low_RF, high_RF = _turn(
+            low_RF, high_RF, k_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
+            HEAD_DIM, HAS_ROTATION,
+        )  # fmt: skip
+        _store_halves(cache, target_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM)
+        source_R = token_R * v_token_stride + head_R * v_head_stride
+        low_RF, high_RF = _load_halves(v, source_R, dims_F, fits_RF, HEAD_DIM)
+        target_R += (num_kv_heads << block_shift) * HEAD_DIM
+        _store_halves(cache, target_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM)
+
+
+@triton.jit
+def _turn(
+    low_RF, high_RF, weight, eps, cos, sin, angles_R, dims_F, fits_RF,
+    HEAD_DIM: tl.constexpr, HAS_ROTATION: tl.constexpr,
+):  # fmt: skip
+    """Root-mean-square norm if there is a weight, then the rotation by pairs (i, i + D / 2)."""
+    dtype = low_RF.dtype
+    low_RF, high_RF = low_RF.to(tl.float32), high_RF.to(tl.float32)
+    if weight is not None:
+        square_R = tl.sum(low_RF * low_RF, 1) + tl.sum(high_RF * high_RF, 1)
+        scale_R1 = tl.rsqrt(square_R / HEAD_DIM + eps)[:, None]
+        is_dim_F = dims_F < HEAD_DIM // 2
+        low_F = tl.load(weight + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
+        high_F = tl.load(weight + HEAD_DIM // 2 + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
+        # Rounded in between, as when norm and rotation are two operations.
+        low_RF = (low_RF * scale_R1 * low_F[None, :]).to(dtype).to(tl.float32)
+        high_RF = (high_RF * scale_R1 * high_F[None, :]).to(dtype).to(tl.float32)
+    if HAS_ROTATION:
+        cos_low_RF, cos_high_RF = _load_halves(cos, angles_R, dims_F, fits_RF, HEAD_DIM)
+        sin_low_RF, sin_high_RF = _load_halves(sin, angles_R, dims_F, fits_RF, HEAD_DIM)
+        turned_low_RF = low_RF * cos_low_RF - high_RF * sin_low_RF
+        high_RF = high_RF * cos_high_RF + low_RF * sin_high_RF
+        low_RF = turned_low_RF
+    return low_RF.to(dtype), high_RF.to(dtype)
+
+
+@triton.jit
+def _fits(token_R, dims_F, num_tokens, HEAD_DIM: tl.constexpr):
+    return (token_R < num_tokens)[:, None] & (dims_F < HEAD_DIM // 2)[None, :]
+
+
+@triton.jit
+def _load_halves(base, start_R, dims_F, fits_RF, HEAD_DIM: tl.constexpr):
+    """The D numbers from `start_R` on, as two halves."""
+    low = base + start_R[:, None] + dims_F[None, :]
+    low_RF = tl.load(low, mask=fits_RF, other=0.0)
+    return low_RF, tl.load(low + HEAD_DIM // 2, mask=fits_RF, other=0.0)
+
+
+@triton.jit
+def _store_halves(base, start_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM: tl.constexpr):
+    low = base + start_R[:, None] + dims_F[None, :]
+    tl.store(low, low_RF, mask=fits_RF)
+    tl.store(low + HEAD_DIM // 2, high_RF, mask=fits_RF)

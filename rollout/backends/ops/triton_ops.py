@@ -1,0 +1,45 @@
+"""TritonOps: ReferenceOps with norms, activation, sampling and scoring in Triton.
+
+Products stay with torch (cuBLAS); rotary stays the reference's, since attention fuses its own.
+Shape letters: P scored tokens, S sample rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.ops import triton_layers, triton_sampling
+from rollout.backends.ops.reference import ReferenceOps
+
+
+class TritonOps(ReferenceOps):
+    """Implements `Ops` on a GPU. Without top-n no operation waits for the device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
+        return triton_layers.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        return triton_layers.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half of the last dim) * second half."""
+        return triton_layers.silu_mul(gate_up)
+
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+        """Draw one token per row; a batch that wants top-n goes to torch."""
+        if sampling.top_n:
+            return super().sample(logits_SV, sampling)
+        return triton_sampling.sample(logits_SV, sampling)
+
+    def score(
+        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Raw log-probs of the targets; the top-n, if wanted, in torch."""
+        if top_n:
+            return super().score(logits_PV, targets_P, top_n)
+        return triton_sampling.score(logits_PV, targets_P), None, None

@@ -1,0 +1,85 @@
+"""What the kernels of sampling share: how a row's parameters, chunks and statistics are read.
+
+Shape letters: C chunks of a row, E elements of one block (logits or chunks).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rollout.backends.forward_batch import MODE_CODES
+
+RAW: tl.constexpr = tl.constexpr(MODE_CODES["raw"])
+PROCESSED: tl.constexpr = tl.constexpr(MODE_CODES["processed"])
+
+
+@triton.jit
+def row_scale(temperature_ptr, mode_ptr, row):
+    """(1 / temperature, 1 for a greedy row; whether the row reports raw log-probs; is greedy)."""
+    temperature = tl.load(temperature_ptr + row)
+    is_greedy = temperature == 0.0
+    is_raw = (tl.load(mode_ptr + row) == RAW) | is_greedy
+    return tl.div_rn(1.0, tl.where(is_greedy, 1.0, temperature)), is_raw, is_greedy
+
+
+@triton.jit
+def load_chunk(row_ptr, chunk, vocabulary, CHUNK: tl.constexpr):
+    """Logits [chunk * CHUNK, (chunk + 1) * CHUNK) of a row in float32, -inf beyond its end."""
+    offsets_E = chunk * CHUNK + tl.arange(0, CHUNK)
+    x_E = tl.load(row_ptr + offsets_E, mask=offsets_E < vocabulary, other=-float("inf"))
+    return x_E.to(tl.float32)
+
+
+@triton.jit
+def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
+    """One number per chunk of a row; `other` beyond its end."""
+    chunks_C = tl.arange(0, CHUNKS)
+    offsets_C = row.to(tl.int64) * num_chunks + chunks_C
+    return tl.load(ptr + offsets_C, mask=chunks_C < num_chunks, other=other)
+
+
+@triton.jit
+def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
+    """Sums of exp((x - largest) / temperature) per chunk, from sums relative to its own maximum."""
+    mass_C = load_statistics(mass_ptr, row, num_chunks, 0.0, CHUNKS)
+    # In float32, so that a chunk has mass if and only if the weight of its largest logit has.
+    return tl.exp((max_C - largest) * inverse).to(tl.float64) * mass_C
+
+
+@triton.jit
+def total_mass(max_ptr, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
+    """(the row's largest logit, the sum of exp((x - largest) / temperature))."""
+    max_C = load_statistics(max_ptr, row, num_chunks, -float("inf"), CHUNKS)
+    largest = maximum(max_C)
+    mass_C = load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS)
+    return largest, tl.sum(mass_C)
+
+
+@triton.jit
+def maximum(x_E):
+    """The maximum, NaN if there is a NaN."""
+    num_nans = tl.sum((x_E != x_E).to(tl.int32))
+    return tl.where(num_nans > 0, float("nan"), tl.max(x_E))
+
+
+@triton.jit
+def first(is_match_E, SIZE: tl.constexpr):
+    """The lowest matching index; SIZE - 1 if there is none."""
+    return tl.min(tl.where(is_match_E, tl.arange(0, SIZE), SIZE - 1))
+
+
+@triton.jit
+def locate(mass_E, target, SIZE: tl.constexpr):
+    """(first index that has mass and whose cumulative mass exceeds the target, the target less the
+    mass before it); the last index with mass if rounding put the target at or above the sum.
+    """
+    offsets_E = tl.arange(0, SIZE)
+    cumulative_E = tl.cumsum(mass_E)
+    # A parallel sum need not be monotonic to the last bit: without the first condition the
+    # crossing could fall on a token without mass.
+    crosses_E = (mass_E > 0.0) & (cumulative_E > target)
+    last = tl.max(tl.where(mass_E > 0.0, offsets_E, 0))
+    index = tl.minimum(first(crosses_E, SIZE), last)
+    before = tl.sum(tl.where(offsets_E == index, cumulative_E - mass_E, 0.0))
+    return index, target - before

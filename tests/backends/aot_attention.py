@@ -1,0 +1,144 @@
+"""Every attention kernel as the engine launches it, for compiling without a device.
+
+`python -m tests.backends.aot_attention SHARD NUM_SHARDS` compiles a share of them for an H100 and
+prints what memory each uses as JSON. It must run where TRITON_INTERPRET is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rollout.backends.attention.triton_kernels import paged_attention_kernel, reduce_splits_kernel
+from rollout.backends.attention.triton_paged import MAX_SPLITS, launch_choice
+from rollout.backends.ops.triton_append import NUM_WARPS, ROWS_PER_PROGRAM, append_kv_kernel
+
+H100 = GPUTarget("cuda", 90, 32)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEAD_DIMS = (64, 96, 128, 256)
+GROUP_SIZES = (1, 64)  # the smallest and the largest give every tile of decode and of prefill
+POINTERS = {
+    "slots": "*i64",
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "partial_out": "*fp32",
+    "partial_lse": "*fp32",
+    "tables": "*i32",
+    "query_starts": "*i32",
+    "context_lens": "*i32",
+}
+TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm")  # of the model's dtype
+FLOATS = ("eps", "scale")
+
+
+class Configuration(NamedTuple):
+    """One specialisation of a kernel, as `triton.compile` takes it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        values = [self.signature.get("q") or self.signature.get("out"), *self.constexprs.values()]
+        return " ".join(map(str, (self.kernel.__name__, *values)))
+
+
+def configurations() -> Iterator[Configuration]:
+    """What the dtypes, head dims and group sizes up to 64 can make the engine launch."""
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            yield from append_configurations(dtype, head_dim)
+            yield from attention_configurations(dtype, head_dim)
+            constexprs = {
+                "HEAD_DIM": head_dim,
+                "BLOCK_D": triton.next_power_of_2(head_dim),
+                "BLOCK_S": MAX_SPLITS,
+            }
+            yield configuration(reduce_splits_kernel, dtype, constexprs, {"num_warps": 4})
+
+
+def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
+    """With and without norms of query and key heads."""
+    constexprs = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_F": triton.next_power_of_2(head_dim // 2),
+        "BLOCK_R": ROWS_PER_PROGRAM,
+        "HAS_ROTATION": True,
+    }
+    for norms in ({}, {"q_norm": None, "k_norm": None}):
+        options = {"num_warps": NUM_WARPS}
+        yield configuration(append_kv_kernel, dtype, constexprs | norms, options)
+
+
+def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
+    """Every distinct cut of `launch_choice`."""
+    choices = {
+        (is_decode, launch_choice(DTYPES[dtype], head_dim, group_size, is_decode))
+        for is_decode in (True, False)
+        for group_size in GROUP_SIZES
+    }
+    for is_decode, choice in sorted(choices, key=repr):
+        constexprs = {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_M": choice.block_m,
+            "BLOCK_N": choice.block_n,
+            "IS_DECODE": is_decode,
+        }
+        options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+        yield configuration(paged_attention_kernel, dtype, constexprs, options)
+
+
+def configuration(
+    kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, int]
+) -> Configuration:
+    """The signature follows from the arguments' names."""
+    types = POINTERS | dict.fromkeys(TENSORS, f"*{dtype}") | dict.fromkeys(FLOATS, "fp32")
+    types |= dict.fromkeys(constexprs, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    return Configuration(kernel, signature, constexprs, options)
+
+
+def compile_for_h100(case: Configuration) -> Any:
+    """As a launch would: pointers and strides that are specialised are multiples of 16."""
+    odd = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(case.signature.items())
+        if kind.startswith("*") or (kind == "i32" and name not in odd)
+    }
+    source = ASTSource(case.kernel, case.signature, case.constexprs, aligned)
+    return triton.compile(source, target=H100, options=case.options)
+
+
+def usage(compiled: Any) -> dict[str, int]:
+    """Bytes of shared memory of a program, and of the stack of a thread, where registers spill."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = max(map(int, re.findall(r"STACK:(\d+)", listing)))
+    return {"shared": compiled.metadata.shared, "stack": stack}
+
+
+def main(shard: int, num_shards: int) -> None:
+    cases = list(configurations())[shard::num_shards]
+    print(json.dumps({case.name: usage(compile_for_h100(case)) for case in cases}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

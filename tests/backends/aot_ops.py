@@ -1,0 +1,131 @@
+"""Every kernel of TritonOps as the engine launches it, for compiling without a device.
+
+`python -m tests.backends.aot_ops` compiles them for an H100 and prints the bytes of shared memory
+of each as JSON. It must run where TRITON_INTERPRET is not set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rollout.backends.ops import triton_layers as layers
+from rollout.backends.ops import triton_sampling as sampling
+from rollout.backends.ops import triton_sampling_kernels as kernels
+from rollout.backends.ops import triton_truncation_kernels as truncation
+
+H100 = GPUTarget("cuda", 90, 32)
+VOCABULARIES = (256, 32_000, 151_936)
+POINTERS = {
+    "token_ptr": "*i64",
+    "target_ptr": "*i64",
+    "is_finite_ptr": "*i1",
+    "mode_ptr": "*i8",
+    "logprob_ptr": "*fp32",
+    "max_ptr": "*fp32",
+    "temperature_ptr": "*fp32",
+    "mass_ptr": "*fp64",
+    "raw_mass_ptr": "*fp64",
+    "kept_mass_ptr": "*fp64",
+    "uniform_ptr": "*fp64",
+    "threshold_ptr": "*fp32",
+    "largest_ptr": "*fp32",
+    "last_tie_ptr": "*i32",
+    "top_k_ptr": "*i64",
+    "top_p_ptr": "*fp32",
+    "min_p_ptr": "*fp32",
+}  # the other pointers are to the model's dtype
+ABSENT = dict.fromkeys(("kept_mass_ptr", "threshold_ptr", "last_tie_ptr", "min_p_ptr"))
+MAY_BE_ODD = ("num_heads", "num_chunks", "eps")  # the rest are multiples of 16 in practice
+
+
+class Configuration(NamedTuple):
+    """One specialisation of a kernel, as `triton.compile` takes it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, int]
+
+
+def configurations() -> Iterator[Configuration]:
+    """What the three dtypes, hidden sizes up to 16384 and VOCABULARIES can make it launch."""
+    for dtype in ("bf16", "fp16", "fp32"):
+        yield from norm_configurations(dtype, block=4096)
+        yield configuration(layers.silu_mul_kernel, dtype, BLOCK=layers.SILU_BLOCK)
+        yield from chunk_configurations(dtype)
+        yield from row_configurations(dtype, VOCABULARIES[0])
+    for block in (64, 1024, 16_384):
+        yield from norm_configurations("bf16", block=block)
+    for vocabulary in VOCABULARIES[1:]:
+        yield from row_configurations("fp32", vocabulary)
+    # The launcher makes a constant of an integer that is 1.
+    yield configuration(layers.rms_norm_kernel, "bf16", num_heads=1, num_warps=8, BLOCK=4096)
+    yield from row_configurations("fp32", 1, vocabulary=1, row_stride=1, num_chunks=1)
+
+
+def norm_configurations(dtype: str, *, block: int) -> Iterator[Configuration]:
+    num_warps = layers.num_warps_of(block)
+    for kernel in (layers.rms_norm_kernel, layers.add_rms_norm_kernel):
+        yield configuration(kernel, dtype, num_warps=num_warps, BLOCK=block)
+
+
+def chunk_configurations(dtype: str) -> Iterator[Configuration]:
+    yield configuration(kernels.chunk_statistics_kernel, dtype, CHUNK=sampling.CHUNK)
+    yield configuration(truncation.kept_mass_kernel, dtype, CHUNK=sampling.CHUNK)
+    yield configuration(
+        kernels.score_kernel, dtype, num_warps=sampling.ROW_WARPS, CHUNK=sampling.ROW_CHUNK
+    )
+
+
+def row_configurations(dtype: str, size: int, **ones: int) -> Iterator[Configuration]:
+    """Of a vocabulary of `size`."""
+    num_chunks = triton.next_power_of_2(triton.cdiv(size, sampling.CHUNK))
+    sizes = {"CHUNK": sampling.CHUNK, "CHUNKS": num_chunks, **ones}
+    yield configuration(kernels.draw_kernel, dtype, TRUNCATES=True, **sizes)
+    yield configuration(kernels.draw_kernel, dtype, TRUNCATES=False, **sizes, **ABSENT)
+    sizes["CHUNK"] = sampling.ROW_CHUNK
+    yield configuration(truncation.threshold_kernel, dtype, num_warps=sampling.ROW_WARPS, **sizes)
+
+
+def configuration(
+    kernel: Any, dtype: str, *, num_warps: int = 4, **constexprs: Any
+) -> Configuration:
+    signature = {name: type_of(name, dtype) for name in kernel.arg_names}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    return Configuration(kernel, signature, constexprs, {"num_warps": num_warps})
+
+
+def type_of(parameter: str, dtype: str) -> str:
+    if parameter.endswith("_ptr"):
+        return POINTERS.get(parameter, f"*{dtype}")
+    return "fp32" if parameter == "eps" else "i32"
+
+
+def shared_memory_bytes(config: Configuration) -> int:
+    """Compile, with the arguments' alignment as the launcher would find it."""
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(config.signature)
+        if name not in (*MAY_BE_ODD, *config.constexprs)
+    }
+    source = ASTSource(config.kernel, config.signature, config.constexprs, attributes)
+    return int(triton.compile(source, target=H100, options=config.options).metadata.shared)
+
+
+def main() -> None:
+    sizes = {}
+    for config in configurations():
+        dtype = config.signature.get("logits_ptr", config.signature.get("out_ptr"))
+        name = f"{config.kernel.__name__}({dtype}, {config.constexprs})"
+        sizes[name] = shared_memory_bytes(config)
+    print(json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The binding of the CUDA runtime library, against a library that only records.
+
+The contract suites run it on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.backends.memory.cuda_runtime import CudaRuntime, ManagedBytes
+from rollout.backends.memory.cudart import HOST, Cudart
+from rollout.errors import ConfigError
+from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeCudart, FakeRuntime
+
+
+@pytest.fixture
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
+
+
+def test_cuda_13_takes_locations_by_value() -> None:
+    library = FakeCudart(13000)
+    cudart = Cudart(library)
+    cudart.prefer(4096, 10, 3)
+    cudart.prefetch(4096, 10, HOST)
+    assert library.calls == [
+        ("cudaMemAdvise", 4096, 10, 3, (1, 3)),
+        ("cudaMemPrefetchAsync", 4096, 10, (2, 0), 0, None),
+    ]
+
+
+def test_cuda_12_takes_device_numbers() -> None:
+    library = FakeCudart(12080)
+    cudart = Cudart(library)
+    cudart.prefer(4096, 10, 3)
+    cudart.prefetch(4096, 10, HOST)
+    assert library.calls == [
+        ("cudaMemAdvise", 4096, 10, 3, 3),
+        ("cudaMemPrefetchAsync", 4096, 10, -1, None),
+    ]
+
+
+@pytest.mark.parametrize(("code", "error"), [(OUT_OF_MEMORY, MemoryError), (700, RuntimeError)])
+def test_a_failed_call_names_itself_and_leaves_no_error_for_torch(
+    code: int, error: type[Exception]
+) -> None:
+    library = FakeCudart()
+    library.fails["cudaHostRegister"] = code
+    with pytest.raises(error, match=rf"cudaHostRegister failed: made up \(error {code}\)"):
+        Cudart(library).host_register(4096, 10)
+    assert library.names() == ["cudaHostRegister", "cudaGetLastError"]
+
+
+def test_managed_memory_is_freed_with_the_last_view(runtime: FakeRuntime) -> None:
+    tensor = runtime.managed_tensor(100)
+    view = tensor[10:]
+    del tensor
+    assert runtime.library.num_managed == 1
+    view.fill_(3)
+    del view
+    assert runtime.library.num_managed == 0
+
+
+def test_managed_memory_that_torch_does_not_take_is_freed() -> None:
+    runtime = Refusing()
+    with pytest.raises(RuntimeError, match="made up") as caught:
+        runtime.managed_tensor(100)
+    assert runtime.library.num_managed == 0, f"{caught} may be kept for long"
+
+
+class Refusing(FakeRuntime):
+    def _as_tensor(self, managed: ManagedBytes) -> Tensor:
+        raise RuntimeError("made up")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_machine_without_cuda_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device='cuda:1' is not there.*no CUDA device"):
+        CudaRuntime(torch.device("cuda:1"))

@@ -1,0 +1,127 @@
+"""PinnedHostArena against a fake runtime: what is locked is mapped, and unlocked in time.
+
+The contract suites run it on a GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.backends.memory.cuda_runtime import CudaRuntime
+from rollout.backends.memory.pinned_host import PinnedHostArena
+from rollout.errors import ConfigError
+from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeRuntime
+
+
+@pytest.fixture
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
+
+
+def test_pages_are_unlocked_before_the_arena_grows(runtime: FakeRuntime) -> None:
+    arena = PinnedHostArena(runtime)
+    first = arena.reserve(5000).data_ptr()
+    second = arena.reserve(9000).data_ptr()
+    assert [call[:2] for call in runtime.library.calls] == [
+        ("cudaHostRegister", first),
+        ("synchronize",),
+        ("cudaHostUnregister", first),
+        ("cudaHostRegister", second),
+    ]
+    assert runtime.library.registered == {second: 9000}
+
+
+def test_an_arena_without_bytes_locks_none(runtime: FakeRuntime) -> None:
+    assert PinnedHostArena(runtime).reserve(0).numel() == 0
+    assert runtime.library.calls == []
+
+
+def test_a_part_of_a_locked_arena_is_not_freed(runtime: FakeRuntime) -> None:
+    arena = PinnedHostArena(runtime)
+    arena.reserve(1 << 20).fill_(3)
+    assert arena.discard(4096, 1 << 20) == 0
+    assert bool((arena.reserve(1 << 20) == 3).all())
+    assert arena.discard(0, 1 << 20) == 1 << 20
+    assert arena.num_bytes == 0
+    assert runtime.library.registered == {}
+
+
+def test_views_outlive_the_arena(runtime: FakeRuntime) -> None:
+    arena = PinnedHostArena(runtime)
+    view = arena.reserve(5000).fill_(3)
+    arena.release()
+    assert bool((view == 3).all())
+
+
+def test_a_dropped_arena_unlocks_its_pages(runtime: FakeRuntime) -> None:
+    arena = PinnedHostArena(runtime)
+    arena.reserve(5000)
+    del arena
+    assert runtime.library.registered == {}
+    assert runtime.library.names()[-1] == "cudaHostUnregister"
+
+
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, 700])
+def test_pages_that_cannot_be_locked_are_a_config_error_and_are_gone(
+    runtime: FakeRuntime, code: int
+) -> None:
+    arena = PinnedHostArena(runtime)
+    runtime.library.fails["cudaHostRegister"] = code
+    with pytest.raises(ConfigError, match=r"5000 bytes.*cudaHostRegister.*buffer_size_gb"):
+        arena.reserve(5000)
+    assert arena.num_bytes == arena.release() == 0
+    runtime.library.fails.clear()
+    assert arena.reserve(5000).numel() == 5000
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("reserve"), st.integers(0, 20_000)),
+            st.tuples(st.just("release"), st.just(0)),
+            st.tuples(st.just("discard"), st.integers(0, 20_000)),
+        )
+    )
+)
+def test_exactly_the_arenas_own_bytes_are_locked(steps: list[tuple[str, int]]) -> None:
+    runtime = FakeRuntime()
+    arena = PinnedHostArena(runtime)
+    for step, size in steps:
+        if step == "reserve":
+            assert arena.reserve(size).fill_(1).numel() == size
+        elif step == "release":
+            held = arena.num_bytes
+            assert arena.release() == held
+        else:
+            arena.discard(0, size)
+        assert sum(runtime.library.registered.values()) == arena.num_bytes
+        assert len(runtime.library.registered) <= 1
+    calls = [c for c in runtime.library.names() if c.startswith("cudaHost")]
+    assert all(first != second for first, second in pairwise(calls))
+
+
+@pytest.mark.gpu
+def test_torch_sees_the_arena_as_pinned() -> None:
+    arena = PinnedHostArena(CudaRuntime(torch.device("cuda")))
+    view = arena.reserve(1 << 20)
+    assert view.is_pinned()
+    assert view[4097:].is_pinned()
+    arena.release()
+    assert not view.is_pinned()
+
+
+@pytest.mark.gpu
+def test_bytes_travel_through_the_arena_and_back() -> None:
+    arena = PinnedHostArena(CudaRuntime(torch.device("cuda")))
+    source = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8, device="cuda")
+    view = arena.reserve(source.numel())
+    view.copy_(source, non_blocking=True)
+    back = torch.empty_like(source).copy_(view, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(view, source.cpu())
+    assert torch.equal(back, source)

@@ -1,0 +1,263 @@
+"""What Triton's attention owes beyond the contract: padding, splits, groups, capture, compilation.
+
+Against ReferenceAttention, 2e-5 in float32. Interpreted without a GPU, a second per example.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.backends.attention.reference import ReferenceAttention
+from rollout.backends.forward_batch import Rotation
+from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
+
+pytest.importorskip("triton")
+
+from rollout.backends.attention.triton_paged import (
+    MAX_SPLITS,
+    TritonPagedAttention,
+    launch_choice,
+    split_choice,
+)
+from rollout.backends.ops.triton_append import append_kv, append_kv_reference
+from tests.contracts.attention_on_device import device_attention
+
+HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter's bfloat16 products are wrong.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HOME.type == "cuda" else [])
+ONE_ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHARED_MEMORY_BYTES = 227 * 1024  # of one program on sm_90
+SPILLED_BYTES = 64  # a register or two per thread do no harm
+ROOT = Path(__file__).parents[2]
+
+mixes = st.builds(
+    Mix,
+    decode=st.lists(st.integers(2, 150), max_size=3).map(tuple),
+    num_padding_rows=st.integers(0, 2),
+    prefill=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 40)), min_size=1, max_size=3).map(
+        tuple
+    ),
+    num_padding_tokens=st.sampled_from([0, 1, 13]),
+    is_decode_known=st.booleans(),
+    group_size=st.sampled_from([1, 2, 5, 7, 8, 16]),
+    num_kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([8, 16, 24, 64]),
+    block_size=st.sampled_from([1, 4, 16, 256]),
+    seed=st.integers(0, 1000),
+)
+
+
+def assert_as_the_reference(mix: Mix, num_splits: int | None) -> None:
+    """Outputs of real tokens and all cached K and V but those of the scratch block."""
+    num_tokens = mix.num_tokens
+    q, k, v = projection(mix, num_tokens + mix.num_padding_tokens)
+    batch = build(mix)
+    in_graph = as_in_a_graph(batch, mix)
+    for padding in (q[num_tokens:], k[num_tokens:], v[num_tokens:]):
+        padding.fill_(torch.nan)
+    expected = ReferenceAttention().attend(q[:num_tokens], k[:num_tokens], v[:num_tokens], 0, batch)
+    out = device_attention(num_splits).attend(q, k, v, 0, in_graph)
+    real = mix.real_tokens
+    torch.testing.assert_close(out[real], expected[real], rtol=2e-5, atol=2e-5)
+    cached = in_graph.kv[0].permute(0, 3, 1, 2, 4)
+    torch.testing.assert_close(cached[1:], batch.kv[0][1:], rtol=0, atol=0, equal_nan=True)
+
+
+@given(mix=mixes, num_splits=st.sampled_from([None, 1, 2, 8]))
+@settings(max_examples=14)
+def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_splits: int | None) -> None:
+    if mix.num_tokens > 0:
+        assert_as_the_reference(mix, num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
+def test_every_number_of_splits_gives_the_same(num_splits: int) -> None:
+    """Contexts of one context tile and less than a tile per split included."""
+    contexts = (2, 31, 32, 33, 64, 65, 127, 300)
+    mix = Mix(decode=contexts, num_padding_rows=1, group_size=2, num_kv_heads=2)
+    assert_as_the_reference(mix, num_splits)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])
+def test_query_heads_of_any_group_size_share_their_kv_head(group_size: int) -> None:
+    mix = Mix(decode=(40, 9), prefill=((20, 30), (0, 3)), group_size=group_size, head_dim=64)
+    assert_as_the_reference(mix, None)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
+def test_heads_of_any_width_attend(head_dim: int) -> None:
+    mix = Mix(decode=(40, 9), prefill=((5, 30),), num_kv_heads=2, group_size=2, head_dim=head_dim)
+    assert_as_the_reference(mix, 2)
+
+
+def test_rows_without_tokens_take_nothing_from_their_neighbours() -> None:
+    prefill = ((3, 0), (0, 0), (5, 17), (9, 0), (0, 33), (1, 0))
+    mix = Mix(decode=(5,), prefill=prefill, num_padding_tokens=70, num_kv_heads=2)
+    assert_as_the_reference(mix, None)
+
+
+def test_a_batch_of_padding_alone_is_harmless() -> None:
+    mix = Mix(num_padding_rows=3)
+    q, k, v = projection(mix, 3)
+    in_graph = as_in_a_graph(build(mix), mix)
+    device_attention().attend(q, k, v, 0, in_graph)
+    assert in_graph.kv[0][1:].isnan().all()
+
+
+@given(
+    num_tokens=st.integers(0, 40),
+    heads=st.sampled_from([(1, 1), (14, 2), (8, 8), (40, 8)]),
+    head_dim=st.sampled_from([8, 16, 64, 96]),
+    block_size=st.sampled_from([1, 16, 256]),
+    turn=st.sampled_from(["none", "rotated", "normed"]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=20)
+def test_append_kv_is_norm_rotation_and_copy(
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    turn: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Every third token is padding, which may leave anything in block 0."""
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, generator=generator)
+    fused = fused.to(HOME, dtype)
+    before = fused.clone()
+    parts = fused.split([heads[0], heads[1], heads[1]], dim=1)
+    slots = torch.randperm(max(1, num_tokens) * 2, generator=generator)[:num_tokens] + block_size
+    slots[::3] = 0
+    shape = (-(-(2 * num_tokens) // block_size) + 2, 3, 2, heads[1], block_size, head_dim)
+    rotation = rotation_of(turn, num_tokens, head_dim, dtype, generator)
+    results = []
+    for append in (append_kv, append_kv_reference):
+        caches = torch.full(shape, 7.0, dtype=dtype, device=HOME)
+        q = append(*parts, caches[:, 1], slots.to(HOME), rotation)
+        assert q.is_contiguous()
+        results.append((q, caches[1:]))
+    tolerance = ONE_ROUNDING[dtype]
+    torch.testing.assert_close(*map(list, results), rtol=tolerance, atol=tolerance)
+    assert torch.equal(fused, before)
+
+
+def rotation_of(
+    turn: str, num_tokens: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> Rotation | None:
+    """Cosines and sines of random angles, unequal in the two halves so that a mix-up shows."""
+    if turn == "none":
+        return None
+    angles = torch.rand(num_tokens, head_dim, generator=generator).to(HOME) * 6
+    norms = torch.rand(2, head_dim, generator=generator).to(HOME, dtype) + 0.5
+    return Rotation(angles.cos(), angles.sin(), *((*norms, 1e-5) if turn == "normed" else ()))
+
+
+def test_blocks_beyond_two_gi_numbers_are_reached() -> None:
+    """A sparse cache of 4 blocks, 2 GiB apart: offsets do not fit into 32 bits."""
+    mix = Mix(decode=(20,), prefill=((0, 5),), num_kv_heads=2, group_size=2)
+    q, k, v = projection(mix, mix.num_tokens)
+    parts = [part.half().to(HOME) for part in (q, k, v)]
+    batch = as_in_a_graph(build(mix), mix)
+    near = batch.kv[0].half()
+    order = torch.tensor([0, *batch.block_tables_RM[0, :2].tolist(), batch.block_tables_RM[1, 0]])
+    near = near[order].to(HOME)
+    far = torch.empty(3 * 2**30 + near[0].numel(), dtype=torch.half, device=HOME)
+    far = far.as_strided(near.shape, (2**30, *near.stride()[1:]))
+    far.copy_(near)
+    batch = replace(
+        batch,
+        slots_T=torch.tensor([2 * 16 + 3, *range(3 * 16, 3 * 16 + 5)], device=HOME),
+        block_tables_RM=torch.tensor([[1, 2], [3, 0]], dtype=torch.int32, device=HOME),
+        query_starts_E=batch.query_starts_E.to(HOME),
+        context_lens_R=batch.context_lens_R.to(HOME),
+    )
+    outs = [
+        TritonPagedAttention().attend(*parts, 0, replace(batch, kv=[cache]))
+        for cache in (near, far)
+    ]
+    assert torch.equal(*outs)
+    assert torch.equal(far[1:].nan_to_num(), near[1:].nan_to_num())
+
+
+@given(
+    num_rows=st.integers(1, 600),
+    num_kv_heads=st.integers(1, 64),
+    table_tokens=st.integers(1, 200_000),
+    block_n=st.sampled_from([32, 64]),
+)
+def test_splits_are_a_power_of_two_with_work_for_each(
+    num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int
+) -> None:
+    num_splits = split_choice(num_rows, num_kv_heads, table_tokens, block_n, 132)
+    assert num_splits in (1, 2, 4, 8, 16, MAX_SPLITS)
+    assert num_splits == 1 or num_splits * 2 * block_n <= table_tokens
+    assert num_splits == 1 or num_rows * num_kv_heads * num_splits <= 2 * 132
+
+
+@given(group_size=st.integers(1, 64), head_dim=st.integers(8, 256), is_decode=st.booleans())
+def test_a_tile_holds_all_query_heads_of_a_token(
+    group_size: int, head_dim: int, is_decode: bool
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert launch_choice(dtype, head_dim, group_size, is_decode).block_m >= group_size
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_what_its_tensors_hold() -> None:
+    """Captured for one set of lengths, replayed for another, of the same shape."""
+    captured = Mix(decode=(5, 200), prefill=((0, 30), (40, 3)), num_kv_heads=2, group_size=7)
+    replayed = replace(captured, decode=(290, 17), prefill=((270, 2), (0, 31)), seed=5)
+    batches = [as_in_a_graph(build(mix), mix) for mix in (captured, replayed)]
+    parts = [projection(mix, mix.num_tokens) for mix in (captured, replayed)]
+    expected = device_attention(4).attend(*parts[1], 0, batches[1])
+    names = ("slots_T", "block_tables_RM", "query_starts_E", "context_lens_R")
+    width = max(batch.block_tables_RM.shape[1] for batch in batches)
+    shape = (max(batch.kv[0].shape[0] for batch in batches), *batches[0].kv[0].shape[1:])
+    fixed: dict[str, Tensor] = {name: getattr(batches[0], name).cuda() for name in names}
+    fixed["block_tables_RM"] = torch.zeros(4, width, dtype=torch.int32, device=HOME)
+    fixed |= {name: part.cuda() for name, part in zip("qkv", parts[0], strict=True)}
+    cache = torch.zeros(shape, device=HOME)
+    batch = replace(batches[0], kv=[cache], **{name: fixed[name] for name in names})
+    attention = TritonPagedAttention(num_splits=4)
+    heads = [fixed[name] for name in "qkv"]
+    attention.attend(*heads, 0, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attend(*heads, 0, batch)
+    for name in names:
+        new = getattr(batches[1], name)
+        fixed[name][..., : new.shape[-1]].copy_(new)
+    for tensor, part in zip(heads, parts[1], strict=True):
+        tensor.copy_(part)
+    cache[: batches[1].kv[0].shape[0]].copy_(as_in_a_graph(build(replayed), replayed).kv[0])
+    graph.replay()
+    torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_every_kernel_compiles_for_an_h100_within_its_memory(shard: int, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.backends.aot_attention", str(shard), "2"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    usage = json.loads(done.stdout)
+    assert len(usage) > 30
+    assert max(use["shared"] for use in usage.values()) <= SHARED_MEMORY_BYTES
+    assert max(use["stack"] for use in usage.values()) <= SPILLED_BYTES

@@ -1,0 +1,51 @@
+"""TritonPagedAttention for the contract suites, whose tensors are on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.attention.triton_paged import TritonPagedAttention
+from rollout.backends.forward_batch import ForwardBatch, Rotation
+
+DEVICE = torch.device("cuda")
+
+
+class DeviceAttention(TritonPagedAttention):
+    """Runs on a GPU over copies, and brings back what it returned and what it wrote."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        fields = {f.name: moved(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        fields["kv"] = {layer: moved(batch.kv[layer])}
+        if rotation is not None:
+            turn = (getattr(rotation, f.name) for f in dataclasses.fields(rotation))
+            rotation = Rotation(*map(moved, turn))
+        q_THD, k_TGD, v_TGD = moved(q_THD), moved(k_TGD), moved(v_TGD)
+        out = super().attend(q_THD, k_TGD, v_TGD, layer, ForwardBatch(**fields), rotation)
+        batch.kv[layer].copy_(fields["kv"][layer])
+        return out.cpu()
+
+
+def moved(value: Any) -> Any:
+    """A tensor's copy with the same strides; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
+    return storage.to(DEVICE).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def device_attention(num_splits: int | None = None) -> TritonPagedAttention:
+    """On a GPU if there is one, else interpreted on the CPU's tensors."""
+    kind = DeviceAttention if torch.cuda.is_available() else TritonPagedAttention
+    return kind(num_splits=num_splits)
