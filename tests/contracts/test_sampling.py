@@ -101,6 +101,20 @@ def test_truncation_keeps_exactly_the_oracles_tokens(
         assert sorted(kept) == sorted(expected)
 
 
+@pytest.mark.parametrize("order", [[-0.0, 0.0], [0.0, -0.0]])
+def test_zeros_of_either_sign_are_equal_when_truncated(ops: Ops, order: list[float]) -> None:
+    """Their difference has a sign of its own, which must not reach any table of distances."""
+    logits = torch.tensor([[-1.0, *order * 3, -2.0]])
+    draw = Draw(temperature=1.0, top_k=4, top_p=0.9, uniform=0.99, mode="processed")
+    for _ in range(5):
+        result = ops.sample(logits, batch_of([draw], top_n=8))
+        assert result.top_ids_SN is not None
+        assert result.top_logprobs_SN is not None
+        kept = result.top_ids_SN[result.top_logprobs_SN > -torch.inf].tolist()
+        assert sorted(kept) == [1, 2, 3, 4]
+        assert result.token_ids_S.tolist() == [4]
+
+
 def nucleus_is_undecided(logits_V: np.ndarray, draw: Draw) -> bool:
     without_p = Draw(temperature=draw.temperature, top_k=draw.top_k)
     p_V = np.sort(probabilities(logits_V, without_p))[::-1]

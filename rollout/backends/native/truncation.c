@@ -12,6 +12,7 @@ INLINE uint32_t bucket_of(const struct row *r, float logit) {
     float distance = r->largest - logit;
     uint32_t bits;
     memcpy(&bits, &distance, sizeof bits);
+    bits &= 0x7fffffff; /* -0.0 - 0.0 is -0.0 */
     return bits >> BUCKET_SHIFT;
 }
 
