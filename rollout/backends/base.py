@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.forward_batch import ForwardBatch, Rotation, SampleResult, SamplingBatch
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +122,25 @@ class AttentionBackend(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the model's forward pass: eagerly, compiled, or by replaying a captured graph."""
+    """Runs a step's program on the device: as it is, or by replaying a captured graph.
 
-    def run(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
-        """forward(batch), by whatever means: hidden states of `batch.logit_indices_L`."""
+    `overlaps`: `launch` returns while the device still works, so the host can prepare what comes
+    next.
+    """
+
+    overlaps: bool
+
+    def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
+        """Start program(inputs) on the device; the function returned waits for its result.
+
+        Results must be fetched in the order of their launches, with at most two outstanding.
+        """
+        ...
+
+    def after_resume(self, *, has_moved: bool) -> None:
+        """The memory of KV or weights was given back and is here again, elsewhere if `has_moved`:
+        whatever was captured must be made anew then, and be checked otherwise.
+        """
         ...
 
 

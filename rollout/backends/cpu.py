@@ -34,7 +34,7 @@ def cpu_backend(memory_kind: str) -> Backend:
         device=device,
         ops=ops,
         attention=attention,
-        executor=EagerExecutor(),
+        executor=EagerExecutor(device),
         memory=memory,
         create_host_arena=MappedHostArena,
     )

@@ -21,6 +21,7 @@ from rollout.config import (
 from rollout.engine.counters import EngineTelemetry
 from rollout.engine.engine import Engine
 from rollout.engine.intake import RequestIntake
+from rollout.engine.pipeline import StepPipeline
 from rollout.engine.request_book import RequestBook
 from rollout.engine.request_desk import RequestDesk
 from rollout.engine.served_weights import ServedWeights
@@ -75,9 +76,10 @@ class DynamicInferenceEngine(Engine):
             num_rows=_num_rows(config, num_blocks, max_tokens),
             max_blocks=-(-config.max_sequence_length // config.block_size_tokens),
             block_size=config.block_size_tokens,
-            device=backend.device,
         )
+        runner = ModelRunner(causal_lm, backend, kv, builder)
         scheduler = _scheduler(config, backend, cache_spec, num_blocks, max_tokens)
+        telemetry = EngineTelemetry(config.metrics_writer, config.logging_step_interval)
         book = RequestBook(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
@@ -92,13 +94,18 @@ class DynamicInferenceEngine(Engine):
         )
         return cls(
             scheduler=scheduler,
-            runner=ModelRunner(causal_lm, backend, kv, builder),
+            pipeline=StepPipeline(scheduler, runner, book, telemetry),
             weights=ServedWeights(updater, weights, weights_version),
             kv=kv,
             book=book,
             desk=RequestDesk(intake, book, scheduler, kv),
-            telemetry=EngineTelemetry(config.metrics_writer, config.logging_step_interval),
-            suspension=_suspension(config, backend, scheduler, kv, weights, book),
+            telemetry=telemetry,
+            suspension=Suspension(
+                *(scheduler, kv, weights, book, runner, config.kv_cache_management_mode),
+                must_stay=(
+                    config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
+                ),
+            ),
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
 
@@ -108,19 +115,6 @@ def _check_version(weights_version: int) -> None:
         raise ConfigError(
             f"weights_version={weights_version!r} must be an integer within ±{MAX_VERSION}"
         )
-
-
-def _suspension(
-    config: InferenceConfig,
-    backend: Backend,
-    scheduler: Scheduler,
-    kv: KVCache,
-    weights: WeightStore,
-    book: RequestBook,
-) -> Suspension:
-    must_stay = config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
-    mode = config.kv_cache_management_mode
-    return Suspension(scheduler, kv, weights, book, mode, must_stay=must_stay)
 
 
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:

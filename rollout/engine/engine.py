@@ -4,11 +4,11 @@ of its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode
 from rollout.engine.counters import EngineTelemetry
+from rollout.engine.pipeline import StepPipeline
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.request_book import RequestBook
 from rollout.engine.request_desk import Group, RequestDesk
@@ -17,12 +17,9 @@ from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.kv.cache import KVCache
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.runner.model_runner import ModelRunner
 from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.scheduling.scheduler import Schedule, Scheduler
-from rollout.step.output import StepOutput
-from rollout.step.plan import StepPlan
+from rollout.scheduling.scheduler import Scheduler
 
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
@@ -37,7 +34,7 @@ class Engine:
         self,
         *,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        pipeline: StepPipeline,
         kv: KVCache,
         weights: ServedWeights,
         desk: RequestDesk,
@@ -46,7 +43,7 @@ class Engine:
         suspension: Suspension,
         max_kv_staleness_versions: int | None,
     ) -> None:
-        self._scheduler, self._runner, self._kv = scheduler, runner, kv
+        self._scheduler, self._pipeline, self._kv = scheduler, pipeline, kv
         self._weights = weights
         self._desk, self._book, self._telemetry = desk, book, telemetry
         self._suspension = suspension
@@ -115,7 +112,7 @@ class Engine:
     # ---- one step
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
-        """Run one forward pass; returns the records finished by it, [] when idle.
+        """Take in one forward pass; returns the records finished by it, [] when idle.
 
         Raises EngineStateError outside RUNNING. If the forward pass itself fails, its requests go
         back to the queue with all their tokens, and the error is raised. Records that an error kept
@@ -123,29 +120,8 @@ class Engine:
         """
         self._machine.require(EngineState.RUNNING, to="step")
         self._weights.require_values("step")
-        start = time.perf_counter()
-        schedule = self._scheduler.schedule(self.weights_version)
-        self._note_schedule(schedule)
-        if schedule.plan is not None:
-            output = self._run(schedule.plan)
-            committed = self._scheduler.commit(schedule.plan, output)
-            self._book.apply(committed, output)
-            counts = self._scheduler.counts()
-            self._telemetry.note_step(schedule.plan, time.perf_counter() - start, counts)
+        self._pipeline.step(self.weights_version)
         return self._hand_out(self._book.ended_ids())
-
-    def _note_schedule(self, schedule: Schedule) -> None:
-        self._telemetry.note_schedule(schedule)
-        self._book.note_requeued(schedule.evicted, evicted=True)
-        self._book.note_paused(schedule.paused)
-        self._book.note_admitted((*schedule.resumed, *schedule.admitted))
-
-    def _run(self, plan: StepPlan) -> StepOutput:
-        try:
-            return self._runner.run(plan)
-        except BaseException:
-            self._book.note_requeued(self._scheduler.abandon(plan), evicted=False)
-            raise
 
     # ---- states
 
@@ -154,9 +130,12 @@ class Engine:
         return self._machine.state
 
     def pause(self) -> None:
-        """Stop at this step edge; requests stay as they are."""
+        """Stop at this step edge; requests stay as they are.
+
+        Records finished by a step that was on its way come with the next step.
+        """
         with self._machine.command("pause"):
-            pass
+            self._pipeline.settle()
 
     def unpause(self) -> None:
         """Let steps run again. Refused while the weights' values are missing."""
@@ -253,6 +232,7 @@ class Engine:
         `version` None means the current one + 1; it is refused unless above the current.
         """
         self.check_update(version, in_flight)
+        self._pipeline.settle()
         report = self._weights.commit(staged, version)
         self._after_new_version()
         self._telemetry.note_update(report)

@@ -11,6 +11,7 @@ from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.engine.request_book import RequestBook
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
+from rollout.runner.model_runner import ModelRunner
 from rollout.runner.weight_store import WeightStore
 from rollout.scheduling.scheduler import Scheduler
 
@@ -29,12 +30,13 @@ class Suspension:
         kv: KVCache,
         weights: WeightStore,
         book: RequestBook,
+        runner: ModelRunner,
         mode: KVCacheManagementMode,
         *,
         must_stay: bool,
     ) -> None:
         self._scheduler, self._kv, self._weights, self._book = scheduler, kv, weights, book
-        self._must_stay = must_stay
+        self._runner, self._must_stay = runner, must_stay
         self._default_mode = self._mode = mode
         self._num_requeued = 0
         self._released: list[str] = []
@@ -82,7 +84,7 @@ class Suspension:
     def resume(self, only: str | None = None) -> ResumeReport:
         """Bring back what is given up, or the part `only` names. On an exception: try again."""
         start = time.perf_counter()
-        restored = dict.fromkeys(OWNERS, 0)
+        restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._released)
         for owner in (WEIGHTS, KV_CACHE):
             if owner not in self._released or only not in (owner, None):
                 continue
@@ -91,6 +93,8 @@ class Suspension:
             else:
                 restored[owner] = KV_POLICIES[self._mode].resume(self._kv)
             self._released.remove(owner)
+        if was_incomplete and not self._released:
+            self._runner.after_resume()
         num_requeued = 0
         if KV_CACHE not in self._released:
             num_requeued, self._num_requeued = self._num_requeued, 0

@@ -1,16 +1,18 @@
-"""ModelRunner: runs one StepPlan on the device.
+"""ModelRunner: runs StepPlans on the device.
 
 Shape letters: L logit rows, P scored tokens, S sample rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import SampleResult
+from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
+from rollout.backends.step_tensors import HostArray, StepInputs, StepResult
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.batch_builder import BatchBuilder
@@ -23,53 +25,120 @@ SCORE_CHUNK = 512
 
 
 class ModelRunner:
-    """The only writer of KV bytes."""
+    """The only writer of KV bytes, and of the rows' last tokens, which stay on the device."""
 
     def __init__(
         self, model: CausalLM, backend: Backend, kv: KVCache, builder: BatchBuilder
     ) -> None:
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
+        self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
+        self._addresses = self._addresses_now()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the host can prepare a step while the one before runs."""
+        return self._backend.executor.overlaps
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Copy blocks, compute the plan's tokens, sample and score. Returns when the result is on
-        the host.
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Start to copy blocks, compute the plan's tokens, sample and score.
+
+        The function returned waits for the result; at most two may be outstanding.
         """
-        self._builder.apply_changes(plan)
+        inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
-        wanted = np.concatenate([plan.sample_sources, plan.score_sources])
-        logit_indices, place = np.unique(wanted, return_inverse=True)
-        batch = self._builder.forward_batch(plan, self._kv, logit_indices.astype(np.int64))
-        hidden_LD = self._backend.executor.run(self._model, batch)
-        num_samples = len(plan.sample_sources)
-        sampled = self._sample(plan, hidden_LD, place[:num_samples])
-        scores = self._score(plan, hidden_LD, place[num_samples:])
-        return _to_host(sampled, scores)
+        fetch = self._backend.executor.launch(self._compute, inputs)
+        return lambda: _as_output(fetch())
 
-    def _sample(self, plan: StepPlan, hidden_LD: Tensor, place: np.ndarray) -> SampleResult | None:
-        if not len(place):
-            return None
-        # Only a fork, or a plan that also scores, draws from other than each logit row once and in
-        # order.
-        used, draw = np.unique(place, return_inverse=True)
-        if len(used) != hidden_LD.shape[0]:
-            hidden_LD = hidden_LD[torch.from_numpy(used)]
-        logits_SV = self._model.compute_logits(hidden_LD)
-        if len(draw) != len(used) or not np.array_equal(draw, np.arange(len(used))):
-            logits_SV = logits_SV[torch.from_numpy(draw)]
-        sampled = self._backend.ops.sample(logits_SV, self._builder.sampling_batch(plan))
-        self._builder.keep_last_tokens(plan, sampled.token_ids_S)
+    def after_resume(self) -> None:
+        """Memory was given back and is here again, perhaps elsewhere."""
+        before, self._addresses = self._addresses, self._addresses_now()
+        self._backend.executor.after_resume(has_moved=self._addresses != before)
+
+    def _addresses_now(self) -> list[int]:
+        weights = self._model.weight_views().values()
+        return [*self._kv.data_ptrs().values(), *(weight.data_ptr() for weight in weights)]
+
+    def _compute(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
+    ) -> StepResult[Tensor]:
+        """The step's program: everything in it happens on the device."""
+        last_T = self._last_tokens.index_select(0, inputs.input_rows_T)
+        token_ids_T = torch.where(inputs.input_rows_T > 0, last_T, inputs.token_ids_T)
+        batch = self._forward_batch(host, inputs, token_ids_T)
+        hidden_LE = self._model(batch)
+        sampled = self._sample(inputs, hidden_LE[: inputs.num_drawn_logits])
+        scores = self._score(inputs, hidden_LE[inputs.num_drawn_logits :])
+        return StepResult(
+            token_ids_S=sampled.token_ids_S,
+            is_finite_S=sampled.is_finite_S,
+            logprobs_S=sampled.logprobs_S,
+            top_ids_SN=sampled.top_ids_SN,
+            top_logprobs_SN=sampled.top_logprobs_SN,
+            score_logprobs_P=scores[0],
+            score_top_ids_PN=scores[1],
+            score_top_logprobs_PN=scores[2],
+        )
+
+    def _forward_batch(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], token_ids_T: Tensor
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids_T=token_ids_T,
+            positions_T=inputs.positions_T,
+            slots_T=inputs.slots_T,
+            block_tables_RM=inputs.block_tables_RM,
+            query_starts_E=inputs.query_starts_E,
+            context_lens_R=inputs.context_lens_R,
+            query_starts=host.query_starts_E,
+            context_lens=host.context_lens_R,
+            num_decode_rows=inputs.num_decode_rows,
+            block_size=self._builder.block_size,
+            logit_indices_L=inputs.logit_indices_L,
+            kv=self._kv.layers,
+        )
+
+    def _sample(self, inputs: StepInputs[Tensor], hidden_LE: Tensor) -> SampleResult:
+        """Draw the samples; each becomes its row's last token."""
+        if not hidden_LE.shape[0]:
+            no_ids = inputs.sample_rows_S
+            return SampleResult(
+                token_ids_S=no_ids,
+                is_finite_S=no_ids > 0,
+                logprobs_S=None,
+                top_ids_SN=None,
+                top_logprobs_SN=None,
+            )
+        logits_SV = self._model.compute_logits(hidden_LE)
+        if not inputs.draws_in_order:
+            logits_SV = logits_SV.index_select(0, inputs.draws_S)
+        flags = inputs.flags
+        sampling = SamplingBatch(
+            uniforms_S=inputs.uniforms_S,
+            temperature_S=inputs.temperature_S,
+            top_k_S=inputs.top_k_S,
+            top_p_S=inputs.top_p_S,
+            min_p_S=inputs.min_p_S,
+            mode_S=inputs.mode_S,
+            all_greedy=flags.all_greedy,
+            any_greedy=flags.any_greedy,
+            any_truncation=flags.any_truncation,
+            any_logprobs=flags.any_logprobs,
+            top_n=flags.top_n,
+        )
+        sampled = self._backend.ops.sample(logits_SV, sampling)
+        self._last_tokens.index_copy_(0, inputs.sample_rows_S, sampled.token_ids_S)
         return sampled
 
-    def _score(self, plan: StepPlan, hidden_LD: Tensor, place: np.ndarray) -> list[Tensor | None]:
+    def _score(self, inputs: StepInputs[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
+        """(log-probs, top ids, top log-probs) of the scored tokens; None what nobody asked for."""
         parts = []
-        for start in range(0, len(place), SCORE_CHUNK):
-            end = start + SCORE_CHUNK
-            logits_PV = self._model.compute_logits(hidden_LD[torch.from_numpy(place[start:end])])
-            targets_P = torch.from_numpy(plan.score_targets[start:end].astype(np.int64))
-            targets_P = targets_P.to(logits_PV.device)
-            parts.append(self._backend.ops.score(logits_PV, targets_P, plan.score_top_n))
+        for start in range(0, hidden_PE.shape[0], SCORE_CHUNK):
+            part = slice(start, start + SCORE_CHUNK)
+            logits_PV = self._model.compute_logits(hidden_PE[part])
+            targets_P = inputs.score_targets_P[part]
+            parts.append(self._backend.ops.score(logits_PV, targets_P, inputs.score_top_n))
         if not parts:
             return [None, None, None]
         return [
@@ -77,28 +146,14 @@ class ModelRunner:
         ]
 
 
-def _to_host(sampled: SampleResult | None, scores: list[Tensor | None]) -> StepOutput:
-    """The step's one device-to-host copy."""
-    fields = [None] * 5
-    if sampled is not None:
-        fields = [
-            sampled.token_ids_S,
-            sampled.is_finite_S,
-            sampled.logprobs_S,
-            sampled.top_ids_SN,
-            sampled.top_logprobs_SN,
-        ]
-    token_ids, is_finite, *rest = (
-        None if t is None else t.cpu().numpy() for t in (*fields, *scores)
-    )
-    logprobs, top_ids, top_logprobs, score_logprobs, score_top_ids, score_top_logprobs = rest
+def _as_output(result: StepResult[HostArray]) -> StepOutput:
     return StepOutput(
-        token_ids=np.empty(0, dtype=np.int64) if token_ids is None else token_ids,
-        is_finite=np.empty(0, dtype=np.bool_) if is_finite is None else is_finite,
-        logprobs=logprobs,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        score_logprobs=score_logprobs,
-        score_top_ids=score_top_ids,
-        score_top_logprobs=score_top_logprobs,
+        token_ids=result.token_ids_S,
+        is_finite=result.is_finite_S,
+        logprobs=result.logprobs_S,
+        top_ids=result.top_ids_SN,
+        top_logprobs=result.top_logprobs_SN,
+        score_logprobs=result.score_logprobs_P,
+        score_top_ids=result.score_top_ids_PN,
+        score_top_logprobs=result.score_top_logprobs_PN,
     )

@@ -123,6 +123,11 @@ class Scheduler:
         if self._prefixes is not None and self._prefixes.is_isolated:
             self._blocks.drop_unused()
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is queued, running or paused; plans of ended ones may be in flight."""
+        return not self._sequences
+
     def counts(self) -> SchedulerCounts:
         """A snapshot."""
         num_paused = len(self._context.paused)
@@ -179,16 +184,16 @@ class Scheduler:
         self._context.settle(behind)
         return committed
 
-    def abandon(self, plan: StepPlan) -> tuple[int, ...]:
-        """The forward pass of `plan` failed: its requests start again from their tokens.
+    def abandon(self) -> tuple[int, ...]:
+        """The plans in flight failed: their requests start again from their committed tokens.
 
-        No other plan may be in flight. Returns their ids.
+        Returns their ids.
         """
-        behind = self._in_flight.popleft()
-        assert behind.step_id == plan.step_id
-        assert not self._in_flight
-        touched = {id(s): s for s, _ in behind.computed} | {id(s): s for s in behind.sampled}
-        self._context.settle(behind)
+        touched: dict[int, Sequence] = {}
+        while self._in_flight:
+            behind = self._in_flight.popleft()
+            touched |= {id(s): s for s in (*(s for s, _ in behind.computed), *behind.sampled)}
+            self._context.settle(behind)
         return _ids(self._context.requeue(s for s in touched.values() if s.phase is not Phase.DONE))
 
     def requeue_active(self) -> tuple[int, ...]:

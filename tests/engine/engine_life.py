@@ -136,15 +136,15 @@ class EngineLife(RuleBasedStateMachine):
     @rule(after_writes=st.booleans())
     def fail(self, after_writes: bool) -> None:
         """A forward pass that raises, before or after it wrote its KV."""
-        runner = self.engine._runner
-        run = runner.run
+        runner = self.engine._pipeline._runner
+        launch = runner.launch
 
         def failing(plan: Any) -> Any:
             if after_writes:
-                run(plan)
+                launch(plan)()
             raise RuntimeError("the device is gone")
 
-        runner.run = failing
+        runner.launch = failing
         try:
             records = self.engine.step()
         except RuntimeError:
@@ -154,7 +154,7 @@ class EngineLife(RuleBasedStateMachine):
             assert self.decisions[-1].schedule.plan is None
             self._take(records)
         finally:
-            runner.run = run
+            runner.launch = launch
 
     # ---- states
 

@@ -215,7 +215,7 @@ def failing_once(engine: DynamicInferenceEngine, at_step: int) -> DynamicInferen
         if next(calls) == at_step:
             raise RuntimeError("out of memory")
 
-    causal_lm = engine._runner._model
+    causal_lm = engine._pipeline._runner._model
     causal_lm.model.register_forward_pre_hook(forward)
     return engine
 

@@ -211,7 +211,7 @@ def assert_refused(
 
 
 def views(engine: DynamicInferenceEngine) -> Weights:
-    return engine._runner._model.weight_views()
+    return engine._pipeline._runner._model.weight_views()
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -217,7 +217,7 @@ class Rig:
         plan = self.planned.popleft()
         if after_writes:
             self.muscle.run(plan)
-        self._note_requeued(self.scheduler.abandon(plan))
+        self._note_requeued(self.scheduler.abandon())
         invariants.check_blocks(self.scheduler)
         invariants.check_contents(self.scheduler, self.muscle)
 

@@ -80,7 +80,8 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
     engine = filled_engine(kind, is_static=False)
     engine.pause()
     address = min(engine.kv_data_ptrs().values())
-    weights = min(view.data_ptr() for view in engine._runner._model.weight_views().values())
+    model = engine._pipeline._runner._model
+    weights = min(view.data_ptr() for view in model.weight_views().values())
     before = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
     report = engine.suspend(mode, owners)
     after = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}

@@ -1,19 +1,23 @@
-"""EagerExecutor: call the forward pass as it is."""
+"""EagerExecutor: run a step's program as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.executors.transfer import download, upload
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 
 
 class EagerExecutor:
-    """Implements `Executor`."""
+    """Implements `Executor`. On a CPU the work is done when `launch` returns."""
 
-    def run(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
-        """forward(batch) without autograd."""
-        with torch.inference_mode():
-            return forward(batch)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.overlaps = device.type != "cpu"
+
+    def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
+        """Start program(inputs); what it returns is queued on its way to the host."""
+        return download(program(inputs, upload(inputs, self._device)), self._device)
+
+    def after_resume(self, *, has_moved: bool) -> None:
+        """Nothing was captured."""

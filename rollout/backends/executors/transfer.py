@@ -1,0 +1,62 @@
+"""A step's arrays on their way to the device, and its results on their way back."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.step_tensors import INPUT_TYPES, Fetch, HostArray, StepInputs, StepResult
+
+_RESULTS = tuple(field.name for field in fields(StepResult))
+
+
+def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Tensor]:
+    """The inputs on the device; on a CPU they share the arrays' memory."""
+    tensors: Any = {
+        name: torch.from_numpy(getattr(inputs, name)).to(device, non_blocking=True)
+        for name in INPUT_TYPES
+    }
+    return replace(inputs, **tensors)
+
+
+def download(result: StepResult[Tensor], device: torch.device) -> Fetch:
+    """Queue the result's way to the host; the function returned waits for it."""
+    if device.type == "cpu":
+        return lambda: _as_arrays(result)
+    pinned: Any = {name: _to_pinned(getattr(result, name)) for name in _RESULTS}
+    on_host = StepResult[Tensor](**pinned)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(device))
+
+    def fetch() -> StepResult[HostArray]:
+        arrived.synchronize()
+        return _as_arrays(on_host)
+
+    return fetch
+
+
+def first_samples(result: StepResult[Tensor], count: int) -> StepResult[Tensor]:
+    """The result without the samples from `count` on."""
+    samples: Any = {
+        name: getattr(result, name)[:count]
+        for name in _RESULTS
+        if "_S" in name and getattr(result, name) is not None
+    }
+    return replace(result, **samples)
+
+
+def _to_pinned(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    # Torch keeps pinned memory for later, so this is no allocation in the long run.
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _as_arrays(result: StepResult[Tensor]) -> StepResult[HostArray]:
+    tensors = {name: getattr(result, name) for name in _RESULTS}
+    arrays: Any = {name: None if t is None else t.numpy() for name, t in tensors.items()}
+    return StepResult(**arrays)

@@ -1,0 +1,102 @@
+"""StepInputs and StepResult: what a step brings to its device, and what it brings back.
+
+Both exist as host arrays and as device tensors. Shape letters: T tokens, R compute rows, E = R + 1,
+M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = TypeVar("Array")
+HostArray: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """What the host knows of a step's draws; it spares passes over the logits."""
+
+    all_greedy: bool
+    any_greedy: bool
+    any_truncation: bool
+    any_logprobs: bool
+    top_n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs(Generic[Array]):
+    """One step: what to compute, where to write it, what to draw and what to score.
+
+    Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from, the
+    others are scored, in order.
+    """
+
+    input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
+    token_ids_T: Array
+    positions_T: Array
+    slots_T: Array
+    block_tables_RM: Array
+    query_starts_E: Array
+    context_lens_R: Array
+    logit_indices_L: Array  # the token whose logits are wanted
+    draws_S: Array  # the logit row each sample is drawn from
+    sample_rows_S: Array  # the row that gets the token
+    uniforms_S: Array
+    temperature_S: Array
+    top_k_S: Array
+    top_p_S: Array
+    min_p_S: Array
+    mode_S: Array
+    score_targets_P: Array
+    num_decode_rows: int
+    num_drawn_logits: int
+    draws_in_order: bool  # sample i is drawn from logit row i
+    flags: SamplingFlags
+    score_top_n: int
+
+
+# The arrays of StepInputs: all have these types, and none has gaps.
+INPUT_TYPES = {
+    "input_rows_T": "int64",
+    "token_ids_T": "int64",
+    "positions_T": "int64",
+    "slots_T": "int64",
+    "block_tables_RM": "int32",
+    "query_starts_E": "int32",
+    "context_lens_R": "int32",
+    "logit_indices_L": "int64",
+    "draws_S": "int64",
+    "sample_rows_S": "int64",
+    "uniforms_S": "float64",
+    "temperature_S": "float32",
+    "top_k_S": "int64",
+    "top_p_S": "float32",
+    "min_p_S": "float32",
+    "mode_S": "int8",
+    "score_targets_P": "int64",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(Generic[Array]):
+    """What was drawn and scored; fields as in `SampleResult` and `Ops.score`."""
+
+    token_ids_S: Array
+    is_finite_S: Array
+    logprobs_S: Array | None
+    top_ids_SN: Array | None
+    top_logprobs_SN: Array | None
+    score_logprobs_P: Array | None
+    score_top_ids_PN: Array | None
+    score_top_logprobs_PN: Array | None
+
+
+# The same step as host arrays and as device tensors. May run for the device what is then replayed
+# for other values: only shapes and flags are known for sure.
+Program: TypeAlias = Callable[[StepInputs[HostArray], StepInputs[Tensor]], StepResult[Tensor]]
+Fetch: TypeAlias = Callable[[], StepResult[HostArray]]
