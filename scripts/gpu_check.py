@@ -234,6 +234,8 @@ def main() -> int:
         print(f"gpu-check: {missing}", file=sys.stderr)
         return 2
     out = Path(os.environ.get("OUT") or RESULTS).resolve()
+    # Parts are asked to sum up by Ctrl-C, which a background job and all it starts would ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         packages = Path(folder)
         environment = environment_with(packages, out)

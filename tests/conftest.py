@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 from tests.triton_interpreter import interpret_triton
 
 torch.set_num_threads(1)
+# A shell without job control has its background jobs ignore Ctrl-C, and so would all they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     interpret_triton()
 
