@@ -125,10 +125,11 @@ class Executor(Protocol):
     """Runs a step's program on the device: as it is, or by replaying a captured graph.
 
     `overlaps`: `launch` returns while the device still works, so the host can prepare what comes
-    next.
+    next. `num_captures` counts graphs captured so far, 0 where there are none.
     """
 
     overlaps: bool
+    num_captures: int
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs) on the device; the function returned waits for its result.

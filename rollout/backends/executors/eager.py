@@ -11,6 +11,8 @@ from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 class EagerExecutor:
     """Implements `Executor`. On a CPU the work is done when `launch` returns."""
 
+    num_captures = 0
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.overlaps = device.type != "cpu"
