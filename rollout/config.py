@@ -133,8 +133,16 @@ class InferenceConfig:
             raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
         for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):
             _check_at_least(self, name, 1)
-        for name in ("logging_step_interval", "max_kv_staleness_versions"):
+        for name in (
+            *("logging_step_interval", "max_kv_staleness_versions"),
+            *("num_cuda_graphs", "cuda_graph_mixed_prefill_count"),
+        ):
             _check_at_least(self, name, 0)
+        if self.unified_memory_level not in (0, 1):
+            raise ConfigError(
+                f"unified_memory_level={self.unified_memory_level} must be 0 or 1: higher levels "
+                "do not exist"
+            )
         if self.buffer_size_gb is not None and not self.buffer_size_gb > 0:
             raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be above 0 (GiB)")
         if self.paused_buffer_size_gb is not None and self.paused_buffer_size_gb < 0:

@@ -93,6 +93,14 @@ class Ops(Protocol):
         """(raw log-prob of each target [P], top-n ids [P, N], top-n log-probs [P, N])."""
         ...
 
+    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(64-bit hash of the values x.to(dtype) and their places, number of non-finite ones),
+        int64 [2] on x's device, whatever device that is; the host need not wait for it.
+
+        Equal bits give equal numbers on every device. Source: `ops.fingerprint`.
+        """
+        ...
+
 
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache. It alone knows the layout within a block."""
@@ -192,6 +200,7 @@ class Backend:
     """Everything that differs between devices."""
 
     device: torch.device
+    memory_bytes: int  # all that the device has
     ops: Ops
     attention: AttentionBackend
     executor: Executor

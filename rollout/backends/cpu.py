@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from rollout.backends.attention.native import NativePagedAttention
@@ -16,11 +18,12 @@ from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.ops.native import NativeOps
 
-MEMORY_KINDS = ("device", "reserved")
-
 
 def cpu_backend(memory_kind: str) -> Backend:
-    """A Backend on CPU, with compiled kernels if there are any; `memory_kind` of MEMORY_KINDS."""
+    """A Backend on CPU, with compiled kernels if there are any.
+
+    `memory_kind` is "device" or "reserved".
+    """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
     ops: Ops = CpuOps()
@@ -32,6 +35,7 @@ def cpu_backend(memory_kind: str) -> Backend:
         attention = NativePagedAttention(kernels, ops)
     return Backend(
         device=device,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         ops=ops,
         attention=attention,
         executor=EagerExecutor(device),

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
 from rollout.backends.base import Backend
-from rollout.backends.cpu import MEMORY_KINDS, cpu_backend
-from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.backends.cpu import cpu_backend
+from rollout.config import (
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS,
+    InferenceConfig,
+    KVCacheManagementMode,
+)
 from rollout.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_NO_EFFECT_ON_CPU = (
-    "unified_memory_level",
-    "num_cuda_graphs",
-    "cuda_graph_mixed_prefill_count",
-    "use_cuda_graphs_for_non_decode_steps",
-    "use_flashinfer_fused_rope",
-)
+DEFAULT_NUM_GRAPHS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Honoured:
+    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses."""
+
+    memory_kinds: tuple[str, ...]
+    stable_kind: str
+    fields_without_effect: tuple[str, ...]
+
+
+_DEVICES = {
+    "cpu": _Honoured(
+        memory_kinds=("device", "reserved"),
+        stable_kind="reserved",
+        fields_without_effect=(
+            "unified_memory_level",
+            "num_cuda_graphs",
+            "cuda_graph_mixed_prefill_count",
+            "use_cuda_graphs_for_non_decode_steps",
+            "use_flashinfer_fused_rope",
+        ),
+    ),
+    "cuda": _Honoured(
+        memory_kinds=("device", "torch_memory_saver", "unified"),
+        stable_kind="torch_memory_saver",
+        # Rotary embedding is always fused, by a kernel of our own.
+        fields_without_effect=("use_flashinfer_fused_rope",),
+    ),
+}
 
 
 def create_backend(config: InferenceConfig) -> Backend:
@@ -28,42 +58,85 @@ def create_backend(config: InferenceConfig) -> Backend:
     Raises ConfigError, naming field, value and remedy, for a device that is not there and for
     fields that the device cannot honour.
     """
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"device={config.device!r} is not available: only the CPU backend exists; "
-            "use device='cpu' or 'auto'"
-        )
-    _refuse_without_effect(config)
-    memory_kind = _memory_kind(config)
+    device = _device(config)
+    _refuse_without_effect(config, device)
+    memory_kind = _memory_kind(config, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    backend = cpu_backend(memory_kind)
+    backend = cpu_backend(memory_kind) if device == "cpu" else _cuda_backend(config, memory_kind)
     logger.info(
-        "backend: device=cpu, memory_kind=%s, threads=%d", memory_kind, torch.get_num_threads()
+        "backend: device=%s, memory_kind=%s, threads=%d",
+        *(backend.device, memory_kind, torch.get_num_threads()),
     )
     return backend
 
 
-def _memory_kind(config: InferenceConfig) -> str:
-    """The legal memory kind `config` names, or the one that "auto" stands for."""
-    if config.memory_kind == "auto":
-        keeps_bytes = config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
-        return "reserved" if config.static_kv_memory_pointers and not keeps_bytes else "device"
-    if config.memory_kind not in MEMORY_KINDS:
+def _device(config: InferenceConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device not in _DEVICES:
         raise ConfigError(
-            f"memory_kind={config.memory_kind!r} does not exist on CPU; "
-            f"use 'auto' or one of {MEMORY_KINDS}"
+            f"device={config.device!r} does not exist; use 'auto', 'cpu', or 'cuda' for the "
+            "current CUDA device, which CUDA_VISIBLE_DEVICES or torch.cuda.set_device chooses"
         )
-    return config.memory_kind
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda' is not available: torch sees no CUDA device; use device='cpu' or 'auto'"
+        )
+    return config.device
 
 
-def _refuse_without_effect(config: InferenceConfig) -> None:
+def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
+    try:
+        from rollout.backends.cuda import cuda_backend
+    except ImportError as error:
+        raise ConfigError(
+            f"device='cuda' needs Triton ({error}): pip install triton, or use device='cpu'"
+        ) from error
+    num_graphs, max_mixed = config.num_cuda_graphs, config.cuda_graph_mixed_prefill_count
+    num_graphs = DEFAULT_NUM_GRAPHS if num_graphs is None else num_graphs
+    max_mixed = num_graphs if max_mixed is None else max_mixed
+    return cuda_backend(
+        memory_kind,
+        num_graphs=num_graphs,
+        max_mixed_graphs=max_mixed if config.use_cuda_graphs_for_non_decode_steps else 0,
+        max_rows=min(
+            config.max_requests or DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_TOKENS
+        ),
+        max_blocks=-(-config.max_sequence_length // config.block_size_tokens),
+    )
+
+
+def _memory_kind(config: InferenceConfig, device: str) -> str:
+    """The legal memory kind `config` names, or the one that "auto" stands for."""
+    honoured, kind = _DEVICES[device], config.memory_kind
+    if config.unified_memory_level:
+        if kind not in ("auto", "unified"):
+            raise ConfigError(
+                f"unified_memory_level={config.unified_memory_level} contradicts "
+                f"memory_kind={kind!r}; use memory_kind='auto' or 'unified', or level 0"
+            )
+        return "unified"
+    if kind == "auto":
+        keeps_bytes = config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
+        must_stay = config.static_kv_memory_pointers and not keeps_bytes
+        return honoured.stable_kind if must_stay else "device"
+    if kind not in honoured.memory_kinds:
+        raise ConfigError(
+            f"memory_kind={kind!r} does not exist on {device.upper()}; "
+            f"use 'auto' or one of {honoured.memory_kinds}"
+        )
+    return kind
+
+
+def _refuse_without_effect(config: InferenceConfig, device: str) -> None:
+    where = device.upper()
     if config.deterministic:
         raise ConfigError(
-            "deterministic=True is not supported on CPU: matrix products of different batch sizes "
-            "round differently; leave it False"
+            f"deterministic=True is not supported on {where}: matrix products of different batch "
+            "sizes round differently; leave it False"
         )
-    for name in _NO_EFFECT_ON_CPU:
+    for name in _DEVICES[device].fields_without_effect:
         value, default = getattr(config, name), InferenceConfig.__dataclass_fields__[name].default
         if value != default:
-            raise ConfigError(f"{name}={value!r} has no effect on CPU; leave it at {default!r}")
+            raise ConfigError(f"{name}={value!r} has no effect on {where}; leave it at {default!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ class DynamicInferenceEngine(Engine):
         backend = create_backend(config)
         causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
         weights = WeightStore(causal_lm, backend.memory, backend.create_host_arena())
-        updater = WeightUpdater(causal_lm, reject_non_finite=config.reject_non_finite_weights)
         causal_lm.prepare(backend)
         causal_lm.reserve_positions(config.max_sequence_length)
         cache_spec = causal_lm.cache_spec(config.block_size_tokens)
@@ -84,18 +82,11 @@ class DynamicInferenceEngine(Engine):
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
-        intake = RequestIntake(
-            limits=_limits(config, causal_lm, num_blocks, max_tokens),
-            tokenizer=tokenizer,
-            end_ids=_end_ids(causal_lm, tokenizer),
-            block_size=config.block_size_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            seed=config.seed,
-        )
+        intake = _intake(config, causal_lm, tokenizer, num_blocks, max_tokens)
         return cls(
             scheduler=scheduler,
             pipeline=StepPipeline(scheduler, runner, book, telemetry),
-            weights=ServedWeights(updater, weights, weights_version),
+            weights=ServedWeights(_updater(config, backend, causal_lm), weights, weights_version),
             kv=kv,
             book=book,
             desk=RequestDesk(intake, book, scheduler, kv),
@@ -117,16 +108,37 @@ def _check_version(weights_version: int) -> None:
         )
 
 
+def _intake(
+    config: InferenceConfig,
+    model: CausalLM,
+    tokenizer: Tokenizer | None,
+    num_blocks: int,
+    max_tokens: int,
+) -> RequestIntake:
+    return RequestIntake(
+        limits=_limits(config, model, num_blocks, max_tokens),
+        tokenizer=tokenizer,
+        end_ids=_end_ids(model, tokenizer),
+        block_size=config.block_size_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+    )
+
+
+def _updater(config: InferenceConfig, backend: Backend, model: CausalLM) -> WeightUpdater:
+    return WeightUpdater(model, backend.ops, reject_non_finite=config.reject_non_finite_weights)
+
+
 def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
     """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the
-    defaults.
+    defaults. In unified memory the buffer for paused requests comes on top.
     """
     if config.buffer_size_gb is not None:
-        return num_blocks_in(backend.attention, spec, config.buffer_size_gb)
+        on_top = config.paused_buffer_size_gb if config.unified_memory_level else None
+        return num_blocks_in(backend.attention, spec, config.buffer_size_gb + (on_top or 0.0))
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
     usable = max_requests * -(-config.max_sequence_length // config.block_size_tokens)
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * host_bytes / GIB)
+    buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
     return min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
 
 

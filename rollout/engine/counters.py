@@ -97,10 +97,18 @@ class EngineTelemetry:
         self._write({f"engine/update/{name}": value for name, value in _numbers(report)})
 
     def stats(
-        self, state: EngineState, weights_version: int, counts: SchedulerCounts
+        self,
+        state: EngineState,
+        weights_version: int,
+        counts: SchedulerCounts,
+        num_graph_captures: int,
     ) -> EngineStats:
         return EngineStats(
-            state=state, weights_version=weights_version, **asdict(counts), **asdict(self._totals)
+            state=state,
+            weights_version=weights_version,
+            num_graph_captures=num_graph_captures,
+            **asdict(counts),
+            **asdict(self._totals),
         )
 
     def _write(self, metrics: dict[str, float]) -> None:

@@ -258,7 +258,8 @@ class Engine:
     # ---- reports
 
     def stats(self) -> EngineStats:
-        return self._telemetry.stats(self.state, self.weights_version, self._scheduler.counts())
+        counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
+        return self._telemetry.stats(self.state, self.weights_version, counts, num_captures)
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Address of every KV tensor, by name."""

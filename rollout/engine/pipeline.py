@@ -30,6 +30,10 @@ class StepPipeline:
         self._book, self._telemetry = book, telemetry
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
 
+    @property
+    def num_graph_captures(self) -> int:
+        return self._runner.num_graph_captures
+
     def step(self, weights_version: int) -> None:
         """Launch what may run, then take in the oldest result. Nothing happens when idle."""
         start = time.perf_counter()

@@ -50,6 +50,7 @@ class EngineStats:
     num_blocks_used: int
     num_blocks_indexed: int
     num_blocks_total: int
+    num_graph_captures: int  # 0 where steps run eagerly
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int

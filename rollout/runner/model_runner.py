@@ -39,6 +39,11 @@ class ModelRunner:
         """Whether the host can prepare a step while the one before runs."""
         return self._backend.executor.overlaps
 
+    @property
+    def num_graph_captures(self) -> int:
+        """Steps captured so far, to be replayed."""
+        return self._backend.executor.num_captures
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start to copy blocks, compute the plan's tokens, sample and score.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.backends.base import Ops
 from rollout.errors import WeightUpdateError
 from rollout.models.backup import WeightBackup
 from rollout.models.causal_lm import CausalLM
 
 MAX_VERSION = 2**31 - 1
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,8 @@ class StagedWeights:
 class WeightUpdater:
     """The only writer of the model's weights, in place: captured graphs stay valid."""
 
-    def __init__(self, model: CausalLM, *, reject_non_finite: bool) -> None:
-        self._model = model
+    def __init__(self, model: CausalLM, ops: Ops, *, reject_non_finite: bool) -> None:
+        self._model, self._ops = model, ops
         self._reject_non_finite = reject_non_finite
         self._num_writes = 0
 
@@ -59,32 +61,30 @@ class WeightUpdater:
     def stage(self, named_tensors: NamedTensors) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
-        Raises WeightUpdateError naming the tensor at fault and what was expected of it.
+        The host waits for each device once. Raises WeightUpdateError naming the tensor at fault and
+        what was expected of it.
         """
         start = time.perf_counter()
         num_writes = self._num_writes
         views = self._model.weight_views()
         source = _by_name(named_tensors)
         _check_names(source, views)
-        chosen: dict[int, str] = {}
         for name, tensor in source.items():
             with _blaming(f"checking {name!r}"):
-                self._check_tensor(name, tensor, views[name])
-                first = chosen.setdefault(views[name].data_ptr(), name)
-                if first != name and not torch.equal(tensor, source[first].to(tensor)):
-                    raise WeightUpdateError(
-                        f"{name!r} and {first!r} are tied in this model, but the update gives them "
-                        "different values; send one of them, or equal ones"
-                    )
+                _check_form(name, tensor, views[name])
+        fingerprints = self._fingerprints(source, views)
+        chosen: dict[int, str] = {}
+        for name in source:
+            first = chosen.setdefault(views[name].data_ptr(), name)
+            self._check_values(name, first, fingerprints, views[name].dtype)
         tensors = {name: source[name] for name in chosen.values()}
-        by_view = {name: source[chosen[view.data_ptr()]] for name, view in views.items()}
-        checksum = _checksum((name, by_view[name].to(views[name].dtype)) for name in sorted(views))
+        origins = {name: chosen[view.data_ptr()] for name, view in views.items()}
         return StagedWeights(
             tensors=tensors,
-            packed=self._pack(by_view),
+            packed=self._pack({name: source[origin] for name, origin in origins.items()}),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
-            checksum=checksum,
+            checksum=_checksum({name: fingerprints[o] for name, o in origins.items()}),
             seconds=time.perf_counter() - start,
         )
 
@@ -114,8 +114,43 @@ class WeightUpdater:
         return num_bytes
 
     def checksum(self) -> str:
-        """CRC-32 over names and bytes of all weights: equal weights, equal checksum."""
-        return _checksum(sorted(self._model.weight_views().items()))
+        """Hash of names and bits of all weights: equal weights, equal checksum on any device."""
+        views = self._model.weight_views()
+        return _checksum(self._fingerprints(views, views))
+
+    def _fingerprints(
+        self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]
+    ) -> dict[str, Fingerprint]:
+        """Of each tensor as the view's dtype: computed where it is, fetched with one copy a device.
+
+        A source may be elsewhere than the model. Raises WeightUpdateError naming the tensor.
+        """
+        queued: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            with _blaming(f"checking {name!r}"):
+                fingerprint = self._ops.fingerprint(tensor, views[name].dtype)
+                queued.setdefault(tensor.device, {})[name] = fingerprint
+        fetched: dict[str, Fingerprint] = {}
+        for device, by_name in queued.items():
+            with _blaming(f"checking the tensors on {device}"):
+                rows = torch.stack([*by_name.values()]).cpu().tolist()
+            fetched |= zip(by_name, rows, strict=True)
+        return fetched
+
+    def _check_values(
+        self, name: str, first: str, fingerprints: Mapping[str, Fingerprint], dtype: torch.dtype
+    ) -> None:
+        """Refuse NaN and infinity, and a tensor that differs from `first`, to which it is tied."""
+        if self._reject_non_finite and fingerprints[name][1]:
+            raise WeightUpdateError(
+                f"{name!r} holds NaN or infinity (as {dtype}); the serving weights are kept. "
+                "reject_non_finite_weights=False would let it pass"
+            )
+        if fingerprints[name] != fingerprints[first]:
+            raise WeightUpdateError(
+                f"{name!r} and {first!r} are tied in this model, but the update gives them "
+                "different values; send one of them, or equal ones"
+            )
 
     def _pack(self, tensors: Mapping[str, Tensor]) -> list[Any]:
         """What `refresh` will want, by layer; while the old weights still serve."""
@@ -128,25 +163,22 @@ class WeightUpdater:
                 packed.append(layer.stage(parts))
         return packed
 
-    def _check_tensor(self, name: str, tensor: Tensor, view: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}; send a torch.Tensor")
-        if tensor.shape != view.shape:
-            raise WeightUpdateError(
-                f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
-            )
-        if tensor.dtype != view.dtype and not tensor.is_floating_point():
-            raise WeightUpdateError(
-                f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {view.dtype}; "
-                "send a floating dtype"
-            )
-        if tensor.is_meta:
-            raise WeightUpdateError(f"{name!r} is on the meta device and has no values")
-        if self._reject_non_finite and not torch.isfinite(tensor.to(view.dtype)).all():
-            raise WeightUpdateError(
-                f"{name!r} holds NaN or infinity (as {view.dtype}); the serving weights are kept. "
-                "reject_non_finite_weights=False would let it pass"
-            )
+
+def _check_form(name: str, tensor: Tensor, view: Tensor) -> None:
+    """Refuse what cannot become the view's values, whatever they are."""
+    if not isinstance(tensor, Tensor):
+        raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}; send a torch.Tensor")
+    if tensor.shape != view.shape:
+        raise WeightUpdateError(
+            f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
+        )
+    if tensor.dtype != view.dtype and not tensor.is_floating_point():
+        raise WeightUpdateError(
+            f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {view.dtype}; "
+            "send a floating dtype"
+        )
+    if tensor.is_meta:
+        raise WeightUpdateError(f"{name!r} is on the meta device and has no values")
 
 
 def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
@@ -212,14 +244,12 @@ def _blaming(culprit: str) -> Iterator[None]:
         ) from error
 
 
-def _checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    value = 0
-    for name, tensor in named_tensors:
-        with _blaming(f"the checksum of {name!r}"):
-            plain = tensor.detach().cpu().contiguous()
-            value = zlib.crc32(name.encode(), value)
-            value = zlib.crc32(plain.view(torch.uint8).numpy().data, value)
-    return f"{value:08x}"
+def _checksum(fingerprints: Mapping[str, Fingerprint]) -> str:
+    """BLAKE2b, 16 hex digits, over sorted names and their hashes."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(fingerprints):
+        digest.update(f"{name}\0{fingerprints[name][0]}\n".encode())
+    return digest.hexdigest()
 
 
 def _listing(names: list[str]) -> str:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from rollout.backends.ops import triton_fingerprint as fingerprint
 from rollout.backends.ops import triton_layers as layers
 from rollout.backends.ops import triton_sampling as sampling
 from rollout.backends.ops import triton_sampling_kernels as kernels
 from rollout.backends.ops import triton_truncation_kernels as truncation
+from rollout.backends.ops.fingerprint import EXPONENT_BITS
 
 H100 = GPUTarget("cuda", 90, 32)
 VOCABULARIES = (256, 32_000, 151_936)
 POINTERS = {
+    "sums_ptr": "*i64",
     "token_ptr": "*i64",
     "target_ptr": "*i64",
     "is_finite_ptr": "*i1",
@@ -67,6 +71,25 @@ def configurations() -> Iterator[Configuration]:
     # The launcher makes a constant of an integer that is 1.
     yield configuration(layers.rms_norm_kernel, "bf16", num_heads=1, num_warps=8, BLOCK=4096)
     yield from row_configurations("fp32", 1, vocabulary=1, row_stride=1, num_chunks=1)
+    yield from fingerprint_configurations()
+
+
+def fingerprint_configurations() -> Iterator[Configuration]:
+    """Of every cast; of more than 2^31 values; of one."""
+    kernel = fingerprint.fingerprint_kernel
+    for source, dtype in product(("bf16", "fp16", "fp32", "fp64"), fingerprint.TYPES):
+        target, bits = fingerprint.TYPES[dtype]
+        constants = {
+            "TARGET": target,
+            "BITS": bits,
+            "EXPONENT": EXPONENT_BITS[dtype],
+            "BLOCK": fingerprint.BLOCK,
+            "num_warps": fingerprint.NUM_WARPS,
+        }
+        yield configuration(kernel, source, **constants)
+    many = configuration(kernel, source, **constants)
+    yield many._replace(signature=many.signature | {"num_values": "i64"})
+    yield configuration(kernel, source, num_values=1, **constants)
 
 
 def norm_configurations(dtype: str, *, block: int) -> Iterator[Configuration]:
@@ -121,8 +144,7 @@ def shared_memory_bytes(config: Configuration) -> int:
 def main() -> None:
     sizes = {}
     for config in configurations():
-        dtype = config.signature.get("logits_ptr", config.signature.get("out_ptr"))
-        name = f"{config.kernel.__name__}({dtype}, {config.constexprs})"
+        name = f"{config.kernel.__name__}({config.signature}, {config.constexprs})"
         sizes[name] = shared_memory_bytes(config)
     print(json.dumps(sizes))
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from rollout.backends.base import Backend
+from rollout.backends.cpu import cpu_backend
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.select import create_backend
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -74,6 +83,105 @@ def test_memory_kinds_of_gpus_are_refused_with_the_legal_ones(kind: str) -> None
 def test_a_field_without_effect_on_cpu_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{field}={value!r}.*leave it"):
         create_backend(InferenceConfig(**{field: value}))
+
+
+# ---- CUDA, without a device: what reaches the door behind create_backend
+
+
+@pytest.fixture
+def asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `cuda_backend` is called with, on a machine that seems to have a device."""
+    calls: list[dict[str, Any]] = []
+    module: Any = ModuleType("rollout.backends.cuda")
+
+    def cuda_backend(memory_kind: str, **arguments: Any) -> Backend:
+        calls.append({"memory_kind": memory_kind, **arguments})
+        return cpu_backend("device")
+
+    module.cuda_backend = cuda_backend
+    monkeypatch.setitem(sys.modules, "rollout.backends.cuda", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return calls
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_auto_is_cuda_where_there_is_a_device(
+    asked_of_cuda: list[dict[str, Any]], device: str
+) -> None:
+    create_backend(
+        InferenceConfig(device=device, max_sequence_length=100, block_size_tokens=16, max_tokens=50)
+    )
+    assert asked_of_cuda == [
+        {
+            "memory_kind": "device",
+            "num_graphs": 32,
+            "max_mixed_graphs": 16,
+            "max_rows": 50,
+            "max_blocks": 7,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_cuda_graphs": 0}, {"num_graphs": 0}),
+        ({"num_cuda_graphs": 9, "max_requests": 8}, {"num_graphs": 9, "max_rows": 8}),
+        ({"cuda_graph_mixed_prefill_count": 3}, {"max_mixed_graphs": 3}),
+        ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 32}),
+        ({"use_cuda_graphs_for_non_decode_steps": False}, {"max_mixed_graphs": 0}),
+        ({"unified_memory_level": 1}, {"memory_kind": "unified"}),
+        ({"memory_kind": "unified"}, {"memory_kind": "unified"}),
+        ({"memory_kind": "torch_memory_saver"}, {"memory_kind": "torch_memory_saver"}),
+        (
+            {"static_kv_memory_pointers": True, "kv_cache_management_mode": "offload"},
+            {"memory_kind": "torch_memory_saver"},
+        ),
+        ({"static_kv_memory_pointers": True}, {"memory_kind": "device"}),
+    ],
+)
+def test_fields_of_cuda_reach_its_backend(
+    asked_of_cuda: list[dict[str, Any]], config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    create_backend(InferenceConfig(**config))
+    assert {name: asked_of_cuda[0][name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"memory_kind": "reserved"}, "memory_kind='reserved' does not exist on CUDA"),
+        ({"use_flashinfer_fused_rope": True}, "use_flashinfer_fused_rope=True has no effect"),
+        ({"deterministic": True}, "deterministic=True is not supported on CUDA"),
+        ({"unified_memory_level": 1, "memory_kind": "device"}, "contradicts memory_kind='device'"),
+    ],
+)
+def test_what_cuda_cannot_honour_is_refused_by_name(
+    asked_of_cuda: list[dict[str, Any]], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create_backend(InferenceConfig(device="cuda", **config))
+    assert asked_of_cuda == []
+
+
+def test_an_engine_on_a_cpu_imports_neither_triton_nor_the_memory_saver() -> None:
+    """The models of transformers would: their torch._dynamo looks for Triton by importing it."""
+    program = """
+import sys
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.models import CausalLM
+from tests.walks.memory_probe import SPEC
+config = InferenceConfig(device="cpu", buffer_size_gb=0.01, max_sequence_length=512)
+engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
+engine.add_request([1, 2, 3], SamplingParams(num_tokens_to_generate=3))
+while engine.has_unfinished_requests():
+    engine.step()
+print([name for name in ("triton", "torch_memory_saver") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.usefixtures("_threads_kept")

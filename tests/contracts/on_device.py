@@ -45,6 +45,9 @@ class DeviceOps(TritonOps):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_cpu(super().score(self._moved(logits_PV), self._moved(targets_P), top_n))
 
+    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return to_cpu(super().fingerprint(self._moved(x), dtype))
+
     def _moved(self, value: Any) -> Any:
         """A tensor's copy with the same gaps between its rows; anything else as it is."""
         if not isinstance(value, Tensor):

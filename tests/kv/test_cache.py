@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import CacheSpec
-from rollout.backends.cpu import MEMORY_KINDS, cpu_backend
+from rollout.backends.cpu import cpu_backend
 from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.kv.cache import KVCache
 from tests.contracts.residency import process_resident_bytes
 
+KINDS = ["device", "reserved"]
 SPEC = CacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32, block_size=16)
 
 
-@pytest.fixture(params=MEMORY_KINDS)
+@pytest.fixture(params=KINDS)
 def cache(request: pytest.FixtureRequest) -> KVCache:
     return filled(KVCache(cpu_backend(request.param), SPEC, num_blocks=9))
 
@@ -47,7 +48,7 @@ def test_layers_share_no_memory(cache: KVCache) -> None:
     assert cache.layers[2].all()
 
 
-@pytest.mark.parametrize("kind", MEMORY_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_suspend_with_offload_brings_the_live_blocks_back_unchanged(kind: str) -> None:
     cache = filled(KVCache(cpu_backend(kind), SPEC, num_blocks=9))
     before = snapshot(cache)
@@ -99,7 +100,7 @@ def test_discarding_the_last_block_frees_the_arena(cache: KVCache) -> None:
 
 def test_release_gives_the_memory_back_and_restore_takes_no_page() -> None:
     spec = CacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=64)
-    for kind in MEMORY_KINDS:
+    for kind in KINDS:
         before = process_resident_bytes()
         cache = KVCache(cpu_backend(kind), spec, num_blocks=63)
         for layer in cache.layers:

@@ -117,6 +117,7 @@ def oracle_backend() -> Backend:
     attention: Any = OracleAttention()
     return Backend(
         device=torch.device("cpu"),
+        memory_bytes=0,
         ops=ops,
         attention=attention,
         executor=unused,

@@ -21,6 +21,8 @@ from rollout import (
     Status,
     WeightUpdateError,
 )
+from rollout.runner.weight_update import WeightUpdater
+from tests.contracts.implementations import OPS
 from tests.tiny_models import (
     Margins,
     drain,
@@ -142,6 +144,24 @@ def test_tied_parameters_come_once_under_either_name_or_twice_with_equal_bytes()
     with pytest.raises(WeightUpdateError, match=f"'{HEAD}' and '{EMBED}' are tied"):
         engine.update_weights(differing, in_flight=True)
     assert engine.weights_version == 3
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_checksum_is_the_same_whatever_computes_it(name: str) -> None:
+    engine = tiny_engine(old_model())
+    model = engine._pipeline._runner._model
+    updater = WeightUpdater(model, OPS[name](), reject_non_finite=True)
+    assert updater.checksum() == engine.weights_checksum()
+    staged = updater.stage(weights(new_model()))
+    assert staged.checksum == tiny_engine(new_model()).weights_checksum()
+
+
+def test_tied_parameters_may_hold_equal_nan_where_nan_may_pass() -> None:
+    tied = tiny_model("llama", tie_word_embeddings=True, seed=1)
+    source = with_value(EMBED, float("nan"))(weights(tied))
+    engine = tiny_engine(tied, reject_non_finite_weights=False)
+    report = engine.update_weights(source | {HEAD: source[EMBED].clone()}, in_flight=True)
+    assert report.checksum == engine.weights_checksum()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -27,7 +27,7 @@ def download(result: StepResult[Tensor], device: torch.device) -> Fetch:
     if device.type == "cpu":
         return lambda: _as_arrays(result)
     pinned: Any = {name: _to_pinned(getattr(result, name)) for name in _RESULTS}
-    on_host = StepResult[Tensor](**pinned)
+    on_host: StepResult[Tensor] = StepResult(**pinned)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
 

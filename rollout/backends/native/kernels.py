@@ -24,6 +24,7 @@ _SIGNATURES = {
     "attend_prefill": "ppii",
     "sample_rows": "ppii",
     "score_rows": "ppii",
+    "fingerprint": "ppiiiii",
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
 }

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
 
 
@@ -94,6 +95,10 @@ class ReferenceOps:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Raw log-probs of the targets and the top-n; see `sampling.score`."""
         return sampler.score(logits_PV, targets_P, top_n)
+
+    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(hash, number of non-finite values) of x.to(dtype); see `fingerprint.fingerprint`."""
+        return hasher.fingerprint(x, dtype)
 
 
 def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

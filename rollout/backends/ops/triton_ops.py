@@ -1,4 +1,4 @@
-"""TritonOps: ReferenceOps with norms, activation, sampling and scoring in Triton.
+"""TritonOps: ReferenceOps with norms, activation, sampling, scoring and hashing in Triton.
 
 Products stay with torch (cuBLAS); rotary stays the reference's, since attention fuses its own.
 Shape letters: P scored tokens, S sample rows, V vocabulary.
@@ -6,10 +6,11 @@ Shape letters: P scored tokens, S sample rows, V vocabulary.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
-from rollout.backends.ops import triton_layers, triton_sampling
+from rollout.backends.ops import triton_fingerprint, triton_layers, triton_sampling
 from rollout.backends.ops.reference import ReferenceOps
 
 
@@ -43,3 +44,14 @@ class TritonOps(ReferenceOps):
         if top_n:
             return super().score(logits_PV, targets_P, top_n)
         return triton_sampling.score(logits_PV, targets_P), None, None
+
+    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(hash, number of non-finite values) of x.to(dtype).
+
+        A tensor on the host goes to the device for it: that is a copy, and hashing it there is not.
+        """
+        if not x.is_cuda and torch.cuda.is_available():
+            x = x.to("cuda")
+        if not triton_fingerprint.can_fingerprint(x, dtype):
+            return super().fingerprint(x, dtype)
+        return triton_fingerprint.fingerprint(x, dtype)

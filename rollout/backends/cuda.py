@@ -1,0 +1,51 @@
+"""The parts that make the CUDA backend. Imported only when it is chosen, for it imports Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.backends.attention.triton_paged import TritonPagedAttention
+from rollout.backends.base import Backend, Executor, MemoryBackend
+from rollout.backends.executors.cuda_graph import CudaGraphs
+from rollout.backends.executors.eager import EagerExecutor
+from rollout.backends.executors.graph import GraphExecutor
+from rollout.backends.executors.graph_shapes import make_ladder
+from rollout.backends.memory.cuda_device import CudaDeviceMemory
+from rollout.backends.memory.cuda_runtime import CudaRuntime
+from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.memory.pinned_host import PinnedHostArena
+from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.ops.triton_ops import TritonOps
+
+_MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] = {
+    "device": CudaDeviceMemory,
+    "torch_memory_saver": MemorySaverMemory,
+    "unified": UnifiedMemory,
+}
+
+
+def cuda_backend(
+    memory_kind: str, *, num_graphs: int, max_mixed_graphs: int, max_rows: int, max_blocks: int
+) -> Backend:
+    """A Backend on the current CUDA device; no graphs at all with `num_graphs` 0.
+
+    `max_blocks` is the width of a row's block table. Raises ConfigError where there is no device,
+    or where the memory kind cannot work.
+    """
+    runtime = CudaRuntime(torch.device("cuda"))
+    device = runtime.device
+    memory: MemoryBackend = _MEMORY[memory_kind](runtime)
+    executor: Executor = EagerExecutor(device)
+    if num_graphs:
+        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+        executor = GraphExecutor(device, CudaGraphs(device), ladder, max_blocks)
+    properties = torch.cuda.get_device_properties(device)
+    return Backend(
+        device=device,
+        memory_bytes=properties.total_memory,
+        ops=TritonOps(),
+        attention=TritonPagedAttention(num_multiprocessors=properties.multi_processor_count),
+        executor=executor,
+        memory=memory,
+        create_host_arena=lambda: PinnedHostArena(runtime),
+    )

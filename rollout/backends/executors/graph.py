@@ -1,0 +1,122 @@
+"""GraphExecutor: replay steps that were captured once for their shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.backends.executors.eager import EagerExecutor
+from rollout.backends.executors.graph_shapes import GraphShape, Ladder
+from rollout.backends.executors.static_inputs import StaticInputs
+from rollout.backends.executors.transfer import first_samples
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepResult
+
+logger = logging.getLogger(__name__)
+
+# Between a replay and the same kernels launched one by one, on the same inputs.
+_LOGPROB_TOLERANCE = 1e-2
+
+
+class GraphDevice(Protocol):
+    """What capturing asks of a device."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Host memory that the device copies from by itself, flat uint8."""
+        ...
+
+    def capture(
+        self, program: Callable[[], StepResult[Tensor]]
+    ) -> tuple[Callable[[], None], StepResult[Tensor]]:
+        """(how to run `program` again, the tensors its result is in each time)."""
+        ...
+
+    def download(self, result: StepResult[Tensor]) -> Fetch:
+        """Queue the result's way to the host; the function returned waits for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    replay: Callable[[], None]
+    result: StepResult[Tensor]
+
+
+class GraphExecutor:
+    """Implements `Executor`. A graph holds the whole step, from token ids to sampled tokens.
+
+    A shape is captured when a step first needs it. Steps that fit none run eagerly.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self, device: torch.device, graphs: GraphDevice, ladder: Ladder, max_blocks: int
+    ) -> None:
+        self._graphs, self._ladder = graphs, ladder
+        self._eager = EagerExecutor(device)
+        shapes = (*ladder.decode, *ladder.mixed)
+        self._static = StaticInputs(shapes, max_blocks, device, graphs.pinned)
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._is_doubtful = False
+        self.num_captures = 0
+
+    def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
+        """Replay the smallest graph that the step fits; what it returns is queued to the host."""
+        shape = self._ladder.smallest_for(inputs)
+        if shape is None:
+            return self._eager.launch(program, inputs)
+        if self._is_doubtful:
+            self._check_replay(program)
+        graph = self._captured.get(shape) or self._capture(program, shape)
+        self._static.load(shape, inputs)
+        graph.replay()
+        result = first_samples(graph.result, len(inputs.draws_S))
+        if not inputs.flags.any_logprobs:
+            result = replace(result, logprobs_S=None)
+        return self._graphs.download(result)
+
+    def after_resume(self, *, has_moved: bool) -> None:
+        """Drop the graphs if what they point to is elsewhere; else check one before a step."""
+        if has_moved:
+            self._captured.clear()
+        self._is_doubtful = bool(self._captured)
+
+    def _capture(self, program: Program, shape: GraphShape) -> _Captured:
+        on_host = self._static.load(shape, None)
+        on_device = self._static.on_device(shape)
+        captured = _Captured(*self._graphs.capture(lambda: program(on_host, on_device)))
+        self._captured[shape] = captured
+        self.num_captures += 1
+        logger.info("captured %s", shape)
+        return captured
+
+    def _check_replay(self, program: Program) -> None:
+        """Replay a step of nothing but padding, and compare with the same step run eagerly.
+
+        A graph that points to memory which is no longer the weights' gives something else. All
+        graphs are dropped then.
+        """
+        self._is_doubtful = False
+        shape = min(self._captured, key=lambda shape: shape.num_tokens)
+        on_host = self._static.load(shape, None)
+        graph = self._captured[shape]
+        graph.replay()
+        replayed = self._graphs.download(graph.result)()
+        expected = self._graphs.download(program(on_host, self._static.on_device(shape)))()
+        if not _agree(replayed, expected):
+            logger.warning("replayed steps went wrong after a resume: all graphs are made anew")
+            self._captured.clear()
+
+
+def _agree(left: StepResult[HostArray], right: StepResult[HostArray]) -> bool:
+    assert left.logprobs_S is not None
+    assert right.logprobs_S is not None
+    difference = abs(left.logprobs_S - right.logprobs_S)
+    return bool(
+        (left.token_ids_S == right.token_ids_S).all() and (difference <= _LOGPROB_TOLERANCE).all()
+    )

@@ -1,0 +1,85 @@
+"""The fingerprint of `ops.fingerprint` in one pass over a tensor on a GPU, with the cast in it.
+
+Shape letters: P programs, B elements of one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.backends.ops.fingerprint import EXPONENT_BITS
+
+BLOCK = 4096
+NUM_WARPS = 8
+# By dtype: itself, and the integer that holds its bits.
+TYPES = {
+    torch.bfloat16: (tl.bfloat16, tl.uint16),
+    torch.float16: (tl.float16, tl.uint16),
+    torch.float32: (tl.float32, tl.uint32),
+    torch.float64: (tl.float64, tl.uint64),
+}
+
+
+@triton.jit
+def fingerprint_kernel(
+    sums_ptr,
+    values_ptr,
+    num_values,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(hash, number of non-finite values) of BLOCK elements, to a row of `sums`."""
+    program = tl.program_id(0).to(tl.int64)
+    positions_B = program * BLOCK + tl.arange(0, BLOCK)
+    mask_B = positions_B < num_values
+    values_B = tl.load(values_ptr + positions_B, mask=mask_B, other=0.0)
+    if values_ptr.dtype.element_ty != TARGET:
+        # By way of float32, as torch rounds.
+        values_B = values_B.to(tl.float32).to(TARGET)
+    bits_B = values_B.to(BITS, bitcast=True).to(tl.uint64)
+    hashes_B = tl.where(mask_B, _mix(positions_B.to(tl.uint64), bits_B).to(tl.int64), 0)
+    is_not_finite_B = (bits_B & EXPONENT) == EXPONENT
+    tl.store(sums_ptr + program * 2, tl.sum(hashes_B))
+    tl.store(sums_ptr + program * 2 + 1, tl.sum(is_not_finite_B.to(tl.int64)))
+
+
+@triton.jit
+def _mix(positions_B, bits_B):
+    """SplitMix64's finalizer over position * GOLDEN + bits + 1, all uint64."""
+    z_B = positions_B * 0x9E3779B97F4A7C15 + bits_B + 1
+    z_B = (z_B ^ (z_B >> 30)) * 0xBF58476D1CE4E5B9
+    z_B = (z_B ^ (z_B >> 27)) * 0x94D049BB133111EB
+    return z_B ^ (z_B >> 31)
+
+
+def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `fingerprint` takes it: a tensor that kernels can read, and floats they know."""
+    is_interpreted = not isinstance(fingerprint_kernel, triton.JITFunction)
+    return (x.is_cuda or is_interpreted) and {x.dtype, dtype} <= TYPES.keys()
+
+
+def fingerprint(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(hash, number of non-finite values) of x.to(dtype), int64 [2]; nothing waits for the device.
+
+    Two launches; `x` is copied only if it is not contiguous.
+    """
+    x = x.detach().contiguous()
+    sums_P2 = torch.empty(triton.cdiv(x.numel(), BLOCK), 2, dtype=torch.int64, device=x.device)
+    target, bits = TYPES[dtype]
+    # A kernel is launched on the current device, which need not be that of a trainer's tensor.
+    with torch.cuda.device_of(x):
+        if x.numel():
+            fingerprint_kernel[(len(sums_P2),)](
+                *(sums_P2, x, x.numel()),
+                TARGET=target,
+                BITS=bits,
+                EXPONENT=EXPONENT_BITS[dtype],
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+    return sums_P2.sum(0)

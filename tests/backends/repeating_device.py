@@ -1,0 +1,119 @@
+"""RepeatingDevice: stands for CUDA's graphs and streams on a machine without; nothing else is fake.
+
+And an engine that runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout import DynamicInferenceEngine
+from rollout.backends.attention.reference import ReferenceAttention
+from rollout.backends.base import AttentionBackend, MemoryBackend, Ops
+from rollout.backends.cpu import cpu_backend
+from rollout.backends.executors.graph import GraphExecutor
+from rollout.backends.executors.graph_shapes import Ladder, make_ladder
+from rollout.backends.executors.transfer import download
+from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.step_tensors import Fetch, StepResult
+from tests.tiny_models import tiny_engine
+
+CPU = torch.device("cpu")
+
+
+class RepeatingDevice:
+    """A replay runs the captured program again: whatever of it the host had fixed stays fixed."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def capture(
+        self, program: Callable[[], StepResult[Tensor]]
+    ) -> tuple[Callable[[], None], StepResult[Tensor]]:
+        program()
+        static = program()
+
+        def replay() -> None:
+            self.num_replays += 1
+            again = program()
+            for field in fields(static):
+                if getattr(static, field.name) is not None:
+                    getattr(static, field.name).copy_(getattr(again, field.name))
+
+        return replay, static
+
+    def download(self, result: StepResult[Tensor]) -> Fetch:
+        """A copy, for the next replay overwrites the result."""
+        tensors = {field.name: getattr(result, field.name) for field in fields(result)}
+        copies: Any = {name: None if t is None else t.clone() for name, t in tensors.items()}
+        return download(StepResult(**copies), CPU)
+
+
+class HostlessAttention(ReferenceAttention):
+    """Reads lengths where a captured graph must read them, and tolerates its padding."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        assert rotation is not None
+        count = int(batch.query_starts_E[-1])
+        exact = replace(
+            batch,
+            token_ids_T=batch.token_ids_T[:count],
+            positions_T=batch.positions_T[:count],
+            slots_T=batch.slots_T[:count],
+            query_starts=batch.query_starts_E.numpy(),
+            context_lens=batch.context_lens_R.numpy(),
+        )
+        turn = replace(rotation, cos_TD=rotation.cos_TD[:count], sin_TD=rotation.sin_TD[:count])
+        out_THD = torch.zeros_like(q_THD)
+        parts = q_THD[:count], k_TGD[:count], v_TGD[:count]
+        out_THD[:count] = super().attend(*parts, layer, exact, turn)
+        return out_THD
+
+
+def graph_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    *,
+    ladder: Ladder | None = None,
+    attention: AttentionBackend | None = None,
+    ops: Ops | None = None,
+    memory: MemoryBackend | None = None,
+    **config: Any,
+) -> tuple[DynamicInferenceEngine, GraphExecutor, RepeatingDevice]:
+    """An engine whose steps are captured and replayed; `monkeypatch` gives it its backend."""
+    device = RepeatingDevice()
+    made: list[GraphExecutor] = []
+
+    def create_backend(config: Any) -> Any:
+        backend = cpu_backend("device")
+        shapes = ladder or make_ladder(12, config.max_requests or 24, 6)
+        max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+        made.append(GraphExecutor(CPU, device, shapes, max_blocks))
+        return replace(
+            backend,
+            ops=ops or backend.ops,
+            attention=attention or HostlessAttention(),
+            memory=memory or backend.memory,
+            executor=made[0],
+        )
+
+    monkeypatch.setattr("rollout.engine.build.create_backend", create_backend)
+    engine = tiny_engine(model, **config)
+    return engine, made[0], device

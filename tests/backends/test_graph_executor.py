@@ -1,0 +1,297 @@
+"""GraphExecutor: padding changes nothing, engines replay, and graphs outlive a suspend."""
+
+from __future__ import annotations
+
+import logging
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout import SamplingParams
+from rollout.backends.base import MemoryBackend
+from rollout.backends.executors.eager import EagerExecutor
+from rollout.backends.executors.graph import GraphExecutor
+from rollout.backends.executors.graph_shapes import Ladder, make_ladder
+from rollout.backends.memory.device import DeviceMemory
+from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.step_tensors import INPUT_TYPES, SamplingFlags, StepInputs, StepResult
+from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
+from tests.tiny_models import (
+    Margins,
+    drain,
+    generate_all,
+    prompt_of,
+    randomize,
+    tiny_engine,
+    tiny_model,
+)
+
+MAX_BLOCKS, BLOCK_SIZE = 6, 4
+PER_SAMPLE = ("sample_rows_S", "uniforms_S", "temperature_S", "top_k_S", "top_p_S", "mode_S")
+MODES = ("persist", "offload", "recompute")
+
+
+# ---- padding
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepInputs[Any]:
+    """Random numbers everywhere; only the structure of a step is that of a real one."""
+    num_decodes = draw(st.integers(0, 12))
+    prefills = draw(st.lists(st.integers(1, 9), max_size=5))
+    is_sampled = draw(st.lists(st.integers(0, 3), min_size=len(prefills), max_size=len(prefills)))
+    if num_decodes + sum(is_sampled) == 0:
+        num_decodes = 1
+    generator = np.random.default_rng(draw(st.integers(0, 1000)))
+    query_lens = [1] * num_decodes + prefills
+    ends = np.cumsum(query_lens)
+    num_draws = [1] * num_decodes + is_sampled
+    sources = [end - 1 for end, count in zip(ends, num_draws, strict=True) if count]
+    draws = np.repeat(np.arange(len(sources)), [count for count in num_draws if count])
+    sizes = {"T": int(ends[-1]), "S": len(draws)}
+    arrays: dict[str, Any] = {
+        name: generator.integers(1, 100, sizes[name[-1]]).astype(kind)
+        for name, kind in INPUT_TYPES.items()
+        if name[-1] in sizes
+    }
+    num_rows, width = len(query_lens), draw(st.integers(1, MAX_BLOCKS))
+    arrays |= {
+        "block_tables_RM": generator.integers(1, 9, (num_rows, width)).astype(np.int32),
+        "query_starts_E": np.array([0, *ends], dtype=np.int32),
+        "context_lens_R": generator.integers(9, 90, num_rows).astype(np.int32),
+        "logit_indices_L": np.array(sources, dtype=np.int64),
+        "draws_S": draws.astype(np.int64),
+        "score_targets_P": np.empty(0, dtype=np.int64),
+    }
+    flags = SamplingFlags(
+        all_greedy=False, any_greedy=True, any_truncation=True, any_logprobs=True, top_n=0
+    )
+    return StepInputs(
+        **arrays,
+        num_decode_rows=num_decodes,
+        num_drawn_logits=len(sources),
+        draws_in_order=len(sources) == len(draws),
+        flags=flags,
+        score_top_n=0,
+    )
+
+
+def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepResult[Tensor]:
+    """A number per sample of all that its token, row and draw are made of."""
+    num_tokens, rows = step.token_ids_T.shape[0], torch.arange(step.context_lens_R.shape[0])
+    lens = step.query_starts_E.diff()
+    row_T = torch.repeat_interleave(rows, lens)
+    row_T = torch.cat((row_T, row_T.new_zeros(num_tokens - len(row_T))))
+    place_T = torch.arange(num_tokens) - step.query_starts_E[row_T]
+    is_decode_T = (row_T < step.num_decode_rows).long()
+    per_token = [step.input_rows_T, step.token_ids_T, step.positions_T, step.slots_T]
+    per_token += [place_T, is_decode_T, lens[row_T], step.context_lens_R[row_T]]
+    tables_TM = step.block_tables_RM[row_T]
+    per_token += [tables_TM.sum(1), tables_TM @ torch.arange(tables_TM.shape[1], dtype=torch.int32)]
+    total_T = sum((31**i * values.double() for i, values in enumerate(per_token)), torch.zeros(()))
+    logits_L = total_T[step.logit_indices_L][: step.num_drawn_logits]
+    logits_S = logits_L if step.draws_in_order else logits_L[step.draws_S]
+    drawn = [getattr(step, name).double() for name in PER_SAMPLE]
+    logits_S = logits_S + sum(0.37**i * values for i, values in enumerate(drawn))
+    return StepResult(
+        token_ids_S=logits_S.view(torch.int64),
+        is_finite_S=logits_S > 0,
+        logprobs_S=logits_S.float(),
+        top_ids_SN=None,
+        top_logprobs_SN=None,
+        score_logprobs_P=None,
+        score_top_ids_PN=None,
+        score_top_logprobs_PN=None,
+    )
+
+
+@given(data=st.lists(steps(), min_size=1, max_size=4), num_graphs=st.sampled_from([2, 6, 20]))
+@settings(max_examples=60)
+def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
+    data: list[StepInputs[Any]], num_graphs: int
+) -> None:
+    ladder = make_ladder(num_graphs, 16, num_graphs)
+    executor = GraphExecutor(CPU, RepeatingDevice(), ladder, MAX_BLOCKS)
+    fetches = []
+    for inputs in data:
+        expected = EagerExecutor(CPU).launch(fingerprint, inputs)()
+        fetches.append((executor.launch(fingerprint, inputs), expected))
+        for fetch, right in fetches[-2:]:  # two may be outstanding
+            np.testing.assert_array_equal(fetch().token_ids_S, right.token_ids_S)
+            np.testing.assert_array_equal(fetch().logprobs_S, right.logprobs_S)
+    assert 0 < executor.num_captures <= num_graphs
+
+
+@given(num_graphs=st.integers(0, 70), max_rows=st.integers(1, 2000), max_mixed=st.integers(0, 40))
+def test_a_ladder_reaches_the_largest_step_within_its_number_of_graphs(
+    num_graphs: int, max_rows: int, max_mixed: int
+) -> None:
+    ladder = make_ladder(num_graphs, max_rows, max_mixed)
+    assert len(ladder.decode) + len(ladder.mixed) <= num_graphs
+    assert len(ladder.mixed) <= max_mixed
+    for shapes in (ladder.decode, ladder.mixed):
+        sizes = [shape.num_decode_rows for shape in shapes]
+        assert sizes == sorted(set(sizes))
+        assert not sizes or sizes[-1] == max_rows
+    if num_graphs > 2:
+        assert ladder.decode[0].num_decode_rows == 1
+
+
+@given(inputs=steps())
+def test_a_step_takes_the_smallest_shape_it_fits(inputs: StepInputs[Any]) -> None:
+    ladder = make_ladder(8, 12, 4)
+    shape = ladder.smallest_for(inputs)
+    only_decodes = len(inputs.token_ids_T) == inputs.num_decode_rows
+    shapes = ladder.decode if only_decodes else ladder.mixed
+    fitting = [shape for shape in shapes if shape.fits(inputs)]
+    assert shape is (fitting[0] if fitting else None)
+    assert Ladder().smallest_for(inputs) is None
+
+
+# ---- engines
+
+
+@cache
+def model() -> Any:
+    return tiny_model("qwen3", seed=8)
+
+
+@cache
+def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
+    chooser = random.Random(5)
+    return tuple(
+        (
+            prompt_of(chooser.choice((1, 8, 9, 30, 70)), seed=i // 2),
+            SamplingParams(
+                num_tokens_to_generate=chooser.randint(2, 30),
+                seed=i,
+                temperature=(0.0, 1.0)[i % 2],
+                top_p=(0.0, 0.9)[i // 2 % 2],
+                top_n_logprobs=3 if i == 7 else 0,
+                return_log_probs=i % 3 > 0,
+                skip_prompt_log_probs=i != 5,
+            ),
+        )
+        for i in range(14)
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"enable_chunked_prefill": True, "max_tokens": 24},
+        {"num_blocks": 18},
+        {"max_requests": 3},
+        {"ladder": make_ladder(2, 24, 2)},
+    ],
+    ids=str,
+)
+def test_replayed_tokens_are_those_of_the_trainers_model(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    engine, executor, device = graph_engine(monkeypatch, model(), **config)
+    margins = Margins()
+    for request in generate_all(engine, jobs()):
+        margins.compare_with_oracle(model(), request)
+    margins.check()
+    assert executor.num_captures == engine.stats().num_graph_captures > 0
+    assert device.num_replays > 5
+
+
+def test_forks_are_drawn_within_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor, _ = graph_engine(monkeypatch, model())
+    params = [SamplingParams(num_tokens_to_generate=9, seed=i, temperature=1.0) for i in range(5)]
+    engine.add_groups([(prompt_of(12, seed=j), params) for j in range(2)])
+    margins = Margins()
+    for request in drain(engine).values():
+        margins.compare_with_oracle(model(), request)
+    margins.check()
+    assert executor.num_captures > 1
+
+
+class WanderingMemory(DeviceMemory):
+    """Never comes back to where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Tensor] = []
+
+    def release(self, name: str) -> int:
+        self.left.append(self.restore(name))
+        return super().release(name)
+
+
+def captures_over_cycles(
+    monkeypatch: pytest.MonkeyPatch, memory: MemoryBackend, mode: str, num_cycles: int
+) -> list[int]:
+    """Captures before each of the cycles of suspend, update and resume, and at the end."""
+    trained = tiny_model("qwen3", seed=8)
+    engine, executor, _ = graph_engine(
+        monkeypatch, trained, memory=memory, kv_cache_management_mode=mode
+    )
+    params = SamplingParams(num_tokens_to_generate=5 * num_cycles + 10, ignore_eos=True)
+    for seed in range(3):
+        engine.add_request(prompt_of(9, seed=seed), params)
+    captures = []
+    for cycle in range(num_cycles):
+        for _ in range(4):
+            engine.step()
+        captures.append(executor.num_captures)
+        engine.pause()
+        engine.suspend(release=("kv_cache", "weights"))
+        randomize(trained, seed=8 + cycle % 2)
+        engine.resume(only="weights")
+        engine.update_weights(trained.state_dict())
+        engine.resume()
+        engine.unpause()
+    finished = drain(engine).values()
+    assert [len(request.generated_tokens) for request in finished] == [5 * num_cycles + 10] * 3
+    return [*captures, executor.num_captures]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_outlive_20_suspends_where_addresses_stay(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    captures = captures_over_cycles(monkeypatch, ReservedMemory(), mode, 20)
+    assert 0 < captures[0] == captures[-1]
+
+
+def test_graphs_are_made_anew_where_memory_came_back_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures = captures_over_cycles(monkeypatch, WanderingMemory(), "offload", 3)
+    assert captures == sorted(set(captures))
+
+
+def test_an_unnoticed_move_is_found_by_the_first_step_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = generate_all(tiny_engine(model()), jobs()[:3])
+    engine, executor, _ = graph_engine(monkeypatch, model(), memory=ReservedMemory())
+    for i, (prompt, params) in enumerate(jobs()[:3]):
+        engine.add_request(prompt, params, request_id=i)
+    engine.step()
+    for shape, captured in list(executor._captured.items()):
+        executor._captured[shape] = type(captured)(lambda: None, captured.result)
+        with torch.inference_mode():
+            captured.result.token_ids_S.fill_(3)
+    before = executor.num_captures
+    engine.pause()
+    engine.suspend("offload")
+    engine.resume()
+    engine.unpause()
+    with caplog.at_level(logging.WARNING):
+        finished = drain(engine)
+    assert "all graphs are made anew" in caplog.text
+    assert executor.num_captures > before
+    for i, request in enumerate(reference):
+        assert finished[i].generated_tokens == request.generated_tokens

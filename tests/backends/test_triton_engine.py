@@ -1,0 +1,67 @@
+"""A whole engine on Triton's kernels and captured steps gives the trainer's model's tokens.
+
+Interpreted without a GPU, with stand-ins for CUDA's graphs and streams and for nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout import SamplingParams
+from rollout.backends.executors.graph_shapes import GraphShape, Ladder
+from tests.backends.repeating_device import graph_engine
+from tests.contracts.on_device import device_ops
+from tests.tiny_models import Margins, drain, prompt_of, tiny_model
+
+pytest.importorskip("triton")
+
+from tests.contracts.attention_on_device import device_attention
+
+# Small, for each program of a kernel costs the interpreter milliseconds.
+LADDER = Ladder(
+    decode=(GraphShape(num_decode_rows=4),),
+    mixed=(GraphShape(num_decode_rows=4, num_prefill_rows=2, num_prefill_tokens=24),),
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"enable_chunked_prefill": True, "max_tokens": 16}],
+    ids=["eager prefill", "captured prefill"],
+)
+def test_tokens_are_those_of_the_trainers_model(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """Two layers, 20 tokens each of a group and of requests alone, across a suspend."""
+    model = tiny_model("qwen3", seed=9, head_dim=16)
+    engine, executor, _ = graph_engine(
+        monkeypatch,
+        model,
+        ladder=LADDER,
+        ops=device_ops(),
+        attention=device_attention(),
+        max_requests=6,
+        max_sequence_length=64,
+        memory_kind="reserved",
+        **config,
+    )
+    params = [
+        SamplingParams(num_tokens_to_generate=20, seed=i, temperature=t, top_p=p)
+        for i, (t, p) in enumerate([(0.0, 0.0), (1.0, 0.0), (0.8, 0.9)])
+    ]
+    engine.add_group(prompt_of(21, seed=0), params)
+    engine.add_request(prompt_of(9, seed=1), params[1])
+    finished = {record.request_id: record.merge() for _ in range(8) for record in engine.step()}
+    engine.pause()
+    engine.suspend("offload")
+    engine.resume()
+    engine.unpause()
+    finished |= drain(engine)
+    margins = Margins()
+    for request in finished.values():
+        margins.compare_with_oracle(model, request)
+    margins.check()
+    assert margins.num_tokens == 80
+    assert executor.num_captures > 0

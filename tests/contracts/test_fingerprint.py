@@ -1,0 +1,188 @@
+"""Contract of fingerprints: the same numbers as NumPy's uint64 gives, for any dtype and layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.backends.base import Ops
+from rollout.backends.ops.fingerprint import EXPONENT_BITS
+from tests.contracts.implementations import OPS, is_interpreted
+
+# The interpreter's casts are NumPy's, which warn.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SIZES = (1, 2, 7, 4096, 4097, (1 << 16) + 3)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=OPS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return OPS[request.param]()
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def unsigned(x: Tensor) -> NDArray[Any]:
+    """The bits of each element, in the tensor's own memory."""
+    return x.view(-1).view(torch.uint8).numpy().view(UNSIGNED[x.itemsize])
+
+
+def hash_of(x: Tensor) -> int:
+    """By the definition, as a signed number."""
+    bits = unsigned(x.contiguous()).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        z = np.arange(len(bits), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z += bits + np.uint64(1)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64).astype(np.int64))
+
+
+def assert_as_defined(ops: Ops, x: Tensor, dtype: torch.dtype) -> None:
+    fingerprint = ops.fingerprint(x, dtype)
+    assert (fingerprint.dtype, fingerprint.shape) == (torch.int64, (2,))
+    values = x.detach().to(dtype)
+    num_not_finite = int((~torch.isfinite(values)).sum())
+    assert fingerprint.tolist() == [hash_of(values), num_not_finite]
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(
+    size=st.sampled_from(SIZES),
+    dtypes=st.tuples(*[st.sampled_from([*FLOATS, torch.float64])] * 2),
+    special=st.lists(st.sampled_from([INF, -INF, -0.0, 1e-40, 1e5, 1e39]), max_size=4),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40)
+def test_hash_and_count_are_those_of_the_values_after_the_cast(
+    name: str, size: int, dtypes: tuple[torch.dtype, torch.dtype], special: list[float], seed: int
+) -> None:
+    source, target = dtypes
+    x = randn(size, seed=seed, dtype=torch.float64)
+    places = torch.randint(size, (len(special),), generator=torch.Generator().manual_seed(seed))
+    x[places] = torch.tensor(special, dtype=torch.float64)
+    if is_interpreted(name) and target == torch.bfloat16:
+        # The interpreter truncates to bfloat16 where a device rounds: nothing must be left to cut.
+        x = x.to(target)
+    assert_as_defined(OPS[name](), x.to(source), target)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_no_values_are_hashed_to_zero_and_every_dtype_is_hashed(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    assert ops.fingerprint(torch.empty(0, 3), dtype).tolist() == [0, 0]
+    x = (randn(5, 7) * 3).to(dtype)
+    assert ops.fingerprint(x, dtype).tolist() == [hash_of(x), 0]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_more_elements_than_any_implementation_takes_at_once(ops: Ops, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    x = randn((1 << 20) + 5)
+    x[[0, 1 << 19, -1]] = INF
+    assert_as_defined(ops, x, torch.float32)
+    assert_as_defined(ops, x, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_view_is_hashed_in_its_own_order(ops: Ops, dtype: torch.dtype) -> None:
+    x = randn(40, 30, dtype=dtype)
+    for view in (x.T, x[3:, 5:], x[::2], x[1:, ::3], x[7, 3], x[:, :1].expand(40, 9), x[5:7]):
+        assert_as_defined(ops, view, dtype)
+        assert torch.equal(ops.fingerprint(view, dtype), ops.fingerprint(view.clone(), dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_single_bit_shows(ops: Ops, dtype: torch.dtype) -> None:
+    x = randn(100, dtype=dtype)
+    bits = unsigned(x)
+    hashes = {int(ops.fingerprint(x, dtype)[0])}
+    for bit in range(8 * x.itemsize):
+        bits[41] ^= 1 << bit
+        hashes.add(int(ops.fingerprint(x, dtype)[0]))
+        bits[41] ^= 1 << bit
+    assert len(hashes) == 8 * x.itemsize + 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("places", [(0, 1), (3, 4999), (4095, 4096)])
+def test_swapped_elements_and_the_sign_of_zero_show(
+    ops: Ops, dtype: torch.dtype, places: tuple[int, int]
+) -> None:
+    x = randn(5000, dtype=dtype)
+    first, second = places
+    x[first], x[second] = 0.0, 1.0
+    swapped, negative = x.clone(), x.clone()
+    swapped[first], swapped[second], negative[first] = 1.0, 0.0, -0.0
+    assert len({int(ops.fingerprint(y, dtype)[0]) for y in (x, swapped, negative)}) == 3
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_and_infinity_are_counted_and_the_largest_number_is_not(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    x = randn(4500, dtype=dtype)
+    x[:7] = torch.tensor([NAN, -NAN, INF, -INF, torch.finfo(dtype).max, torch.finfo(dtype).min, 0])
+    x[-1] = NAN
+    assert ops.fingerprint(x, dtype).tolist() == [hash_of(x), 5]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "value"),
+    [
+        (torch.float32, torch.float16, 1e6),
+        (torch.bfloat16, torch.float16, -7e4),
+        (torch.float64, torch.float32, 1e39),
+        (torch.float64, torch.bfloat16, -1e300),
+    ],
+)
+def test_numbers_too_large_for_the_cast_are_counted(
+    ops: Ops, source: torch.dtype, target: torch.dtype, value: float
+) -> None:
+    x = torch.ones(9, dtype=source)
+    x[4] = value
+    assert ops.fingerprint(x, source)[1] == 0
+    assert ops.fingerprint(x, target)[1] == 1
+
+
+def test_a_parameter_with_a_gradient_is_hashed_and_not_changed(ops: Ops) -> None:
+    x = torch.nn.Parameter(randn(33, 5))
+    before = x.detach().clone()
+    assert_as_defined(ops, x, torch.float32)
+    assert not ops.fingerprint(x, torch.bfloat16).requires_grad
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", EXPONENT_BITS)
+def test_exponent_bits_are_those_of_infinity(dtype: torch.dtype) -> None:
+    assert EXPONENT_BITS[dtype] == int(unsigned(torch.tensor([INF], dtype=dtype))[0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_does_not_wait() -> None:
+    pytest.importorskip("triton")
+    from rollout.backends.ops.triton_ops import TritonOps
+
+    ops, x = TritonOps(), randn(100_003, dtype=torch.bfloat16).cuda()
+    ops.fingerprint(x, torch.float16)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fingerprint = ops.fingerprint(x, torch.float16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fingerprint.is_cuda
+    assert fingerprint.tolist() == [hash_of(x.cpu().half()), 0]
+    assert torch.equal(ops.fingerprint(x.cpu(), torch.float16), fingerprint.cpu())
