@@ -105,7 +105,7 @@ class Cycles:
         engine.unpause()
         self._blocks.release(table)
         if scenario.mode == "offload":
-            source = self._source.tensor[:num_bytes]
+            source = self._source.tensor[-num_bytes:]  # as many pages as the live blocks lie on
             give_back, _ = timed(lambda: self._source.give_back(0, self._source.tensor.numel()))
             total = Timing(memcpy.wall + give_back.wall, memcpy.cpu + give_back.cpu)
             samples["memcpy"].append(memcpy)

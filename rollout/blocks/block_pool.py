@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import compress, count
 
 
 class BlockPool:
@@ -49,4 +50,4 @@ class BlockPool:
 
     def used_blocks(self) -> list[int]:
         """Ids in use, ascending."""
-        return [block for block, users in enumerate(self._users) if users]
+        return list(compress(count(), self._users))

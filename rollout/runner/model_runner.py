@@ -61,9 +61,9 @@ class ModelRunner:
         before, self._addresses = self._addresses, self._addresses_now()
         self._backend.executor.after_resume(has_moved=self._addresses != before)
 
-    def _addresses_now(self) -> list[int]:
-        weights = self._model.weight_views().values()
-        return [*self._kv.data_ptrs().values(), *(weight.data_ptr() for weight in weights)]
+    def _addresses_now(self) -> tuple[int, int]:
+        """Of KV and weights, which lie in one piece each."""
+        return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def _compute(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
