@@ -28,10 +28,10 @@ WHEELS = ROOT / ".gpu"
 RESULTS = ROOT / "benchmarks" / "results"
 
 TOTAL_S = 9 * 60.0
-CONTRACTS_S = 170.0
-OTHER_TESTS_S = 70.0
+CONTRACTS_S = 150.0
+OTHER_TESTS_S = 110.0
 BENCHMARK_S = 4 * 60.0
-INSTALL_S = 60.0
+INSTALL_S = 40.0
 GRACE_S = 10.0  # from the request to stop, on which pytest sums up, to the kill
 TAIL_LINES = 150
 NO_TESTS_COLLECTED = 5  # pytest's exit status

@@ -30,6 +30,12 @@ def _threads_kept() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers on a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_auto_is_the_cpu(device: str) -> None:
     assert create_backend(InferenceConfig(device=device)).device == torch.device("cpu")
