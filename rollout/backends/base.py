@@ -146,9 +146,11 @@ class Executor(Protocol):
         """
         ...
 
-    def after_resume(self, *, has_moved: bool) -> None:
+    def after_resume(self, *, has_moved: bool) -> int:
         """The memory of KV or weights was given back and is here again, elsewhere if `has_moved`:
         whatever was captured must be made anew then, and be checked otherwise.
+
+        Returns how many graphs are to be made anew.
         """
         ...
 

@@ -27,7 +27,7 @@ class SuspendReport:
 class ResumeReport:
     """`bytes_restored` were copied or made usable again.
 
-    Requests to recompute are prefilled by later steps.
+    Requests to recompute are prefilled by later steps, graphs are captured again as they need them.
     """
 
     mode: str

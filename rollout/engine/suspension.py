@@ -93,8 +93,7 @@ class Suspension:
             else:
                 restored[owner] = KV_POLICIES[self._mode].resume(self._kv)
             self._released.remove(owner)
-        if was_incomplete and not self._released:
-            self._runner.after_resume()
+        graphs_lost = self._runner.after_resume() if was_incomplete and not self._released else 0
         num_requeued = 0
         if KV_CACHE not in self._released:
             num_requeued, self._num_requeued = self._num_requeued, 0
@@ -103,6 +102,7 @@ class Suspension:
             seconds=time.perf_counter() - start,
             bytes_restored=sum(restored.values()),
             restored_by_owner=restored,
+            graphs_recaptured=graphs_lost,
             num_requests_recomputed=num_requeued,
         )
 

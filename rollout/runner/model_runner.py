@@ -56,10 +56,13 @@ class ModelRunner:
         fetch = self._backend.executor.launch(self._compute, inputs)
         return lambda: _as_output(fetch())
 
-    def after_resume(self) -> None:
-        """Memory was given back and is here again, perhaps elsewhere."""
+    def after_resume(self) -> int:
+        """Memory was given back and is here again, perhaps elsewhere.
+
+        Returns how many captured steps are lost by that.
+        """
         before, self._addresses = self._addresses, self._addresses_now()
-        self._backend.executor.after_resume(has_moved=self._addresses != before)
+        return self._backend.executor.after_resume(has_moved=self._addresses != before)
 
     def _addresses_now(self) -> tuple[int, int]:
         """Of KV and weights, which lie in one piece each."""

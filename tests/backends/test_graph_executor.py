@@ -250,7 +250,8 @@ def captures_over_cycles(
         randomize(trained, seed=8 + cycle % 2)
         engine.resume(only="weights")
         engine.update_weights(trained.state_dict())
-        engine.resume()
+        report = engine.resume()
+        assert (report.graphs_recaptured > 0) == (not memory.has_stable_addresses)
         engine.unpause()
     finished = drain(engine).values()
     assert [len(request.generated_tokens) for request in finished] == [5 * num_cycles + 10] * 3

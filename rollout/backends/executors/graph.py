@@ -80,11 +80,16 @@ class GraphExecutor:
             result = replace(result, logprobs_S=None)
         return self._graphs.download(result)
 
-    def after_resume(self, *, has_moved: bool) -> None:
-        """Drop the graphs if what they point to is elsewhere; else check one before a step."""
+    def after_resume(self, *, has_moved: bool) -> int:
+        """Drop the graphs if what they point to is elsewhere; else check one before a step.
+
+        Returns how many were dropped.
+        """
+        num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
             self._captured.clear()
         self._is_doubtful = bool(self._captured)
+        return num_dropped
 
     def _capture(self, program: Program, shape: GraphShape) -> _Captured:
         on_host = self._static.load(shape, None)
