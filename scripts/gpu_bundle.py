@@ -25,6 +25,11 @@ PACKAGES = (
     "pytest-timeout",
     "pyzmq",
     "torch-memory-saver",
+    # With transformers of another series these might be missing, too.
+    "markdown-it-py",
+    "mdurl",
+    "pygments",
+    "rich",
 )
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # no wheel on PyPI: it is built here
 
