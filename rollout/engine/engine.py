@@ -90,6 +90,17 @@ class Engine:
             self._machine.require(EngineState.RUNNING, to="add a request")
         return self._desk.add_groups(groups, request_ids, priority, self.weights_version)
 
+    def add_record(self, record: DynamicInferenceRequestRecord) -> int:
+        """Go on with a request that another engine began, from the tokens it has; returns its id.
+
+        They are prefilled again; tokens, log-probs and policy versions are kept, and what is drawn
+        next is what the other engine would have drawn. Raises InvalidRequestError for a record that
+        has ended or does not fit, and for an id in use.
+        """
+        if self.state in (EngineState.STOPPING, EngineState.STOPPED):
+            self._machine.require(EngineState.RUNNING, to="add a request")
+        return self._desk.add_record(record, self.weights_version)
+
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
         self._desk.abort(request_id, self.weights_version)

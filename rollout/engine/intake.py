@@ -12,6 +12,7 @@ import torch
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule
@@ -34,12 +35,13 @@ class CheckedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A request to queue: its document, its own copy of the prompt, whether and how long it may
-    run, how it samples and stops.
+    """A request to queue: its document, its own copy of the tokens, of which the first
+    `num_prompt` are its prompt, whether and how long it may run, how it samples and stops.
     """
 
     request: DynamicInferenceRequest
     tokens: list[int]
+    num_prompt: int
     admission: Admission
     row_sampling: RowSampling
     stop_rule: StopRule
@@ -110,6 +112,42 @@ class RequestIntake:
             for request_id, params, words in samples
         ]
 
+    def reenter(self, record: DynamicInferenceRequestRecord) -> Entry:
+        """An unfinished request that another engine began, to go on from the tokens it has.
+
+        The record must end in a segment that has generated nothing. Raises InvalidRequestError.
+        """
+        first, segment = record[0], record.current
+        params, seed = first.sampling_params, segment.seed
+        if params is None or seed is None:
+            raise InvalidRequestError(
+                f"the record of request {record.request_id} has no sampling params or no seed: it "
+                "was never in an engine; use add_request"
+            )
+        tokens = segment.prompt_tokens.tolist()
+        check_well_formed(tokens, segment.sampling_params or params, self._limits)
+        num_prompt = len(first.prompt_tokens)
+        admission = admit(record.request_id, num_prompt, params, self._limits)
+        if admission.error is None and len(tokens) >= admission.max_length:
+            raise InvalidRequestError(
+                f"request {record.request_id} has {len(tokens)} tokens already, and this engine "
+                f"gives it room for {admission.max_length}"
+            )
+        self._next_id = max(self._next_id, record.request_id + 1)
+        return Entry(
+            request=segment,
+            tokens=tokens,
+            num_prompt=num_prompt,
+            admission=admission,
+            row_sampling=_row_sampling(params, seed),
+            stop_rule=StopRule(
+                end_ids=self._end_ids_of(params),
+                stop_words=tuple(map(tuple, first.stop_word_ids or ())),
+                max_length=admission.max_length,
+            ),
+            wants_prompt_logprobs=not params.skip_prompt_log_probs and len(tokens) == num_prompt,
+        )
+
     def _entry(
         self,
         group: CheckedGroup,
@@ -139,6 +177,7 @@ class RequestIntake:
                 tpot=[],
             ),
             tokens=list(group.tokens),
+            num_prompt=len(group.tokens),
             admission=admission,
             row_sampling=_row_sampling(params, seed),
             stop_rule=StopRule(

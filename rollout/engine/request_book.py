@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rollout.errors import EngineStateError, NonFiniteLogitsError, RequestAbortedError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.event import DynamicInferenceEventType
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
@@ -62,6 +63,22 @@ class RequestBook:
         _clear_prompt_scores(request, will_be_scored=True)
         request.arrival_time = request.add_event_add_engine().timestamp
         self._records[request.request_id] = DynamicInferenceRequestRecord.from_request(request)
+
+    def reopen(self, record: DynamicInferenceRequestRecord) -> None:
+        """Enter an unfinished record that came from another engine, queued.
+
+        It keeps the time of its first arrival. Its KV, wherever it was, is not here.
+        """
+        segment = record.current
+        segment.status = Status.WAITING_IN_QUEUE
+        segment.finished_chunk_token_count = 0
+        segment.kv_spans = VersionSpans()
+        is_unchanged = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
+        _clear_prompt_scores(segment, will_be_scored=is_unchanged)
+        events = (event for part in record.requests for event in part.events)
+        arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
+        segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
+        self._records[record.request_id] = record
 
     # ---- what the scheduler decided
 

@@ -47,9 +47,30 @@ class RequestDesk:
             added.append([entry.request.request_id for entry in entries])
         return added
 
+    def add_record(self, record: DynamicInferenceRequestRecord, version: int) -> int:
+        """Queue the rest of a request that began elsewhere; the record is ours from here on.
+
+        Raises InvalidRequestError, before anything is changed.
+        """
+        request_id = record.request_id
+        if request_id in self._book:
+            raise InvalidRequestError(f"request id {request_id} is in use")
+        if record.current.completed_at_version is not None:
+            raise InvalidRequestError(f"request {request_id} has ended; nothing is left to do")
+        unfinished = DynamicInferenceRequestRecord([*record.requests], record.latency)
+        if record.current.generated_tokens:
+            unfinished.checkpoint()
+        entry = self._intake.reenter(unfinished)
+        self._book.reopen(unfinished)
+        self._schedule(entry, None, version)
+        return request_id
+
     def _queue(self, entry: Entry, group_id: int | None, version: int) -> None:
+        self._book.open(entry.request)
+        self._schedule(entry, group_id, version)
+
+    def _schedule(self, entry: Entry, group_id: int | None, version: int) -> None:
         request, admission = entry.request, entry.admission
-        self._book.open(request)
         if admission.error is not None:
             spans = VersionSpans()
             self._book.fail(request.request_id, admission.error, "error", spans, version)
@@ -59,6 +80,7 @@ class RequestDesk:
         self._scheduler.add(
             request.request_id,
             entry.tokens,
+            num_prompt=entry.num_prompt,
             priority=request.priority,
             group_id=group_id,
             sampling=entry.row_sampling,

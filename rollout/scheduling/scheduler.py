@@ -76,19 +76,23 @@ class Scheduler:
         request_id: int,
         tokens: list[int],
         *,
+        num_prompt: int,
         priority: int,
         group_id: int | None,
         sampling: RowSampling,
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request behind those of its priority. A group is added one after another."""
+        """Queue a request behind those of its priority. A group is added one after another.
+
+        Tokens beyond the first `num_prompt` were generated before.
+        """
         sequence = Sequence(
             request_id=request_id,
             order=(-priority, self._num_arrivals),
             group_id=group_id,
             tokens=tokens,
-            num_prompt=len(tokens),
+            num_prompt=num_prompt,
             sampling=sampling,
             stop_rule=stop_rule,
             wants_prompt_logprobs=wants_prompt_logprobs,

@@ -85,6 +85,7 @@ class Rig:
             self.scheduler.add(
                 request_id,
                 list(prompt),
+                num_prompt=len(prompt),
                 priority=priority,
                 group_id=first if len(samples) > 1 else None,
                 sampling=row_sampling(sample.seed),
