@@ -142,7 +142,7 @@ class RequestIntake:
             row_sampling=_row_sampling(params, seed),
             stop_rule=StopRule(
                 end_ids=self._end_ids_of(params),
-                stop_words=tuple(map(tuple, first.stop_word_ids or ())),
+                stop_words=self._stop_word_ids(params),
                 max_length=admission.max_length,
             ),
             wants_prompt_logprobs=not params.skip_prompt_log_probs and len(tokens) == num_prompt,
