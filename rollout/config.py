@@ -40,6 +40,7 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     LONGEST_PREFIX = "longest_prefix"
     FIRST_PREFIX_BLOCK = "first_prefix_block"
     ROUND_ROBIN = "round_robin"
+    LOAD_BALANCED = "load_balanced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""PrefixOwnership: which rank was assigned which prompt block, in bounded memory.
+
+It remembers assignments, not caches: a rank may have dropped a block, or not computed it yet. A
+wrong row costs a prefill, never a wrong token, because an engine finds its blocks by its own keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+# 180 MiB when full. Python then rebuilds the table once per 1.8 million new blocks, in 0.15 s.
+DEFAULT_MAX_ROWS = 1_000_000
+
+# Rows swept per block assigned: above 1, so that a table of dead rows shrinks while it is used.
+SWEEP_RATE = 2
+
+
+class PrefixOwnership:
+    """Block hash -> the ranks that own it, the one assigned last in front.
+
+    A row is one (hash, rank); there are at most `max_rows` between calls. Beyond, the blocks that
+    nobody was assigned for longest go, with all their ranks. Every lookup or assignment of a block
+    is a few dict operations, whatever the number of rows and ranks (amortized).
+
+    A rank's rows belong to its tenure, which ends when it leaves or drops its blocks: they are
+    dead at once, and are given back as they are met or reach the old end of the table.
+    """
+
+    def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
+        self.max_rows = max_rows
+        # Plain integers as values: the garbage collector need not walk a million of them.
+        self._latest: OrderedDict[int, int] = OrderedDict()  # hash -> tenure, oldest use first
+        self._earlier: dict[int, dict[int, None]] = {}  # hash -> other tenures, last one latest
+        self._tenure_of_rank: dict[int, int] = {}
+        self._rank_of_tenure: dict[int, int] = {}  # living tenures only
+        self._num_tenures = 0
+        self._num_rows = 0
+
+    def __len__(self) -> int:
+        """Rows held, the dead ones not yet given back included."""
+        return self._num_rows
+
+    def add_rank(self, rank: int) -> None:
+        """A rank that owns nothing yet."""
+        assert rank not in self._tenure_of_rank, f"rank {rank} is there already"
+        self._tenure_of_rank[rank] = self._num_tenures
+        self._rank_of_tenure[self._num_tenures] = rank
+        self._num_tenures += 1
+
+    def remove_rank(self, rank: int) -> None:
+        """The rank and all it owns are gone. Constant time."""
+        del self._rank_of_tenure[self._tenure_of_rank.pop(rank)]
+
+    def drop_rank(self, rank: int) -> None:
+        """The rank stays and owns nothing. Constant time."""
+        self.remove_rank(rank)
+        self.add_rank(rank)
+
+    def drop_blocks(self, rank: int, hashes: Sequence[int]) -> None:
+        """The rank no longer owns these blocks; unknown ones are ignored."""
+        tenure = self._tenure_of_rank[rank]
+        for block_hash in hashes:
+            if self._latest.get(block_hash) == tenure:
+                self._drop_latest(block_hash)
+            elif tenure in self._earlier.get(block_hash, ()):
+                self._drop_earlier(block_hash, tenure)
+
+    def latest_owner(self, block_hash: int) -> int | None:
+        """The rank that was assigned this block last and still owns it; None if nobody does."""
+        while (tenure := self._latest.get(block_hash)) is not None:
+            rank = self._rank_of_tenure.get(tenure)
+            if rank is not None:
+                return rank
+            self._drop_latest(block_hash)
+        return None
+
+    def longest_match_owner(self, hashes: Sequence[int]) -> int | None:
+        """The latest owner of the deepest owned block of a prompt; None if none is owned.
+
+        Hashes are chained to their parents, so the deepest block stands for all before it.
+        """
+        for block_hash in reversed(hashes):
+            rank = self.latest_owner(block_hash)
+            if rank is not None:
+                return rank
+        return None
+
+    def assign(self, rank: int, hashes: Sequence[int]) -> None:
+        """The rank owns the blocks of this prompt, and is the latest to do so."""
+        tenure, latest = self._tenure_of_rank[rank], self._latest
+        # Deepest first: no block outlives its parent, which a prompt matched to it would need.
+        for block_hash in reversed(hashes):
+            previous = latest.get(block_hash)
+            if previous is None:
+                latest[block_hash] = tenure
+                self._num_rows += 1
+                continue
+            if previous != tenure:
+                self._supersede(block_hash, previous, tenure)
+            latest.move_to_end(block_hash)
+        self._give_back(SWEEP_RATE * len(hashes))
+
+    def _supersede(self, block_hash: int, previous: int, tenure: int) -> None:
+        """Put `tenure` before `previous`, until now the latest of this block."""
+        if tenure in self._earlier.get(block_hash, ()):
+            self._drop_earlier(block_hash, tenure)
+        self._latest[block_hash] = tenure
+        if previous in self._rank_of_tenure:
+            earlier = self._earlier.setdefault(block_hash, {})
+            earlier[previous] = None
+            self._num_rows += 1
+            # Twice the living: a filtering then removes as many as it keeps.
+            if len(earlier) > 2 * len(self._rank_of_tenure):
+                self._drop_dead(block_hash)
+
+    def _drop_latest(self, block_hash: int) -> None:
+        """Drop the latest row of a block; the one before it, if any, is the latest then."""
+        earlier = self._earlier.get(block_hash)
+        if earlier:
+            tenure, _ = earlier.popitem()
+            self._latest[block_hash] = tenure
+            if not earlier:
+                del self._earlier[block_hash]
+        else:
+            del self._latest[block_hash]
+        self._num_rows -= 1
+
+    def _drop_earlier(self, block_hash: int, tenure: int) -> None:
+        earlier = self._earlier[block_hash]
+        del earlier[tenure]
+        if not earlier:
+            del self._earlier[block_hash]
+        self._num_rows -= 1
+
+    def _drop_dead(self, block_hash: int) -> None:
+        """Drop the earlier rows of a hot block whose tenures ended: it never gets old itself."""
+        earlier = self._earlier[block_hash]
+        living = {tenure: None for tenure in earlier if tenure in self._rank_of_tenure}
+        self._earlier[block_hash] = living
+        self._num_rows -= len(earlier) - len(living)
+
+    def _give_back(self, num_swept: int) -> None:
+        """Drop what is over the bound, then up to `num_swept` dead rows from the old end."""
+        while self._num_rows > self.max_rows:
+            block_hash, _ = self._latest.popitem(last=False)
+            self._num_rows -= 1 + len(self._earlier.pop(block_hash, ()))
+        for _ in range(num_swept):
+            oldest = next(iter(self._latest), None)
+            if oldest is None or self._latest[oldest] in self._rank_of_tenure:
+                break
+            self._drop_latest(oldest)

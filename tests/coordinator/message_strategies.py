@@ -1,0 +1,208 @@
+"""Hypothesis strategies for messages: `messages()` for any, `messages(Register)` for one type.
+
+Built from the annotations, and by hand where fields depend on each other. `assert_same` compares
+field by field, arrays by dtype and bits, without the code under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from rollout import SamplingParams
+from rollout.coordinator.field_types import Binary, Bounds, Length, Plain
+from rollout.coordinator.messages import (
+    MESSAGE_TYPES,
+    PROTOCOL_VERSION,
+    AssignRequest,
+    Command,
+    Connect,
+    EngineReply,
+    Headers,
+    Message,
+    Register,
+    Sample,
+    SubmitRequest,
+    TokenRun,
+    TopNRun,
+    WireError,
+    pack_params,
+)
+
+COMMANDS = [header for header, cls in MESSAGE_TYPES.items() if cls is Command]
+TYPES = list(dict.fromkeys(MESSAGE_TYPES.values()))
+MAX_TOKENS = 6
+
+text = st.text(max_size=8)  # no lone surrogates: UTF-8 has none
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | text
+plain = st.recursive(
+    scalars | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+plain_maps = st.dictionaries(text, plain, max_size=3)
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    num_tokens_to_generate=st.none() | st.integers(1, 9),
+    return_log_probs=st.booleans(),
+    stop_words=st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=2),
+)
+
+
+def messages(message_type: type | None = None) -> st.SearchStrategy[Message]:
+    """Messages of one type or of any."""
+    if message_type is not None:
+        return of(message_type)
+    return st.sampled_from(TYPES).flatmap(of)
+
+
+def of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _annotated(args[0], args[1])
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([st.none() if arg is types.NoneType else of(arg) for arg in args])
+    if origin is tuple:
+        return st.lists(of(args[0]), max_size=3).map(tuple)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return st.dictionaries(text, of(args[1]), max_size=3)
+    if hint is Headers:
+        return st.sampled_from(COMMANDS)
+    if hint in _BY_HAND:
+        return _BY_HAND[hint]()
+    if dataclasses.is_dataclass(hint):
+        return built(hint)
+    return {bool: st.booleans(), str: text, bytes: st.binary(max_size=16)}[hint]
+
+
+def built(cls: type, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a dataclass, fields by their annotations save those given."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {field.name: of(hints[field.name]) for field in dataclasses.fields(cls)}
+    return st.builds(cls, **{**fields, **given})
+
+
+def array(dtype: str, size: int, low: int | None = None) -> st.SearchStrategy[np.ndarray]:
+    elements = None
+    if dtype == "<i4":
+        elements = st.integers(-(2**31) if low is None else low, 2**31 - 1)
+    return arrays.arrays(np.dtype(dtype), size, elements=elements)
+
+
+def _annotated(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
+    if isinstance(rule, Binary):
+        return st.integers(0, MAX_TOKENS).flatmap(lambda n: array(rule.dtype, n, rule.low))
+    if isinstance(rule, Plain):
+        return plain_maps
+    if isinstance(rule, Bounds):
+        return (st.integers if hint is int else st.floats)(rule.low, rule.high)
+    assert isinstance(rule, Length)
+    high = min(rule.high, max(rule.low, 4))
+    if hint is str:
+        return st.text(min_size=rule.low, max_size=high)
+    if hint is bytes:
+        return st.binary(min_size=rule.low, max_size=high)
+    return st.lists(of(typing.get_args(hint)[0]), min_size=rule.low, max_size=high).map(tuple)
+
+
+def top_n_runs(size: int) -> st.SearchStrategy[TopNRun]:
+    """Of `size` positions, some without a value."""
+    ids = st.integers(0, 2**31 - 1)
+    row = st.dictionaries(ids, st.floats(max_value=0, allow_nan=False, width=32), max_size=3)
+    return st.lists(st.none() | row, min_size=size, max_size=size).map(TopNRun.from_rows)
+
+
+def token_runs(offset: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[TokenRun]:
+    def of_size(size: int) -> st.SearchStrategy[TokenRun]:
+        given = {
+            "token_ids": array("<i4", size, low=0),
+            "policy_versions": array("<i4", size),
+            "context_kv_version_min": array("<i4", size),
+            "context_kv_version_mean": array("<f8", size),
+            "log_probs": st.none() | array("<f4", size),
+            "top_n": st.none() | top_n_runs(size),
+        }
+        return built(TokenRun, **given, **({} if offset is None else {"offset": offset}))
+
+    return st.integers(0, MAX_TOKENS).flatmap(of_size)
+
+
+def samples(*, fresh: bool = False) -> st.SearchStrategy[Sample]:
+    """Fresh ones are as a client sends them."""
+    params = sampling_params.map(pack_params)
+    if fresh:
+        return built(Sample, sampling_params=params, attempt=st.just(0), resumed=st.none())
+    resumed = st.none() | token_runs(offset=st.just(0))
+    return built(Sample, sampling_params=params, resumed=resumed)
+
+
+def groups(*, fresh: bool = False) -> st.SearchStrategy[tuple[Sample, ...]]:
+    def name(sample: Sample) -> int:
+        return sample.request_id
+
+    return st.lists(samples(fresh=fresh), min_size=1, max_size=3, unique_by=name).map(tuple)
+
+
+def engine_replies() -> st.SearchStrategy[EngineReply]:
+    return st.one_of(
+        built(EngineReply, record=st.binary(max_size=64)),
+        built(EngineReply, record=st.none(), error=of(WireError), is_failed=st.just(True)),
+    )
+
+
+_BY_HAND = types.MappingProxyType(
+    {
+        TopNRun: lambda: st.integers(0, MAX_TOKENS).flatmap(top_n_runs),
+        TokenRun: token_runs,
+        Sample: samples,
+        SubmitRequest: lambda: built(SubmitRequest, samples=groups(fresh=True)),
+        AssignRequest: lambda: built(AssignRequest, samples=groups()),
+        EngineReply: engine_replies,
+        Connect: lambda: built(Connect, protocol_version=st.just(PROTOCOL_VERSION)),
+        Register: lambda: built(Register, protocol_version=st.just(PROTOCOL_VERSION)),
+    }
+)
+
+
+def run_of(num_tokens: int, **changes: object) -> TokenRun:
+    """Tokens 0, 1, ... of version 0, by hand."""
+    fields = {
+        "offset": 0,
+        "entry_version": 0,
+        "token_ids": np.arange(num_tokens, dtype=np.int32),
+        "policy_versions": np.zeros(num_tokens, np.int32),
+        "context_kv_version_min": np.zeros(num_tokens, np.int32),
+        "context_kv_version_mean": np.zeros(num_tokens),
+    }
+    return TokenRun(**{**fields, **changes})
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal in type and value, all the way down; NaNs by their bits."""
+    assert type(one) is type(other), (one, other)
+    if dataclasses.is_dataclass(one):
+        for field in dataclasses.fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for part, other_part in zip(one, other, strict=True):
+            assert_same(part, other_part)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, float):
+        assert np.float64(one).tobytes() == np.float64(other).tobytes()
+    else:
+        assert one == other
