@@ -34,7 +34,7 @@ from rollout.coordinator.messages import (
 from rollout.engine.engine import Engine
 from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
-from rollout.runner.weight_update import NamedTensors, StagedWeights
+from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 
 _ANSWERS_KEPT = 256
 Ordered = Command | Prepare | Commit | Rollback
@@ -64,6 +64,7 @@ class EngineAgent:
         self._requests = EngineRequests(engine)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
         self._prepared: _Prepared | None = None
+        self._checksum = engine.weights_checksum()
         self._report_interval = 1
         self._num_steps = self._reported_step = 0
         self.is_shut_down = False
@@ -74,14 +75,17 @@ class EngineAgent:
         return self._engine.state is EngineState.RUNNING and self._engine.has_unfinished_requests()
 
     def registration(self) -> Register:
-        """What the coordinator must know of the engine, at first and after a lease has run out."""
+        """What the coordinator must know of the engine, at first and after a lease has run out.
+
+        Another thread may ask.
+        """
         prepared = self._prepared
         return Register(
             protocol_version=PROTOCOL_VERSION,
             engine_id=self._engine_id,
             state=self._engine.state.name,
             weights_version=self._engine.weights_version,
-            weights_checksum=self._engine.weights_checksum(),
+            weights_checksum=self._checksum,
             block_size_tokens=self._block_size,
             max_requests=self._max_requests,
             running=tuple(self._requests.held()),
@@ -167,7 +171,13 @@ class EngineAgent:
         if isinstance(message, Rollback):
             return {}
         in_flight = prepared.message.in_flight
-        return asdict(self._engine.commit_weights(prepared.staged, message.version, in_flight))
+        return self._note_served(
+            self._engine.commit_weights(prepared.staged, message.version, in_flight)
+        )
+
+    def _note_served(self, report: WeightUpdateReport) -> Mapping[str, Any]:
+        self._checksum = report.checksum
+        return asdict(report)
 
     def _prepare(self, message: Prepare) -> Mapping[str, Any]:
         self._prepared = None
@@ -190,7 +200,8 @@ class EngineAgent:
             if engine.state is EngineState.RUNNING:
                 engine.pause()
             self._prepared = None
-            engine.update_weights(self._fetch(message.weights), message.weights_version)
+            tensors = self._fetch(message.weights)
+            self._note_served(engine.update_weights(tensors, message.weights_version))
         target = EngineState[message.state]
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()

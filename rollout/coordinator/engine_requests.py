@@ -38,23 +38,22 @@ class EngineRequests:
         self._ended: dict[int, EngineReply] = {}
 
     def held(self) -> list[RunningAttempt]:
-        """All attempts, those ended and not acknowledged included."""
+        """All attempts with the tokens told of them; those ended and not acknowledged included.
+
+        Another thread may ask: the dictionaries are copied in one go, and the engine is not asked.
+        """
         running = [
-            RunningAttempt(request_id=i, attempt=r.attempt, num_tokens=self._num_tokens(i))
-            for i, r in self._running.items()
+            RunningAttempt(request_id=i, attempt=r.attempt, num_tokens=r.num_reported)
+            for i, r in list(self._running.items())
         ]
         ended = [
             RunningAttempt(request_id=i, attempt=reply.attempt, num_tokens=0)
-            for i, reply in self._ended.items()
+            for i, reply in list(self._ended.items())
         ]
         return running + ended
 
     def unacknowledged(self) -> list[EngineReply]:
         return list(self._ended.values())
-
-    def _num_tokens(self, request_id: int) -> int:
-        segments = self._engine.get_record(request_id).requests
-        return sum(len(segment.generated_tokens) for segment in segments)
 
     # ---- coming
 
