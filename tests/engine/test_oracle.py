@@ -10,6 +10,8 @@ from tests.engine.engine_life import EngineLife
 from tests.tiny_models import IS_LONG, MAX_EXCEPTIONS_PER_TOKEN
 
 NUM_SCHEDULES = 300 if IS_LONG else 30
+# Which tokens are drawn, and with them which lives, differs between processors in the last bit.
+MIN_OF_EACH = NUM_SCHEDULES // 5
 WHAT_MUST_HAPPEN = (
     "copies on write",
     "evictions",
@@ -40,4 +42,4 @@ def test_random_lives_of_an_engine_are_those_of_the_oracle(
     assert tally["schedules"] >= NUM_SCHEDULES
     assert len(exceptions) <= max(1.0, tally["tokens"] * MAX_EXCEPTIONS_PER_TOKEN)
     for name in WHAT_MUST_HAPPEN:
-        assert tally[name] > 20, name
+        assert tally[name] >= MIN_OF_EACH, name
