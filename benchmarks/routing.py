@@ -29,7 +29,7 @@ from rich.progress import Progress
 from benchmarks.machine import describe, kind
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import InferenceConfig, PrefixCachingCoordinatorPolicy
-from rollout.coordinator.routing import RoutingPolicy, make_policy
+from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.requests.block_hash import HASH_PRIME
 
 ROOT = Path(__file__).parent

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.coordinator.messages import TensorEntry, WeightsSource
+from rollout.coordinator.protocol.messages import TensorEntry, WeightsSource
 from rollout.errors import WeightUpdateError
 from rollout.runner.weight_update import NamedTensors
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
-from rollout.coordinator.field_types import Binary, Bounds, Length, Plain
-from rollout.coordinator.messages import (
+from rollout.coordinator.protocol.field_types import Binary, Bounds, Length, Plain
+from rollout.coordinator.protocol.messages import (
     MESSAGE_TYPES,
     PROTOCOL_VERSION,
     AssignRequest,

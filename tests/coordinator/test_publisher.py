@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.coordinator.messages import UpdateWeights, WeightsSource, decode, encode
+from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource, decode, encode
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.errors import WeightUpdateError
 

@@ -1,0 +1,1 @@
+"""InferenceClient: the end that trainers and users hold."""

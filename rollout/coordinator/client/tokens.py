@@ -1,0 +1,52 @@
+"""The tokens of a stream in order, each once: pieces as they come, the rest from the record."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.coordinator.protocol.messages import TokenRun, TopNRun
+from rollout.requests.record import DynamicInferenceRequestRecord
+
+# Of pieces that came too early; more are dropped, the record brings their tokens at the end.
+_MAX_HELD = 256
+
+
+class TokenSequencer:
+    """Of one request. `num_tokens`: how many have been handed out."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._held: list[TokenRun] = []  # by offset
+
+    def add(self, run: TokenRun) -> list[TokenRun]:
+        """Return what can be handed out now that `run` is here: in order, duplicates trimmed."""
+        self._held.append(run)
+        self._held.sort(key=lambda held: held.offset)
+        ready = []
+        while self._held and self._held[0].offset <= self.num_tokens:
+            next_run = self._held.pop(0)
+            if next_run.end > self.num_tokens:
+                ready.append(next_run.from_offset(self.num_tokens))
+                self.num_tokens = next_run.end
+        del self._held[_MAX_HELD:]
+        return ready
+
+
+def rest_of(record: DynamicInferenceRequestRecord, offset: int) -> TokenRun | None:
+    """Return the generated tokens of `record` from `offset` on as a run, None if there are none."""
+    merged = record.merge()
+    num_tokens = len(merged.generated_tokens)
+    if num_tokens <= offset:
+        return None
+    log_probs, top_n = merged.generated_log_probs, merged.generated_top_n_logprobs
+    versions = merged.stamped_policy_spans().to_array()[-num_tokens:]
+    return TokenRun(
+        offset=offset,
+        entry_version=merged.weights_version,
+        token_ids=np.array(merged.generated_tokens[offset:], np.int32),
+        policy_versions=versions[offset:],
+        context_kv_version_min=np.array(merged.context_kv_version_min[offset:], np.int32),
+        context_kv_version_mean=np.array(merged.context_kv_version_mean[offset:], np.float64),
+        log_probs=None if log_probs is None else np.asarray(log_probs[offset:], np.float32),
+        top_n=None if top_n is None else TopNRun.from_rows(top_n[offset:]),
+    )

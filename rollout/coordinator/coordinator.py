@@ -1,0 +1,283 @@
+"""DataParallelInferenceCoordinator: the core with a socket, a clock and a tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import zmq
+
+from rollout.config import PrefixCachingCoordinatorPolicy
+from rollout.coordinator.core.core import CoordinatorCore, Outgoing
+from rollout.coordinator.core.counters import Counters
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.protocol.messages import DEFAULT_MAX_FRAME_BYTES, encode
+from rollout.coordinator.router import CurveServerKeys, Router
+from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
+from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
+from rollout.coordinator.text_worker import TextWorker
+from rollout.coordinator.waker import Waker
+from rollout.errors import ConfigError, ProtocolError
+from rollout.text import as_tokenizer
+
+logger = logging.getLogger(__name__)
+
+PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolicy]
+
+# Frames taken before timers, texts and the end have their turn.
+_BATCH = 256
+# A turn that takes so much longer than planned was a stopped process, or a machine asleep.
+_STANDSTILL_S = 0.5
+# How often a coordinator process looks whether it was adopted, where no descriptor tells.
+_PARENT_CHECK_S = 1.0
+
+
+class Event(Protocol):
+    """What a multiprocessing.Event or a threading.Event has."""
+
+    def set(self) -> None: ...
+
+
+class DataParallelInferenceCoordinator:
+    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent."""
+
+    def __init__(
+        self,
+        pipe_connection: Connection | None,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: PolicySource = (
+            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        ),
+        schedule_output_path: str | None = None,
+        *,
+        policy_options: Mapping[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        curve: CurveServerKeys | None = None,
+        insecure: bool = False,
+        limits: CoordinatorLimits | None = None,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    ) -> None:
+        """Bind, and send the address through the pipe. Engines and clients may come at any time.
+
+        data_parallel_size: engines expected; in `deterministic_mode` none is taken before all are
+        there, and ranks follow their ids. tokenizer: None takes no text and gives none.
+        block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
+        Raises ConfigError.
+        """
+        if data_parallel_size < 1:
+            raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
+        self.data_parallel_size = data_parallel_size
+        self._max_frame_bytes = max_frame_bytes
+        self._parent_pid: int | None = None
+        self._stop_reason: str | None = None
+        self._is_serving, self._has_ended, self._awake_at = False, False, 0.0
+        tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
+        with contextlib.ExitStack() as undo:
+            self._waker = Waker()
+            undo.callback(self._waker.close)
+            where = (host, inference_coordinator_port)
+            self._router = Router(
+                *where, max_frame_bytes=max_frame_bytes, curve=curve, insecure=insecure
+            )
+            undo.callback(self._router.close)
+            policy = prefix_caching_coordinator_policy
+            self._recorder = _recorder(schedule_output_path, policy, data_parallel_size)
+            self._core = CoordinatorCore(
+                make_policy(policy, **(policy_options or {})),
+                coordinator_id=uuid.uuid4().bytes,
+                data_parallel_size=data_parallel_size,
+                limits=limits,
+                block_size_tokens=_routed_block_size(block_size_tokens, enable_prefix_caching),
+                deterministic_mode=deterministic_mode,
+                has_tokenizer=tokenizer is not None,
+                recorder=self._recorder,
+            )
+            if pipe_connection is not None:
+                pipe_connection.send(self.address)
+            self._text_worker = None if tokenizer is None else TextWorker(tokenizer, self._waker)
+            undo.pop_all()
+
+    @property
+    def address(self) -> str:
+        return self._router.address
+
+    @property
+    def router_socket(self) -> zmq.Socket[bytes]:
+        return self._router.socket
+
+    @property
+    def state(self) -> CoordinatorState:
+        return self._core.state
+
+    @property
+    def counters(self) -> Counters:
+        return self._core.counters
+
+    @classmethod
+    def entrypoint(
+        cls,
+        pipe_connection: Connection,
+        ready_event: Event,
+        data_parallel_size: int,
+        tokenizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run a coordinator in this process, with the arguments of the constructor.
+
+        Sets `ready_event` once it listens. SIGTERM ends it; Ctrl-C is its parent's to answer.
+        """
+        parent_pid = os.getppid()
+        coordinator = cls(pipe_connection, data_parallel_size, tokenizer, *args, **kwargs)
+        coordinator._parent_pid = parent_pid
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: coordinator.stop("the coordinator got SIGTERM"))
+        ready_event.set()
+        coordinator.start()
+
+    def start(self) -> None:
+        """Serve until the end, then say goodbye and free everything. Once per coordinator."""
+        if self._has_ended:
+            return
+        self._is_serving, self._awake_at = True, time.monotonic()
+        poller = zmq.Poller()
+        poller.register(self._router.socket, zmq.POLLIN)
+        poller.register(self._waker, zmq.POLLIN)
+        sentinel = _parent_sentinel()
+        if sentinel is not None:
+            poller.register(sentinel, zmq.POLLIN)
+        try:
+            while self._stop_reason is None and not self._core.is_over:
+                ready = self._wait(poller)
+                if sentinel in ready or self._is_adopted():
+                    self.stop("the coordinator's parent has gone")
+                self._turn(has_frames=self._router.socket in ready)
+        except Exception:
+            logger.exception("the coordinator failed")
+            raise
+        finally:
+            self._end(self._stop_reason or "the coordinator was shut down")
+
+    def stop(self, reason: str = "the coordinator was stopped") -> None:
+        """End `start` soon, from any thread or a signal handler; free everything if it never ran.
+
+        Twice is fine.
+        """
+        self._stop_reason = self._stop_reason or reason
+        if self._is_serving:
+            self._waker.wake()
+        else:
+            self._end(reason)
+
+    # ---- the loop
+
+    def _timeout_ms(self) -> int | None:
+        """Until something is due; None for as long as nothing comes."""
+        deadline = self._core.next_deadline()
+        wait_s = math.inf if deadline is None else deadline - time.monotonic()
+        if self._parent_pid is not None:
+            wait_s = min(wait_s, _PARENT_CHECK_S)
+        return None if math.isinf(wait_s) else max(0, math.ceil(wait_s * 1000))
+
+    def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
+        """What is ready, once anything is or is due. Notices if this process was stopped."""
+        timeout_ms = self._timeout_ms()
+        ready: dict[Any, int] = dict(poller.poll(timeout_ms))
+        now = time.monotonic()
+        unheard_s, self._awake_at = now - self._awake_at, now
+        if timeout_ms is not None and unheard_s - timeout_ms / 1000 > _STANDSTILL_S:
+            logger.warning("the coordinator stood still within the last %.1f s", unheard_s)
+            self._core.stood_still(unheard_s)
+        return ready
+
+    def _is_adopted(self) -> bool:
+        return self._parent_pid is not None and os.getppid() != self._parent_pid
+
+    def _turn(self, *, has_frames: bool) -> None:
+        """Take what is there, do what is due, send what comes of it."""
+        now = time.monotonic()
+        if has_frames:
+            for identity, frame in self._router.receive(_BATCH):
+                self._send(self._core.handle(identity, frame, now), now)
+        self._waker.drain()
+        if self._text_worker is not None:
+            for result in self._text_worker.take_results():
+                self._send(self._core.text_done(result, now), now)
+        self._send(self._core.tick(now), now)
+        if self._text_worker is not None:
+            for job in self._core.take_text_jobs():
+                self._text_worker.put(job)
+
+    def _send(self, outgoing: Outgoing, now: float) -> None:
+        waiting = deque(outgoing)
+        while waiting:
+            identity, message = waiting.popleft()
+            fault = None
+            try:
+                if self._router.send(identity, encode(message, self._max_frame_bytes)):
+                    continue
+            except ProtocolError as error:
+                fault = error
+            waiting.extend(self._core.undelivered(identity, message, fault, now))
+
+    # ---- the end
+
+    def _end(self, reason: str) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._send(self._core.close(reason), time.monotonic())
+        self._router.close()
+        if self._text_worker is not None:
+            self._text_worker.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._waker.close()
+        logger.info("%s; %s", reason, self._core.counters)
+
+
+def _parent_sentinel() -> int | None:
+    """A descriptor that becomes readable when the parent ends, if this process was made by
+    multiprocessing."""
+    parent = multiprocessing.parent_process()
+    return None if parent is None else parent.sentinel
+
+
+def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:
+    """None to route without looking at prefixes. Raises ConfigError."""
+    if not enable_prefix_caching:
+        return None
+    if block_size_tokens is None or block_size_tokens < 1:
+        raise ConfigError(
+            f"enable_prefix_caching=True needs block_size_tokens of at least 1, not "
+            f"{block_size_tokens}"
+        )
+    return block_size_tokens
+
+
+def _recorder(
+    path: str | None, policy: PolicySource, data_parallel_size: int
+) -> ScheduleRecorder | None:
+    """None if no schedule is asked for. Raises ConfigError."""
+    if path is None:
+        return None
+    name = getattr(policy, "value", policy)
+    if not isinstance(name, str):
+        name = f"{policy.__module__}:{getattr(policy, '__qualname__', policy)}"
+    return ScheduleRecorder(path, name, data_parallel_size)

@@ -1,0 +1,65 @@
+"""What the engines are together: the state that all have confirmed, the weights that all serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count
+
+from rollout.coordinator.protocol.messages import WeightsSource
+from rollout.engine.state import EngineState
+
+
+class CoordinatorState(Enum):
+    """Changes when all engines have confirmed. STOPPING is final."""
+
+    RUNNING = auto()
+    PAUSED = auto()
+    SUSPENDED = auto()
+    STOPPING = auto()
+
+    @property
+    def engine_state(self) -> EngineState:
+        """The state that every engine is in."""
+        return EngineState.STOPPED if self is CoordinatorState.STOPPING else EngineState[self.name]
+
+
+def state_of(engine_state: EngineState) -> CoordinatorState:
+    """The coordinator's state when every engine is in `engine_state`."""
+    if engine_state is EngineState.STOPPED:
+        return CoordinatorState.STOPPING
+    return CoordinatorState[engine_state.name]
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWeights:
+    """What every engine serves. checksum: "" if nobody has said it. source: where a joining engine
+    gets it, None before the first commit."""
+
+    version: int
+    checksum: str
+    source: WeightsSource | None
+
+
+@dataclass(slots=True)
+class Fleet:
+    """weights: None until an engine or a commit says. released: owners whose memory a SUSPEND gave
+    back. is_diverged: a command was done by some engines and refused by others, so that engines may
+    be in another state than `state`."""
+
+    command_ids: Iterator[int]
+    state: CoordinatorState = CoordinatorState.RUNNING
+    weights: CommittedWeights | None = None
+    released: frozenset[str] = frozenset()
+    is_diverged: bool = False
+
+    @property
+    def weights_version(self) -> int:
+        return 0 if self.weights is None else self.weights.version
+
+
+def command_ids_of_life(coordinator_id: bytes) -> Iterator[int]:
+    """Ids for commands to engines that another life of the coordinator does not use: an engine
+    answers a repeated id without doing anything."""
+    return count(int.from_bytes(coordinator_id[:5], "big") << 22)

@@ -1,0 +1,59 @@
+"""Durations and bounds that a coordinator keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorLimits:
+    """Raises ConfigError unless each is positive, and a heartbeat fits twice into each lease.
+
+    client_lease_s, engine_lease_s: a peer unheard of for so long has gone.
+    heartbeat_s: how often peers should send one.
+    progress_deadline_s: a step count that stands still for so long, with work to do, is death.
+    orphan_deadline_s: how long requests wait for an engine when there is none.
+    command_deadline_s: of commands that name none.
+    abort_grace_s: how long an aborted request waits for its engine's record.
+    commit_grace_s: least time engines have for a commit, once it is decided.
+    report_interval_tokens: most tokens of a request between two partial replies.
+    max_requests, max_client_requests: unfinished ones and kept replies, of all and of one client.
+    max_kept_reply_bytes: of one client. Beyond these three, new requests are refused.
+    max_answered_ids: acknowledged requests of a client that a late repetition is known by.
+    max_answers: answered commands of a client that a repetition is answered from.
+    max_queued_commands: of all clients.
+    max_noted_peers: strangers and faulty peers remembered, so that each is logged once.
+    """
+
+    client_lease_s: float = 30.0
+    engine_lease_s: float = 10.0
+    heartbeat_s: float = 1.0
+    progress_deadline_s: float = 60.0
+    orphan_deadline_s: float = 60.0
+    command_deadline_s: float = 60.0
+    abort_grace_s: float = 10.0
+    commit_grace_s: float = 10.0
+    report_interval_tokens: int = 16
+    max_clients: int = 1024
+    max_engines: int = 1024
+    max_requests: int = 2**18
+    max_client_requests: int = 2**16
+    max_kept_reply_bytes: int = 2**30
+    max_answered_ids: int = 2**16
+    max_answers: int = 256
+    max_queued_commands: int = 256
+    max_noted_peers: int = 1024
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value!r} must be above 0")
+        for name in ("client_lease_s", "engine_lease_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be at least twice "
+                    f"heartbeat_s={self.heartbeat_s}"
+                )

@@ -1,0 +1,185 @@
+"""EngineRequests: the attempts that one engine holds, and what it has told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rollout.coordinator.protocol.messages import (
+    AssignRequest,
+    Attempt,
+    EngineReply,
+    EngineReplyPartial,
+    RunningAttempt,
+    Sample,
+    WireError,
+    pack_record,
+    unpack_params,
+)
+from rollout.coordinator.protocol.record_runs import resumed_record, token_run
+from rollout.engine.engine import Engine
+from rollout.errors import RolloutError
+from rollout.requests.record import DynamicInferenceRequestRecord
+
+
+@dataclass(slots=True)
+class _Running:
+    attempt: int
+    num_reported: int
+    prompt: str | None
+
+
+class EngineRequests:
+    """Engine and coordinator name a request by the same id. An end is kept until acknowledged."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running: dict[int, _Running] = {}
+        self._ended: dict[int, EngineReply] = {}
+
+    def held(self) -> list[RunningAttempt]:
+        """All attempts with the tokens told of them; those ended and not acknowledged included.
+
+        Another thread may ask: the dictionaries are copied in one go, and the engine is not asked.
+        """
+        running = [
+            RunningAttempt(request_id=i, attempt=r.attempt, num_tokens=r.num_reported)
+            for i, r in list(self._running.items())
+        ]
+        ended = [
+            RunningAttempt(request_id=i, attempt=reply.attempt, num_tokens=0)
+            for i, reply in list(self._ended.items())
+        ]
+        return running + ended
+
+    def unacknowledged(self) -> list[EngineReply]:
+        return list(self._ended.values())
+
+    # ---- coming
+
+    def assign(self, message: AssignRequest) -> list[EngineReply]:
+        """Queue the samples that are new; one known by this or a later attempt is not.
+
+        Returns the ends there are already: of those that cannot run here, and of repeated ones.
+        """
+        replies: list[EngineReply] = []
+        new: list[Sample] = []
+        for sample in message.samples:
+            known = self._known_attempt(sample.request_id)
+            if known < sample.attempt:
+                self.drop(sample.request_id)
+                new.append(sample)
+            elif known == sample.attempt and sample.request_id in self._ended:
+                replies.append(self._ended[sample.request_id])
+        fresh = [sample for sample in new if not _num_known(sample)]
+        alone = [[sample] for sample in new if _num_known(sample)]
+        for samples in (*([fresh] if fresh else []), *alone):
+            try:
+                self._add(message, samples)
+            except RolloutError as error:
+                replies += [self._keep(_refusal(sample, error)) for sample in samples]
+        return replies
+
+    def _known_attempt(self, request_id: int) -> int:
+        running, ended = self._running.get(request_id), self._ended.get(request_id)
+        if running is not None:
+            return running.attempt
+        return -1 if ended is None else ended.attempt
+
+    def _add(self, message: AssignRequest, samples: Sequence[Sample]) -> None:
+        """Fresh samples of one prompt, or a single one that goes on."""
+        tokens = message.prompt_tokens.tolist()
+        params = [unpack_params(sample.sampling_params) for sample in samples]
+        if _num_known(samples[0]):
+            record = resumed_record(
+                *(samples[0], params[0], tokens), prompt=message.prompt, priority=message.priority
+            )
+            self._engine.add_record(record)
+        else:
+            seeded = [
+                p if sample.seed is None else replace(p, seed=sample.seed)
+                for p, sample in zip(params, samples, strict=True)
+            ]
+            ids = [sample.request_id for sample in samples]
+            self._engine.add_group(tokens, seeded, ids, message.priority)
+        for sample in samples:
+            self._running[sample.request_id] = _Running(
+                sample.attempt, _num_known(sample), message.prompt
+            )
+
+    # ---- going
+
+    def abort(self, named: Attempt) -> list[EngineReply]:
+        """End an attempt, if it is held; its end is returned, again if need be."""
+        if self._known_attempt(named.request_id) != named.attempt:
+            return []
+        if named.request_id in self._ended:
+            return [self._ended[named.request_id]]
+        return [self._end(self._engine.abort_request(named.request_id))]
+
+    def drop(self, request_id: int) -> None:
+        """End an attempt that counts no more, without a word."""
+        self._ended.pop(request_id, None)
+        if self._running.pop(request_id, None) is not None:
+            self._engine.abort_request(request_id)
+
+    def keep_only(self, attempts: Iterable[Attempt]) -> None:
+        """Drop all others."""
+        kept = {attempt.request_id: attempt.attempt for attempt in attempts}
+        for request_id in [*self._running, *self._ended]:
+            if kept.get(request_id) != self._known_attempt(request_id):
+                self.drop(request_id)
+
+    def forget(self, acknowledged: Attempt) -> None:
+        """The end of this attempt is safe elsewhere."""
+        ended = self._ended.get(acknowledged.request_id)
+        if ended is not None and ended.attempt == acknowledged.attempt:
+            del self._ended[acknowledged.request_id]
+
+    # ---- what a step brought
+
+    def note_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
+        """The ends of attempts; dropped ones have none."""
+        return [self._end(record) for record in records if record.request_id in self._running]
+
+    def progress(self) -> list[EngineReplyPartial]:
+        """What running attempts have generated and was not told yet."""
+        partials: list[EngineReplyPartial] = []
+        for request_id, running in self._running.items():
+            run = token_run(self._engine.get_record(request_id), running.num_reported)
+            if run is not None:
+                running.num_reported += len(run)
+                partials.append(
+                    EngineReplyPartial(request_id=request_id, attempt=running.attempt, tokens=run)
+                )
+        return partials
+
+    def _end(self, record: DynamicInferenceRequestRecord) -> EngineReply:
+        running = self._running.pop(record.request_id)
+        record[0].prompt = running.prompt
+        return self._keep(
+            EngineReply(
+                request_id=record.request_id,
+                attempt=running.attempt,
+                record=pack_record(record),
+                is_failed=record.current.failed(),
+            )
+        )
+
+    def _keep(self, reply: EngineReply) -> EngineReply:
+        self._ended[reply.request_id] = reply
+        return reply
+
+
+def _num_known(sample: Sample) -> int:
+    """Tokens of earlier attempts."""
+    return 0 if sample.resumed is None else len(sample.resumed)
+
+
+def _refusal(sample: Sample, error: RolloutError) -> EngineReply:
+    return EngineReply(
+        request_id=sample.request_id,
+        attempt=sample.attempt,
+        error=WireError.of(error),
+        is_failed=True,
+    )

@@ -1,0 +1,113 @@
+"""The coordinator's ROUTER socket: where it binds, for whom, and how it sends and receives."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from rollout.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# How long a closing socket may take to hand over its last frames.
+_LINGER_MS = 1000
+# Frames that wait for one slow peer; more are not sent, and it is told again later.
+_MAX_WAITING_FRAMES = 4096
+_UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveServerKeys:
+    """Keys of a coordinator that others than this machine can reach, as zmq.curve_keypair() makes
+    them, in Z85. Peers need the public one.
+    """
+
+    public: bytes
+    secret: bytes
+
+
+class Router:
+    """Owns the context and the socket."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int | None,
+        *,
+        max_frame_bytes: int,
+        curve: CurveServerKeys | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """Bind; `port` None takes a free one. Raises ConfigError if that cannot or must not be."""
+        _require_safe(host, has_keys=curve is not None, insecure=insecure)
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        options: list[tuple[int, Any]] = [
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.LINGER, _LINGER_MS),
+            (zmq.SNDHWM, _MAX_WAITING_FRAMES),
+            (zmq.MAXMSGSIZE, max_frame_bytes),
+            (zmq.IPV6, int(":" in host)),
+            (zmq.TCP_KEEPALIVE, 1),
+        ]
+        if curve is not None:
+            options += [(zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, curve.secret)]
+            options += [(zmq.CURVE_PUBLICKEY, curve.public)]
+        for option, value in options:
+            self.socket.setsockopt(option, value)
+        address = f"tcp://{f'[{host}]' if ':' in host else host}:{'*' if port is None else port}"
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as fault:
+            self.close()
+            raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
+        """(identity, frame) of up to `max_frames` messages that are here. A message of several
+        frames is none of ours: its frame is empty.
+        """
+        for _ in range(max_frames):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield frames[0], frames[1] if len(frames) == 2 else b""
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Whether it was taken: not if the peer is not there, or too many frames wait for it."""
+        try:
+            self.socket.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as fault:
+            if fault.errno in _UNREACHABLE:
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Hand over what waits, for a moment, and close. Twice is fine."""
+        self.socket.close()
+        self._context.term()
+
+
+def _require_safe(host: str, *, has_keys: bool, insecure: bool) -> None:
+    """Raise ConfigError for an address that other machines can reach, unless asked for."""
+    if host == "localhost":
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError as fault:
+        raise ConfigError(f"host={host!r} must be an IP address or 'localhost'") from fault
+    if is_loopback or has_keys:
+        return
+    if not insecure:
+        raise ConfigError(
+            f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "
+            "where the network is trusted"
+        )
+    logger.warning("the coordinator at %s takes orders from whoever can reach it", host)

@@ -1,0 +1,1 @@
+"""Which engine gets which request, and the bounded memory of who holds which prefix."""

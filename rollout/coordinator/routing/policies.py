@@ -1,0 +1,264 @@
+"""Routing policies: which data-parallel rank takes a request. No socket, no clock, no thread."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import heapq
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from rollout.config import PrefixCachingCoordinatorPolicy
+from rollout.coordinator.routing.prefix_ownership import DEFAULT_MAX_ROWS, PrefixOwnership
+from rollout.errors import ConfigError
+
+
+@runtime_checkable
+class RoutingPolicy(Protocol):
+    """Chooses ranks, and is told of all that bears on the choice.
+
+    Ranks are small integers; `hashes` are those of compute_block_hashes_batched, [] for a prompt
+    shorter than a block. The same calls must give the same choices. The router's loop waits for
+    every call, so none may block or grow with what is known.
+    """
+
+    def rank_joined(self, rank: int) -> None:
+        """The rank takes requests from now on. It owns no block and has no request."""
+
+    def rank_left(self, rank: int) -> None:
+        """The rank takes no more. Its blocks and unfinished requests are gone: those are assigned
+        again, never reported as finished."""
+
+    def weights_changed(self, rank: int) -> None:
+        """What the rank has cached was written under other weights than it serves now."""
+
+    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
+        """The rank dropped these blocks."""
+
+    def choose(self, hashes: Sequence[int]) -> int:
+        """The joined rank for a prompt with these blocks. There must be one."""
+
+    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        """The joined rank got a request with these blocks. `num_tokens`: prompt and new tokens that
+        it may come to, at most. Sent once per request, also for those of one group."""
+
+    def finished(self, rank: int, num_tokens: int) -> None:
+        """A request assigned with `num_tokens` is done there: completed, failed or aborted."""
+
+
+class RoundRobinPolicy:
+    """Each rank in turn, by number. The others fall back on it."""
+
+    def __init__(self) -> None:
+        self._ranks: list[int] = []  # ascending
+        self._previous = -1
+
+    def rank_joined(self, rank: int) -> None:
+        assert rank not in self._ranks, f"rank {rank} is there already"
+        bisect.insort(self._ranks, rank)
+
+    def rank_left(self, rank: int) -> None:
+        self._ranks.remove(rank)
+
+    def weights_changed(self, rank: int) -> None:
+        """Nothing is known of blocks."""
+
+    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
+        """Nothing is known of blocks."""
+
+    def choose(self, hashes: Sequence[int]) -> int:
+        """The next rank above the previous one, then from the lowest again."""
+        assert self._ranks, "there is no rank to choose"
+        index = bisect.bisect_right(self._ranks, self._previous) % len(self._ranks)
+        self._previous = self._ranks[index]
+        return self._previous
+
+    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        """Turns do not depend on it."""
+
+    def finished(self, rank: int, num_tokens: int) -> None:
+        """Turns do not depend on it."""
+
+
+class LongestPrefixPolicy(RoundRobinPolicy):
+    """The rank that was assigned the longest prefix of the prompt; of several, the latest.
+
+    At most `max_rows` pairs of block and rank are remembered. Load is not looked at: requests that
+    share only their first block still go to one rank.
+    """
+
+    def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
+        super().__init__()
+        if max_rows < 1:
+            raise ConfigError(f"max_rows={max_rows} must be an integer of at least 1")
+        self._ownership = PrefixOwnership(max_rows)
+
+    def rank_joined(self, rank: int) -> None:
+        super().rank_joined(rank)
+        self._ownership.add_rank(rank)
+
+    def rank_left(self, rank: int) -> None:
+        super().rank_left(rank)
+        self._ownership.remove_rank(rank)
+
+    def weights_changed(self, rank: int) -> None:
+        """Its blocks are forgotten: an engine does not reuse them under other weights."""
+        self._ownership.drop_rank(rank)
+
+    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
+        self._ownership.drop_blocks(rank, hashes)
+
+    def choose(self, hashes: Sequence[int]) -> int:
+        owner = self._ownership.longest_match_owner(hashes)
+        return super().choose(hashes) if owner is None else owner
+
+    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        self._ownership.assign(rank, hashes)
+
+
+class FirstPrefixBlockPolicy(LongestPrefixPolicy):
+    """The rank that was assigned the prompt's first block last. Remembers first blocks only."""
+
+    def choose(self, hashes: Sequence[int]) -> int:
+        return super().choose(hashes[:1])
+
+    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        super().assigned(rank, hashes[:1], num_tokens)
+
+
+class LoadBalancedPolicy(RoundRobinPolicy):
+    """The rank with the fewest outstanding tokens, or requests; of several, the one assigned last,
+    then the lowest.
+    """
+
+    def __init__(self, load_unit: str = "tokens") -> None:
+        super().__init__()
+        if load_unit not in ("tokens", "requests"):
+            raise ConfigError(f"load_unit={load_unit!r} must be 'tokens' or 'requests'")
+        self._counts_tokens = load_unit == "tokens"
+        self._num_assignments = 0
+        # (outstanding, -number of the last assignment, rank): the smallest is chosen
+        self._order_of_rank: dict[int, tuple[int, int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []  # all of these, and outdated ones
+
+    def rank_joined(self, rank: int) -> None:
+        super().rank_joined(rank)
+        self._place(rank, 0, 0)
+
+    def rank_left(self, rank: int) -> None:
+        super().rank_left(rank)
+        del self._order_of_rank[rank]
+
+    def choose(self, hashes: Sequence[int]) -> int:
+        assert self._order_of_rank, "there is no rank to choose"
+        while self._order_of_rank.get(self._heap[0][2]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        self._num_assignments += 1
+        outstanding = self._order_of_rank[rank][0] + self._load(num_tokens)
+        self._place(rank, outstanding, -self._num_assignments)
+
+    def finished(self, rank: int, num_tokens: int) -> None:
+        outstanding, negative_last, _ = self._order_of_rank[rank]
+        assert outstanding >= self._load(num_tokens), f"rank {rank} finished more than it was given"
+        self._place(rank, outstanding - self._load(num_tokens), negative_last)
+
+    def _load(self, num_tokens: int) -> int:
+        return num_tokens if self._counts_tokens else 1
+
+    def _place(self, rank: int, outstanding: int, negative_last: int) -> None:
+        order = (outstanding, negative_last, rank)
+        self._order_of_rank[rank] = order
+        heapq.heappush(self._heap, order)
+        # Twice the ranks and more: outdated entries pay for the rebuilding that drops them.
+        if len(self._heap) > 64 + 2 * len(self._order_of_rank):
+            self._heap = list(self._order_of_rank.values())
+            heapq.heapify(self._heap)
+
+
+PolicyFactory = Callable[..., RoutingPolicy]
+_F = TypeVar("_F", bound=PolicyFactory)
+
+# Written by register_policy alone, while modules are imported.
+_FACTORIES: dict[str, PolicyFactory] = {
+    PrefixCachingCoordinatorPolicy.ROUND_ROBIN.value: RoundRobinPolicy,
+    PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK.value: FirstPrefixBlockPolicy,
+    PrefixCachingCoordinatorPolicy.LONGEST_PREFIX.value: LongestPrefixPolicy,
+    PrefixCachingCoordinatorPolicy.LOAD_BALANCED.value: LoadBalancedPolicy,
+}
+
+
+def register_policy(name: str) -> Callable[[_F], _F]:
+    """Decorator: `name` stands for this class or factory of a RoutingPolicy from now on.
+
+    Raises ConfigError if the name is taken by another one, empty, or has a colon, which marks a
+    path.
+    """
+    if not name or ":" in name:
+        raise ConfigError(f"a policy's name must not be empty or have a colon, unlike {name!r}")
+
+    def register(factory: _F) -> _F:
+        known = _FACTORIES.setdefault(name, factory)
+        if _path(known) != _path(factory):
+            raise ConfigError(f"policy {name!r} is {_path(known)} already; choose another name")
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
+    """What makes the policy of this name, or of the path "package.module:Class".
+
+    A name is known only where its module was imported. For another process, look it up here and
+    send what is returned: a class pickles as its module and name. Raises ConfigError.
+    """
+    name = name.value if isinstance(name, Enum) else name
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        if name in _FACTORIES:
+            return _FACTORIES[name]
+        nearest = difflib.get_close_matches(name.lower(), _FACTORIES, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown routing policy {name!r}; did you mean {nearest!r}? Known: "
+            f"{', '.join(sorted(_FACTORIES))}, or a path such as 'package.module:Class'"
+        )
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as fault:
+        raise ConfigError(f"routing policy {name!r} cannot be imported: {fault}") from fault
+    if not callable(factory):
+        raise ConfigError(f"routing policy {name!r} is no class or function but {factory!r}")
+    found: PolicyFactory = factory
+    return found
+
+
+def make_policy(
+    policy: str | PrefixCachingCoordinatorPolicy | PolicyFactory, **options: Any
+) -> RoutingPolicy:
+    """The policy of this name, path or factory, made with `options`. Raises ConfigError."""
+    factory = find_policy(policy) if isinstance(policy, str) else policy
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as fault:
+        raise ConfigError(
+            f"routing policy {_path(factory)} takes {inspect.signature(factory)}: {fault}"
+        ) from fault
+    made = factory(**options)
+    if not isinstance(made, RoutingPolicy):
+        missing = [name for name in _METHODS if not callable(getattr(made, name, None))]
+        raise ConfigError(f"routing policy {_path(factory)} has no {', '.join(missing)}")
+    return made
+
+
+_METHODS = [name for name in vars(RoutingPolicy) if not name.startswith("_")]
+
+
+def _path(factory: PolicyFactory) -> str:
+    name = getattr(factory, "__qualname__", repr(factory))
+    return f"{getattr(factory, '__module__', '?')}:{name}"

@@ -1,0 +1,329 @@
+"""Commands through the coordinator's core: each answered once, the state changed by all or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import Ack, Disconnect, EngineReply, Nack
+from tests.coordinator.fake_client import FakeClient
+from tests.coordinator.fake_engine import FakeEngine, source_of
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+
+H = Headers
+WAY_TO: dict[str, list[Headers]] = {
+    "RUNNING": [],
+    "PAUSED": [H.PAUSE],
+    "SUSPENDED": [H.PAUSE, H.SUSPEND],
+    "STOPPING": [H.PAUSE, H.STOP],
+}
+# The state after each command in each state; None where it is refused.
+AFTER: dict[str, dict[Headers, str | None]] = {
+    "RUNNING": {
+        H.PAUSE: "PAUSED",
+        H.UNPAUSE: "RUNNING",
+        H.SUSPEND: None,
+        H.RESUME: None,
+        H.STOP: None,
+        H.SET_GENERATION_EPOCH: None,
+        H.INCREMENT_STALENESS: None,
+    },
+    "PAUSED": {
+        H.PAUSE: "PAUSED",
+        H.UNPAUSE: "RUNNING",
+        H.SUSPEND: "SUSPENDED",
+        H.RESUME: "PAUSED",
+        H.STOP: "STOPPING",
+        H.SET_GENERATION_EPOCH: "PAUSED",
+        H.INCREMENT_STALENESS: "PAUSED",
+    },
+    "SUSPENDED": {
+        H.PAUSE: None,
+        H.UNPAUSE: None,
+        H.SUSPEND: "SUSPENDED",
+        H.RESUME: "PAUSED",
+        H.STOP: "STOPPING",
+        H.SET_GENERATION_EPOCH: "SUSPENDED",
+        H.INCREMENT_STALENESS: "SUSPENDED",
+    },
+    "STOPPING": {
+        H.PAUSE: None,
+        H.UNPAUSE: None,
+        H.SUSPEND: None,
+        H.RESUME: None,
+        H.STOP: "STOPPING",
+        H.SET_GENERATION_EPOCH: None,
+        H.INCREMENT_STALENESS: None,
+    },
+}
+
+
+def fleet_in(
+    state: str, num_engines: int = 2, **options: Any
+) -> tuple[FakeFleet, FakeClient, list[FakeEngine]]:
+    fleet = FakeFleet(**options)
+    client = fleet.client()
+    engines = [fleet.engine() for _ in range(num_engines)]
+    fleet.run()
+    for header in WAY_TO[state]:
+        assert isinstance(fleet.give(client, client.command(header)), Ack)
+    assert fleet.core.state.name == state
+    return fleet, client, engines
+
+
+def error_of(answer: Ack | Nack | None) -> str:
+    assert isinstance(answer, Nack)
+    return str(answer.error.message)
+
+
+@pytest.mark.parametrize("num_engines", [0, 2])
+@pytest.mark.parametrize("state", WAY_TO)
+@pytest.mark.parametrize("header", AFTER["RUNNING"])
+def test_every_command_in_every_state_is_done_or_refused_with_the_legal_ones(
+    state: str, header: Headers, num_engines: int
+) -> None:
+    fleet, client, engines = fleet_in(state, num_engines)
+    arguments = {"version": 5} if header is H.SET_GENERATION_EPOCH else {}
+    answer = fleet.give(client, client.command(header, arguments=arguments))
+    after = AFTER[state][header]
+    assert fleet.core.state.name == (after or state)
+    expected = "STOPPED" if fleet.core.state.name == "STOPPING" else fleet.core.state.name
+    assert all(engine.state == expected for engine in engines)
+    if after is None:
+        assert f"while {state}; legal commands now: " in error_of(answer)
+    else:
+        assert isinstance(answer, Ack)
+        assert answer.result["state"] == after
+
+
+@pytest.mark.parametrize("state", WAY_TO)
+def test_shutdown_is_legal_in_every_state_and_ends_it(state: str) -> None:
+    fleet, client, engines = fleet_in(state)
+    assert isinstance(fleet.give(client, client.command(H.SHUTDOWN)), Ack)
+    assert fleet.core.is_over
+    assert [engine.state for engine in engines] == ["STOPPED", "STOPPED"]
+
+
+def test_the_state_changes_with_the_last_confirmation() -> None:
+    fleet, client, (first, second) = fleet_in("RUNNING")
+    command = client.command(H.PAUSE)
+    fleet.send(client, command)
+    fleet.run(client, first)
+    assert fleet.core.state is CoordinatorState.RUNNING
+    assert client.answer(command) is None
+    fleet.run(second)
+    assert fleet.core.state is CoordinatorState.PAUSED
+    fleet.run()
+    answer = client.answer(command)
+    assert isinstance(answer, Ack)
+    assert set(answer.result["ranks"]) == {"0", "1"}
+
+
+def test_commands_of_two_clients_run_in_order_one_at_a_time() -> None:
+    fleet, client, _ = fleet_in("RUNNING")
+    other = fleet.client()
+    fleet.run()
+    pipelined = [
+        client.command(header) for header in (H.PAUSE, H.SUSPEND, H.UNPAUSE, H.RESUME, H.UNPAUSE)
+    ]
+    fleet.send(client, *pipelined)
+    fleet.run(client)
+    pause = other.command(H.PAUSE)
+    fleet.send(other, pause)
+    fleet.run()
+    answers = [client.answer(command) for command in pipelined]
+    assert [type(answer) for answer in answers] == [Ack, Ack, Nack, Ack, Ack]
+    assert isinstance(other.answer(pause), Ack)
+    assert fleet.core.state is CoordinatorState.PAUSED
+
+
+def test_a_repeated_command_is_the_same_command() -> None:
+    fleet, client, (first, _) = fleet_in("PAUSED")
+    command = client.command(H.INCREMENT_STALENESS)
+    fleet.send(client, command, command)
+    fleet.run()
+    fleet.redial(client)
+    fleet.give(client, command)
+    assert fleet.core.weights_version == first.version == 1
+    first_answer, *others = client.answers[command.command_id]
+    assert isinstance(first_answer, Ack)
+    assert others
+    assert all(other == first_answer for other in others)
+
+
+def test_an_engine_that_dies_is_not_waited_for() -> None:
+    fleet, client, (first, second) = fleet_in("RUNNING")
+    command = client.command(H.PAUSE)
+    fleet.send(client, command)
+    fleet.run(client, first)
+    fleet.cut(second)
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.run()
+    answer = client.answer(command)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [1]
+    assert fleet.core.state is CoordinatorState.PAUSED
+
+
+def test_a_command_past_its_deadline_names_the_ranks_that_are_silent() -> None:
+    fleet, client, (_, second) = fleet_in("RUNNING")
+    second.ignores = {"PAUSE"}
+    command = client.command(H.PAUSE, deadline_s=3.0)
+    assert fleet.give(client, command) is None
+    queued = client.command(H.UNPAUSE, deadline_s=1.0)
+    fleet.send(client, queued)
+    fleet.run()
+    fleet.pass_time(4)
+    fleet.run()
+    assert "no answer in time from rank 1; the fleet stays RUNNING" in error_of(
+        client.answer(command)
+    )
+    assert "not begun in time" in error_of(client.answer(queued))
+
+
+@pytest.mark.parametrize(
+    ("state", "header", "reverse"),
+    [
+        ("RUNNING", H.PAUSE, H.UNPAUSE),
+        ("PAUSED", H.UNPAUSE, H.PAUSE),
+        ("PAUSED", H.SUSPEND, H.RESUME),
+        ("SUSPENDED", H.RESUME, H.SUSPEND),
+    ],
+)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_command_that_one_engine_refuses_leaves_the_state_and_can_go_either_way(
+    state: str, header: Headers, reverse: Headers, goes_on: bool
+) -> None:
+    fleet, client, (first, second) = fleet_in(state)
+    second.refuses = {header.name}
+    assert "rank 1: " in error_of(fleet.give(client, client.command(header)))
+    assert fleet.core.state.name == second.state == state
+    assert first.state != state
+    second.refuses = set()
+    assert isinstance(fleet.give(client, client.command(header if goes_on else reverse)), Ack)
+    assert first.state == second.state == fleet.core.state.name
+    assert (fleet.core.state.name == state) is not goes_on
+
+
+def test_engines_that_do_not_confirm_an_epoch_that_others_took_come_again() -> None:
+    fleet, client, (first, second) = fleet_in("PAUSED")
+    second.refuses = {"SET_GENERATION_EPOCH"}
+    answer = fleet.give(client, client.command(H.SET_GENERATION_EPOCH, arguments={"version": 4}))
+    assert "rank 1: " in error_of(answer)
+    assert fleet.core.weights_version == first.version == 4
+    assert list(fleet.core.ranks()) == [0]
+    assert second.must_register
+    second.refuses = set()
+    fleet.redial(second)
+    fleet.run()
+    assert second.version == 4
+    assert second.state == "PAUSED"
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_an_epoch_that_all_refuse_changes_nothing() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    for engine in engines:
+        engine.refuses = {"SET_GENERATION_EPOCH"}
+    fleet.give(client, client.command(H.INCREMENT_STALENESS))
+    assert fleet.core.weights_version == 0
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+@pytest.mark.parametrize("version", [0, -3, "7", None, True, 2**40])
+def test_an_epoch_must_be_above_the_current_one(version: object) -> None:
+    fleet, client, _ = fleet_in("PAUSED")
+    command = client.command(H.SET_GENERATION_EPOCH, arguments={"version": version})
+    assert "above the current version 0" in error_of(fleet.give(client, command))
+
+
+@pytest.mark.parametrize("arguments", [{"release": [{}]}, {"release": "kv_cache"}, {"release": 3}])
+@pytest.mark.parametrize("num_engines", [0, 1])
+def test_arguments_that_cannot_be_read_are_refused(
+    arguments: dict[str, object], num_engines: int
+) -> None:
+    fleet, client, _ = fleet_in("PAUSED", num_engines)
+    assert isinstance(fleet.give(client, client.command(H.SUSPEND, arguments=arguments)), Nack)
+
+
+def test_a_fleet_that_is_resumed_in_part_stays_suspended_until_all_is_back() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    both = {"release": ["kv_cache", "weights"]}
+    fleet.give(client, client.command(H.SUSPEND, arguments=both))
+    fleet.give(client, client.command(H.RESUME, arguments={"only": "weights"}))
+    assert fleet.core.state is CoordinatorState.SUSPENDED
+    for engine in engines:
+        engine.state = "SUSPENDED"  # the fake knows no parts
+    fleet.give(client, client.command(H.RESUME, arguments={"only": "kv_cache"}))
+    assert fleet.core.state is CoordinatorState.PAUSED
+
+
+def test_a_stop_fails_what_is_unfinished_and_takes_nothing_more() -> None:
+    fleet, client, _ = fleet_in("PAUSED")
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    fleet.give(client, client.command(H.STOP))
+    fleet.send(client, client.submission([9]))
+    late = fleet.engine()
+    fleet.run()
+    for asked in client.asked.values():
+        assert asked.replies[0].error is not None
+    assert late.rank is None
+
+
+def test_too_many_commands_are_refused() -> None:
+    fleet, client, (first, _) = fleet_in("RUNNING", limits=replace(LIMITS, max_queued_commands=2))
+    first.ignores = {"PAUSE"}
+    commands = [client.command(H.PAUSE) for _ in range(4)]
+    fleet.send(client, *commands)
+    fleet.run()
+    assert "wait already" in error_of(client.answer(commands[3]))
+
+
+def test_closing_answers_everything_and_says_goodbye() -> None:
+    fleet, client, (first, _) = fleet_in("RUNNING")
+    first.ignores = {"PAUSE"}
+    pause, waiting = client.command(H.PAUSE), client.command(H.UNPAUSE)
+    fleet.send(client, pause, waiting, client.submission([5]))
+    fleet.run()
+    fleet.route(fleet.core.close("the end"))
+    fleet.run()
+    assert "the end" in error_of(client.answer(pause))
+    assert "the end" in error_of(client.answer(waiting))
+    (reply,) = client.asked[0].replies
+    assert isinstance(reply, EngineReply)
+    assert reply.is_failed
+    assert all(Disconnect(reason="the end") in peer.seen for peer in (client, first))
+
+
+def test_a_clients_command_goes_on_without_it() -> None:
+    fleet, client, (first, second) = fleet_in("RUNNING")
+    fleet.send(client, client.command(H.PAUSE), Disconnect())
+    fleet.run(client)
+    fleet.run()
+    assert fleet.core.state is CoordinatorState.PAUSED
+    assert first.state == second.state == "PAUSED"
+
+
+def test_old_answers_are_forgotten() -> None:
+    fleet, client, _ = fleet_in("PAUSED", limits=replace(LIMITS, max_answers=3))
+    for _ in range(9):
+        fleet.give(client, client.command(H.PAUSE))
+    fleet.redial(client)
+    before = len(client.seen)
+    fleet.run()
+    assert sum(isinstance(m, Ack) for m in client.seen[before:]) == 3
+
+
+def test_update_with_any_command_between_keeps_order() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    update, unpause = client.update(source_of(1)), client.command(H.UNPAUSE)
+    fleet.send(client, update, unpause)
+    fleet.run()
+    assert isinstance(client.answer(update), Ack)
+    assert isinstance(client.answer(unpause), Ack)
+    assert [engine.version for engine in engines] == [1, 1]

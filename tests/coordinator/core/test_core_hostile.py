@@ -1,0 +1,88 @@
+"""Whatever peers send, the coordinator's core stays up, and honest traffic completes."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout.coordinator.protocol.messages import (
+    ALLOWED,
+    Connect,
+    EngineReply,
+    Message,
+    Register,
+    Role,
+    encode,
+)
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+from tests.coordinator.message_strategies import messages
+
+FROM_CLIENTS = sorted(ALLOWED[Role.CLIENT], key=lambda cls: cls.__name__)
+FROM_ENGINES = sorted(ALLOWED[Role.ENGINE], key=lambda cls: cls.__name__)
+from_clients = st.sampled_from(FROM_CLIENTS).flatmap(messages)
+from_engines = st.sampled_from(FROM_ENGINES).flatmap(messages)
+quick = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@quick
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.one_of(from_clients, from_engines, messages())),
+        max_size=60,
+    ),
+    st.sampled_from([0.1, 5.0, 40.0]),
+)
+def test_any_messages_from_any_peers_are_survived(
+    said: list[tuple[int, Message]], pause_s: float
+) -> None:
+    fleet = FakeFleet(block_size_tokens=2)
+    peers = [fleet.client(), fleet.client(), fleet.engine(), fleet.engine()]
+    fleet.run()
+    for number, message in said:
+        outgoing = fleet.core.handle(peers[number].identity, message, fleet.now)
+        for _, sent in outgoing:
+            encode(sent)
+        fleet.now += pause_s
+        for _, sent in fleet.core.tick(fleet.now):
+            encode(sent)
+    for _, sent in fleet.core.close("the end"):
+        encode(sent)
+
+
+@quick
+@given(st.lists(from_clients, max_size=60), st.randoms(use_true_random=False))
+def test_honest_traffic_completes_beside_hostile_clients_and_strangers(
+    said: list[Message], chance: random.Random
+) -> None:
+    fleet = FakeFleet()
+    honest, hostile, _ = fleet.client(), fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.send(honest, honest.submission([4, 6], streaming=True))
+    fleet.run()
+    hushed = (Connect, Register)
+    for message in said:
+        mutated = bytearray(encode(message))
+        mutated[chance.randrange(len(mutated))] ^= 1 << chance.randrange(8)
+        fleet.core.handle(hostile.identity, bytes(mutated), fleet.now)
+        if not isinstance(message, hushed):
+            fleet.core.handle(b"stranger", message, fleet.now)
+            fleet.core.handle(b"stranger", bytes(mutated[1:]), fleet.now)
+    fleet.finish()
+    assert [len(asked.replies) for asked in honest.asked.values()] == [1, 1]
+
+
+def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
+    fleet = FakeFleet()
+    for number in range(5 * LIMITS.max_noted_peers):
+        identity = b"%d" % number
+        fleet.core.handle(identity, b"\xc1", fleet.now)
+        fleet.core.handle(identity, EngineReply(request_id=1, record=b""), fleet.now)
+    notes = fleet.core._notes
+    assert len(notes._logged) == len(notes._answered_at) == LIMITS.max_noted_peers
+    assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers

@@ -1,0 +1,344 @@
+"""Requests through the coordinator's core: taken once, run to the end, answered once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    AssignRequest,
+    Attempt,
+    Disconnect,
+    EngineReply,
+    ReplyAck,
+)
+from rollout.errors import ProtocolError
+from tests.coordinator.fake_engine import FakeEngine, token_run, tokens_of
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+
+
+def assignments(engine: FakeEngine) -> list[AssignRequest]:
+    return [message for message in engine.seen if isinstance(message, AssignRequest)]
+
+
+def test_a_request_is_answered_with_its_tokens_and_forgotten_once_acknowledged() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([5], streaming=True))
+    fleet.run()
+    fleet.finish()
+    asked = client.asked[0]
+    assert len(asked.replies) == 1
+    assert asked.streamed == tokens_of(asked.seed, 0, 4)  # the last tokens come with the record
+    assert fleet.core.num_requests_held == 0
+    assert not engine.ended
+
+
+def test_a_group_goes_to_one_rank_and_groups_take_turns() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    for _ in range(2):
+        fleet.send(client, client.submission([3, 4, 5]))
+    fleet.run()
+    assert [len(a.samples) for a in assignments(first)] == [3]
+    assert [len(a.samples) for a in assignments(second)] == [3]
+
+
+def test_a_repeated_submit_runs_once_and_a_late_one_is_not_run_again() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    message = client.submission([4, 6])
+    fleet.send(client, message, message)
+    fleet.run()
+    fleet.finish()
+    fleet.send(client, message)
+    fleet.run()
+    assert len(assignments(engine)) == 1
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+    assert fleet.core.counters.num_duplicates == 4
+
+
+def test_a_reply_is_kept_for_a_client_that_comes_back() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    client.acknowledges = False
+    fleet.send(client, client.submission([4]))
+    fleet.run()
+    fleet.finish()
+    assert fleet.core.num_requests_held == 1
+    client.acknowledges = True
+    fleet.redial(client)
+    fleet.run()
+    assert len(client.asked[0].replies) == 2
+    assert fleet.core.num_requests_held == 0
+
+
+def test_a_client_that_could_not_be_reached_gets_all_again_once_it_is_heard() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([4]))
+    fleet.run()
+    fleet.cut(client)  # its replies bounce; the same connection is then heard again
+    while engine.held:
+        fleet.send(engine, *engine.step())
+        fleet.run(engine)
+    assert fleet.core.counters.num_undelivered == 1
+    fleet.attach(client, AbortRequest(attempts=()))
+    fleet.run()
+    assert len(client.asked[0].replies) == 1
+
+
+def test_progress_is_appended_by_offset_repeats_trimmed_and_gaps_refused() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([20], streaming=True))
+    fleet.run()
+    (server_id,) = engine.held
+    seed = client.asked[0].seed
+    engine.held[server_id].num_tokens = 6
+    partial = engine.report(server_id, 0)
+    runs = [(0, 4), (0, 4), (2, 6), (8, 10), (6, 7)]
+    fleet.send(engine, *(replace(partial, tokens=token_run(seed, *run)) for run in runs))
+    fleet.run()
+    assert client.asked[0].streamed == tokens_of(seed, 0, 7)
+    assert fleet.core.counters.num_gaps == 1
+    assert fleet.core.counters.num_duplicates == 2
+
+
+def test_a_dead_engines_requests_go_on_elsewhere_from_the_last_reported_token() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.send(client, client.submission([9, 9], streaming=True))
+    fleet.run()
+    fleet.step_all(3)
+    fleet.cut(first)
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.run()
+    (moved,) = assignments(second)
+    assert [sample.attempt for sample in moved.samples] == [1, 1]
+    assert [len(sample.resumed) for sample in moved.samples if sample.resumed] == [3, 3]
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+
+
+def test_an_engine_that_cannot_be_reached_is_removed_at_once() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    fleet.cut(first)
+    fleet.send(client, client.submission([4]), client.submission([4]))
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    assert len(second.held) == 2
+
+
+def test_what_a_returning_engine_still_says_of_old_attempts_is_dropped() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.send(client, client.submission([4]))
+    fleet.run()
+    late = first.step(4)
+    fleet.pass_time(LIMITS.engine_lease_s + 1, silent=[first])
+    fleet.send(first, *late)
+    fleet.run()
+    assert first.must_register
+    assert len(second.held) == 1
+    assert not client.asked[0].replies
+    fleet.redial(first)
+    fleet.run()
+    assert not first.ended, "the attempt was not to be kept"
+    fleet.finish()
+    assert len(client.asked[0].replies) == 1
+
+
+def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    (server_id,) = engine.held
+    engine.held[server_id].num_tokens = 2
+    partial = engine.report(server_id, 0)
+    stale = replace(partial, attempt=7)
+    fleet.send(engine, stale, replace(partial, request_id=99))
+    fleet.run()
+    aborts = [m for m in engine.seen if isinstance(m, AbortRequest)]
+    assert [a.attempts[0] for a in aborts] == [
+        Attempt(request_id=server_id, attempt=7),
+        Attempt(request_id=99, attempt=0),
+    ]
+    assert fleet.core.counters.num_stale == 2
+    fleet.send(engine, EngineReply(request_id=99, attempt=3, record=b"x"))
+    fleet.run()
+    assert ReplyAck(attempts=(Attempt(request_id=99, attempt=3),)) in engine.seen
+
+
+def test_an_engine_that_registers_again_keeps_the_attempts_that_count() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.send(client, client.submission([9]), client.submission([9]))
+    fleet.run()
+    fleet.step_all()
+    fleet.redial(first)
+    fleet.run()
+    assert len(first.held) == len(second.held) == 1
+    assert fleet.core.counters.num_reassigned == 0
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+
+
+def test_without_an_engine_requests_wait_and_then_fail_clearly() -> None:
+    fleet = FakeFleet()
+    client = fleet.client()
+    fleet.send(client, client.submission([3]))
+    fleet.run()
+    fleet.pass_time(LIMITS.orphan_deadline_s - 1)
+    engine = fleet.engine()
+    fleet.run()
+    assert len(engine.held) == 1
+    fleet.cut(engine)
+    fleet.pass_time(LIMITS.engine_lease_s + LIMITS.orphan_deadline_s + 1)
+    fleet.run()
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert "no engine" in str(reply.error.message)
+
+
+def test_a_deadline_aborts_with_a_clear_error_and_the_tokens_so_far() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([99, 99], deadline_s=3.0))
+    fleet.run()
+    fleet.step_all()
+    fleet.pass_time(3)
+    fleet.run()
+    for asked in client.asked.values():
+        (reply,) = asked.replies
+        assert reply.is_failed
+        assert reply.record is not None
+        assert reply.error is not None
+        assert "deadline" in str(reply.error.message)
+
+
+def test_a_deadline_does_not_wait_for_an_engine_that_is_silent() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([99], deadline_s=3.0))
+    fleet.run()
+    fleet.pass_time(3 + LIMITS.abort_grace_s)  # the abort is not delivered
+    fleet.run(client)
+    (reply,) = client.asked[0].replies
+    assert reply.record is None
+    fleet.run()
+    assert not engine.held
+    assert len(client.asked[0].replies) == 1
+
+
+def test_an_aborted_request_does_not_move_to_another_engine() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.send(client, client.submission([99]))
+    fleet.run()
+    fleet.send(client, AbortRequest(attempts=(Attempt(request_id=0),)))
+    fleet.run(client)
+    fleet.redial(first)  # without a word of what it held
+    first.held.clear()
+    fleet.cut(first)
+    fleet.pass_time(LIMITS.abort_grace_s - 1)
+    fleet.attach(first, first.registration())
+    fleet.run()
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert "aborted" in str(reply.error.message)
+    assert not assignments(second)
+
+
+def test_an_assignment_too_large_to_send_fails_its_requests() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.run()
+    out = fleet.core.handle(client.identity, client.submission([3, 3]), fleet.now)
+    ((identity, message),) = [one for one in out if isinstance(one[1], AssignRequest)]
+    fault = ProtocolError("too large")
+    fleet.route(fleet.core.undelivered(identity, message, fault, fleet.now))
+    fleet.run()
+    assert all(asked.replies[0].error is not None for asked in client.asked.values())
+    assert not engine.held
+
+
+def test_a_coordinator_that_was_stopped_does_not_take_its_peers_for_dead() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([3]))
+    fleet.run()
+    fleet.now += 100
+    fleet.core.stood_still(100)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [0]
+    fleet.finish()
+    assert not client.asked[0].replies[0].is_failed
+
+
+def test_a_client_that_vanishes_or_leaves_has_its_requests_aborted() -> None:
+    fleet = FakeFleet()
+    stays, vanishes, leaves = fleet.client(), fleet.client(), fleet.client()
+    engine = fleet.engine()
+    for client in (stays, vanishes, leaves):
+        fleet.send(client, client.submission([50]))
+    fleet.run()
+    assert len(engine.held) == 3
+    fleet.send(leaves, Disconnect())
+    fleet.cut(vanishes)
+    fleet.run()
+    for _ in range(LIMITS_S):
+        fleet.step_all(0)
+        fleet.pass_time(1)
+    fleet.run()
+    assert len(engine.held) == 1
+    assert fleet.core.counters.num_abandoned == 2
+    assert fleet.core.num_requests_held == 1
+
+
+LIMITS_S = int(LIMITS.client_lease_s) + 2
+
+
+def test_too_many_requests_are_refused_and_taken_later() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_client_requests=2))
+    client, _ = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([3, 3]), client.submission([3]))
+    fleet.run()
+    assert fleet.core.counters.num_refused == 1
+    (reply,) = client.asked[2].replies
+    assert reply.error is not None
+    fleet.finish()
+    client.asked[2].replies.clear()
+    fleet.send(client, client.submitted[1])
+    fleet.run()
+    fleet.finish()
+    assert not client.asked[2].replies[0].is_failed
+
+
+def test_text_prompts_need_a_tokenizer() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([3], prompt="hello"))
+    fleet.run()
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert reply.error.type_name == "InvalidRequestError"
+
+
+def test_prompts_are_routed_by_their_blocks() -> None:
+    from rollout.coordinator.routing.policies import LongestPrefixPolicy
+
+    fleet = FakeFleet(LongestPrefixPolicy(), block_size_tokens=2)
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    prompts = [np.array(p, np.int32) for p in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9])]
+    for prompt in prompts:
+        fleet.send(client, client.submission([3], prompt=prompt))
+    fleet.run()
+    assert [len(first.held), len(second.held)] == [2, 1]

@@ -1,0 +1,247 @@
+"""Weight updates over all engines, and engines that come and go around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import Ack, Commit, Nack, Prepare, RegisterAck, Rollback
+from tests.coordinator.core.test_core_commands import error_of, fleet_in
+from tests.coordinator.fake_engine import FakeEngine, source_of
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+
+
+def versions(engines: list[FakeEngine]) -> list[int]:
+    return [engine.version for engine in engines]
+
+
+def test_an_update_is_committed_by_all_and_answered_by_the_last() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 3)
+    answer = fleet.give(client, client.update(source_of(7), version=7))
+    assert isinstance(answer, Ack)
+    assert answer.result["weights_version"] == 7
+    assert set(answer.result["ranks"]) == {"0", "1", "2"}
+    assert versions(engines) == [7, 7, 7]
+    assert fleet.core.weights_version == 7
+
+
+def test_an_update_needs_a_quiet_fleet_unless_it_is_in_flight() -> None:
+    fleet, client, engines = fleet_in("RUNNING")
+    assert "while RUNNING" in error_of(fleet.give(client, client.update(source_of(1))))
+    assert isinstance(fleet.give(client, client.update(source_of(1), in_flight=True)), Ack)
+    assert versions(engines) == [1, 1]
+
+
+def test_a_version_that_is_not_above_the_current_one_is_refused() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    fleet.give(client, client.update(source_of(3), version=3))
+    answer = fleet.give(client, client.update(source_of(3), version=3))
+    assert "above the current version 3" in error_of(answer)
+    assert not [m for engine in engines for m in engine.seen[-3:] if isinstance(m, Prepare)]
+
+
+def test_one_vote_against_rolls_all_back_and_names_the_rank() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 3)
+    engines[1].refuses = {"Prepare"}
+    answer = fleet.give(client, client.update(source_of(1)))
+    assert "rank 1: Prepare refused" in error_of(answer)
+    assert versions(engines) == [0, 0, 0]
+    assert all(engine.prepared is None for engine in engines)
+    engines[1].refuses = set()
+    assert isinstance(fleet.give(client, client.update(source_of(1))), Ack)
+    assert versions(engines) == [1, 1, 1]
+
+
+def test_a_vote_that_does_not_come_in_time_rolls_all_back() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 2)
+    engines[1].ignores = {"Prepare"}
+    update = client.update(source_of(1), deadline_s=3.0)
+    fleet.give(client, update)
+    fleet.pass_time(4)
+    fleet.run()
+    assert "no vote in time from rank 1" in error_of(client.answer(update))
+    assert engines[0].prepared is None
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_a_member_lost_before_its_vote_aborts_for_all() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 2)
+    engines[1].ignores = {"Prepare"}
+    update = client.update(source_of(1))
+    fleet.give(client, update)
+    fleet.cut(engines[1])
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.run()
+    assert "rank 1 was lost before its vote" in error_of(client.answer(update))
+    assert versions(engines) == [0, 0]
+    assert engines[0].prepared is None
+
+
+def test_a_member_lost_after_its_vote_is_removed_and_brought_up_on_return() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 3)
+    engines[1].ignores = {"Commit"}
+    update = client.update(source_of(1))
+    fleet.give(client, update)
+    assert client.answer(update) is None
+    fleet.cut(engines[1])
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.run()
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [1]
+    assert versions(engines) == [1, 0, 1]
+    fleet.redial(engines[1])
+    fleet.run()
+    assert versions(engines) == [1, 1, 1]
+    assert list(fleet.core.ranks()) == [0, 1, 2]
+
+
+def test_a_voter_that_comes_back_before_the_decision_is_out_of_it_and_follows() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 2)
+    engines[1].ignores = {"Prepare"}
+    update = client.update(source_of(1))
+    fleet.give(client, update)  # the first has voted
+    fleet.redial(engines[0])
+    fleet.run()
+    assert engines[0].rank == 0
+    assert list(fleet.core.ranks()) == [1]  # it is let in once the update has ended
+    engines[1].ignores = set()
+    prepare = next(m for m in engines[1].seen if isinstance(m, Prepare))
+    fleet.send(engines[1], *engines[1].receive(prepare))
+    fleet.run()
+    assert isinstance(client.answer(update), Ack)
+    assert versions(engines) == [1, 1]
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() -> None:
+    for fault in ("refuses", "ignores"):
+        fleet, client, engines = fleet_in("PAUSED", 2)
+        setattr(engines[1], fault, {"Commit"})
+        update = client.update(source_of(1))
+        fleet.give(client, update)
+        fleet.pass_time(LIMITS.command_deadline_s + LIMITS.commit_grace_s)
+        fleet.run()
+        assert isinstance(client.answer(update), Ack)
+        assert list(fleet.core.ranks()) == [0]
+        assert engines[1].must_register
+        fleet.redial(engines[1])
+        fleet.run()
+        assert versions(engines) == [1, 1]
+
+
+def test_votes_with_different_checksums_roll_all_back() -> None:
+    fleet, client, engines = fleet_in("PAUSED", 2)
+    prepared = replace(source_of(1), checksum="")
+    update = client.update(prepared)
+    fleet.send(client, update)
+    fleet.run(client)
+    for engine, checksum in zip(engines, ("one", "other"), strict=True):
+        fleet.run_to(engine)
+        message = engine.seen[-1]
+        assert isinstance(message, Prepare)
+        fleet.send(engine, Ack(command_id=message.command_id, result={"checksum": checksum}))
+    fleet.run()
+    assert "different checksums: 'one' by rank 0, 'other' by rank 1" in error_of(
+        client.answer(update)
+    )
+    assert fleet.core.weights_version == 0
+
+
+def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
+    fleet, client, _ = fleet_in("PAUSED", 1)
+    fleet.give(client, client.update(source_of(2), version=2))
+    fleet.give(client, client.command(Headers.SUSPEND))
+    late = fleet.engine()
+    fleet.move_one(late)
+    assert list(fleet.core.ranks()) == [0]
+    fleet.run()
+    (ack,) = [m for m in late.seen if isinstance(m, RegisterAck)]
+    assert (ack.rank, ack.state, ack.weights) == (1, "SUSPENDED", source_of(2))
+    assert (late.version, late.state) == (2, "SUSPENDED")
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_a_fleet_without_engines_commits_for_those_that_come() -> None:
+    fleet = FakeFleet()
+    client = fleet.client()
+    fleet.run()
+    fleet.give(client, client.command(Headers.PAUSE))
+    assert isinstance(fleet.give(client, client.update(source_of(4), version=4)), Ack)
+    engine = fleet.engine()
+    fleet.run()
+    assert (engine.version, engine.checksum, engine.state) == (4, "sum4", "PAUSED")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"version": 9}, "versions only rise"),
+        ({"checksum": "other"}, "have the checksum 'other'"),
+        ({"version": -1, "checksum": "other"}, "nobody has published"),
+    ],
+)
+def test_an_engine_with_other_weights_and_nowhere_to_get_the_right_ones_is_refused(
+    state: dict[str, object], reason: str
+) -> None:
+    fleet, _, _ = fleet_in("RUNNING", 1)
+    engine = fleet.engine(**state)
+    fleet.run()
+    (nack,) = engine.seen
+    assert isinstance(nack, Nack)
+    assert reason in error_of(nack)
+    assert list(fleet.core.ranks()) == [0]
+
+
+def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:
+    fleet, _, _ = fleet_in("PAUSED", 1)
+    prepare = Prepare(command_id=77, version=5, source=source_of(5))
+    late = fleet.engine(prepared=prepare)
+    fleet.run()
+    assert late.prepared is None
+    assert isinstance(late.seen[1], Rollback)
+    assert not [m for m in late.seen if isinstance(m, Commit)]
+
+
+def test_ranks_are_the_lowest_free_and_kept_for_who_returns() -> None:
+    fleet, _, engines = fleet_in("RUNNING", 3)
+    fleet.cut(engines[0])
+    fleet.cut(engines[1])
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.redial(engines[1])
+    fleet.run()
+    assert engines[1].rank == 1
+    assert fleet.core.ranks() == {1: engines[1].engine_id, 2: engines[2].engine_id}
+    other = fleet.engine()
+    fleet.run()
+    assert other.rank == 0
+
+
+def test_in_deterministic_mode_ranks_follow_the_ids_and_not_the_arrival() -> None:
+    fleet = FakeFleet(deterministic_mode=True, data_parallel_size=3)
+    engines = [FakeEngine(b"x%d" % i, bytes([i]) * 16) for i in (2, 0, 1)]
+    for engine in engines[:2]:
+        fleet.attach(engine, engine.registration())
+    fleet.run()
+    assert not fleet.core.ranks()
+    fleet.attach(engines[2], engines[2].registration())
+    fleet.run()
+    assert [engine.rank for engine in engines] == [2, 0, 1]
+
+
+def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still() -> None:
+    fleet, client, (first, _) = fleet_in("RUNNING")
+    fleet.send(client, client.submission([99]), client.submission([99]))
+    fleet.run()
+    for _ in range(int(LIMITS.progress_deadline_s) + 2):
+        fleet.send(first, *first.step(1))
+        fleet.run()
+        fleet.pass_time(1)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [0]
+    assert len(first.held) == 2
+    fleet.give(client, client.command(Headers.PAUSE))
+    fleet.pass_time(LIMITS.progress_deadline_s + 5)
+    assert list(fleet.core.ranks()) == [0]

@@ -1,0 +1,498 @@
+"""EngineLink against a scripted coordinator: registration, heartbeats, the lease, what waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.engine_side.lease import EngineLease
+from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
+from rollout.coordinator.engine_side.queues import Outbox
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Attempt,
+    Command,
+    Disconnect,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Register,
+    ReplyAck,
+    nack_of,
+)
+from rollout.errors import ConfigError, ProtocolError, RolloutError
+from tests.coordinator.scripted_router import (
+    BOUND_S,
+    ScriptedRouter,
+    connect_ack,
+    polite,
+    politely,
+    register_ack,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def registration() -> Register:
+    return Register(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=bytes(16),
+        state="RUNNING",
+        weights_version=0,
+        weights_checksum="",
+        block_size_tokens=16,
+        max_requests=8,
+    )
+
+
+def status() -> EngineStatus:
+    return EngineStatus(
+        state="RUNNING",
+        num_steps=0,
+        num_waiting=0,
+        num_running=0,
+        num_blocks_free=0,
+        weights_version=0,
+    )
+
+
+def link_to(router: ScriptedRouter, **options: object) -> EngineLink:
+    return EngineLink(router.port, **{"registration": registration, "status": status, **options})
+
+
+def received(link: EngineLink, num: int = 1) -> list[Message]:
+    messages: list[Message] = []
+    deadline = time.monotonic() + BOUND_S
+    while len(messages) < num:
+        assert time.monotonic() < deadline, messages
+        messages += link.receive(0.1)
+    return messages
+
+
+def becomes(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + BOUND_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def acks(num: int, start: int = 0) -> list[Ack]:
+    return [Ack(command_id=i) for i in range(start, start + num)]
+
+
+# ---- registration
+
+
+def test_an_engine_registers_and_may_step_once_it_has_taken_the_answer():
+    with ScriptedRouter() as router, link_to(router) as link:
+        assert not link.may_step()
+        link.wait_registered(BOUND_S)
+        assert not link.may_step()  # what counts no more is not known yet
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+        assert router.received[0] == registration()
+
+
+def test_nobody_at_the_address_is_said_clearly():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router) as link:
+            with pytest.raises(CoordinatorLostError, match=f"no coordinator.*{router.port}"):
+                link.wait_registered(0.2)
+            router.come_back()
+            assert received(link) == [register_ack()]
+
+
+def test_a_refusal_is_raised_with_its_class_and_tried_again():
+    reason = ProtocolError("the peer speaks protocol 2, this process 1")
+    with ScriptedRouter(lambda m: [nack_of(None, reason)]) as router, link_to(router) as link:
+        with pytest.raises(ProtocolError, match="speaks protocol 2"):
+            link.wait_registered(BOUND_S)
+        assert not link.may_step()
+        router.script = polite
+        received(link)
+        link.wait_registered(BOUND_S)
+        assert link.may_step()
+
+
+def test_no_address_is_refused():
+    for address in ("nowhere", 0, -1, 70000, True):
+        with pytest.raises(ConfigError, match="port"):
+            EngineLink(address, registration=registration, status=status)
+    with pytest.raises(ConfigError, match="cannot be dialled"):
+        EngineLink("tcp://nowhere", registration=registration, status=status)
+
+
+# ---- messages
+
+
+def test_messages_keep_their_order_both_ways():
+    with ScriptedRouter() as router, link_to(router) as link:
+        for message in acks(2000):
+            link.send(message)
+        assert router.wait_for(Ack, 2000) == acks(2000)
+        commands = [Command(header=Headers.PAUSE, command_id=i) for i in range(2000)]
+        router.send(*commands)
+        assert received(link, 2001)[1:] == commands
+
+
+def test_receive_waits_for_a_message_and_no_longer():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        start = time.monotonic()
+        assert link.receive(0.1) == []
+        assert 0.09 < time.monotonic() - start < 5
+        threading.Timer(0.1, router.send, [ReplyAck(attempts=())]).start()
+        start = time.monotonic()
+        assert link.receive(BOUND_S) == [ReplyAck(attempts=())]
+        assert time.monotonic() - start < 5
+
+
+def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        with caplog.at_level(logging.WARNING):
+            router.send(b"", b"\xff", b"\x91\xcc\xff", connect_ack(), registration())
+            router.send_frames(b"\x91\x00", b"")
+            router.send(Command(header=Headers.PAUSE, command_id=7))
+            assert received(link) == [Command(header=Headers.PAUSE, command_id=7)]
+        assert link.num_malformed == 6
+        assert len([r for r in caplog.records if "garbage" in r.message]) == 1
+        assert link.may_step()
+
+
+def test_a_message_that_cannot_be_sent_is_refused_to_the_sender():
+    large = ReplyAck(attempts=tuple(Attempt(request_id=i) for i in range(1000)))
+    with ScriptedRouter() as router, link_to(router, max_frame_bytes=1000) as link:
+        received(link)
+        with pytest.raises(ProtocolError, match="at most 1000"):
+            link.send(large)
+
+
+def test_a_full_queue_refuses_the_next_message_and_drops_none():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router, max_queued=3) as link:
+            for message in acks(3):
+                link.send(message)
+            with pytest.raises(RolloutError, match="3 messages wait"):
+                link.send(Ack(command_id=3))
+            router.come_back()
+            assert router.wait_for(Ack, 3) == acks(3)
+
+
+def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
+    commands = [Command(header=Headers.PAUSE, command_id=i) for i in range(20)]
+    with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
+        router.wait_for(Register)
+        router.send(*commands)
+        taken: list[Message] = []
+        while len(taken) < 21:
+            time.sleep(0.02)
+            batch = link.receive(BOUND_S)
+            assert 1 <= len(batch) <= 4
+            taken += batch
+        assert taken[1:] == commands
+
+
+# ---- heartbeats and the lease
+
+
+def test_heartbeats_carry_the_status_and_go_on_while_the_engine_is_stuck():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        before = len(router.wait_for(Heartbeat))
+        time.sleep(3 * register_ack().lease_s / 2)  # the engine's thread does nothing at all
+        assert link.may_step()
+        beats = router.wait_for(Heartbeat)
+        assert len(beats) - before > 10
+        assert all(beat.status == status() for beat in beats)
+        assert [beat.sequence for beat in beats] == list(range(1, len(beats) + 1))
+
+
+def test_a_coordinator_that_is_silent_for_the_lease_stops_the_engine_until_it_registers():
+    silent = threading.Event()
+
+    def script(message: Message) -> list[Message] | None:
+        return [] if silent.is_set() else None
+
+    with ScriptedRouter(politely(script)) as router, link_to(router) as link:
+        received(link)
+        heard_until = time.monotonic()
+        silent.set()
+        assert becomes(lambda: not link.may_step())
+        assert time.monotonic() - heard_until < register_ack().lease_s + 0.5
+        router.wait_for(Register, 2)
+        silent.clear()
+        assert not link.may_step()
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+
+
+def test_the_lease_counts_from_when_the_registration_was_sent():
+    def late(message: Message) -> list[Message] | None:
+        if isinstance(message, Register):
+            time.sleep(0.3)
+            return [register_ack(lease_s=0.25)]
+        return None
+
+    with ScriptedRouter(politely(late)) as router, link_to(router) as link:
+        received(link)
+        assert not link.may_step()
+
+
+def test_an_engine_that_is_no_longer_known_stops_at_once_and_registers_again():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.script = lambda m: []
+        router.send(nack_of(None, ProtocolError("who are you?")))
+        assert becomes(lambda: not link.may_step())
+        router.wait_for(Register, 2)
+        router.script = polite
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+
+
+def test_a_goodbye_of_the_coordinator_ends_the_lease():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.script = lambda m: []
+        router.send(Disconnect(reason="done"))
+        assert becomes(lambda: not link.may_step())
+
+
+def test_messages_wait_while_the_coordinator_is_away_and_follow_the_registration():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        for round_ in range(3):
+            router.vanish()
+            router.received.clear()
+            for message in acks(5, start=5 * round_):
+                link.send(message)
+            router.come_back()
+            last = Ack(command_id=5 * round_ + 4)
+            router.wait_until(lambda last=last: [m for m in router.received if m == last])
+            news = [m for m in router.received if not isinstance(m, Heartbeat)]
+            assert news[0] == registration()
+            assert news[-5:] == acks(5, start=5 * round_)
+            assert received(link) == [register_ack()]
+            assert link.may_step()
+
+
+def test_a_connection_that_breaks_at_any_time_loses_no_message():
+    with ScriptedRouter() as router, link_to(router) as link:
+        for round_ in range(10):
+            for message in acks(40, start=40 * round_):
+                link.send(message)
+            router.vanish()
+            for message in acks(5, start=1000 + 5 * round_):
+                link.send(message)
+            router.come_back()
+        expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
+        assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
+        assert becomes(lambda: link._outbox.num_waiting == 0)
+
+
+def test_answers_to_nothing_that_was_asked_are_dropped():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.send(register_ack(rank=5), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
+        assert received(link) == [ReplyAck(attempts=())]
+        assert link.may_step()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["sleep", "beat", "answer", "register", "end"]), st.floats(0, 3)),
+        max_size=40,
+    )
+)
+def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(events):
+    lease, now, lease_s = EngineLease(), 0.0, 5.0
+    sent: list[tuple[int, float]] = []
+    confirmed, alive = float("-inf"), False
+    for what, amount in events:
+        if what == "sleep":
+            now += amount
+        elif what == "beat":
+            sent.append((lease.heartbeat(now), now))
+        elif what == "answer" and sent:
+            sequence, sent_at = sent[int(amount * 7) % len(sent)]
+            lease.answered(sequence, now)
+            if alive and now < confirmed + lease_s:
+                confirmed = max(confirmed, sent_at)
+        elif what == "register":
+            lease.begin(lease_s, now - amount)
+            confirmed, alive, sent = now - amount, True, []
+        elif what == "end":
+            lease.end()
+            confirmed, alive, sent = float("-inf"), False, []
+        assert lease.until <= confirmed + lease_s
+        assert lease.until > float("-inf") or not alive
+
+
+def takes(connection: list[object], frame: bytes) -> bool:
+    connection.append(frame)
+    return True
+
+
+@given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
+def test_what_is_sent_is_kept_until_it_has_arrived(events):
+    outbox, arrived, num_put = Outbox(1000, lambda: None), [], 0
+    connection: list[object] = []  # frames and heartbeats on their way
+    answers: list[int] = []
+    sequence = 0
+    for what in [*events, "send", "beat", "hear", "hear"]:
+        if what == "put":
+            outbox.put(str(num_put).encode())
+            num_put += 1
+        elif what == "send":
+            outbox.send_all(partial(takes, connection))
+        elif what == "beat":
+            sequence += 1
+            connection.append(sequence)
+            outbox.mark(sequence)
+        elif what == "hear":
+            for answer in answers:
+                outbox.confirm(answer)
+            answers = [item for item in connection if isinstance(item, int)]
+            arrived += [int(item) for item in connection if isinstance(item, bytes)]
+            connection = []
+        elif what == "break":
+            arrived += [int(f) for f in connection[: len(connection) // 2] if isinstance(f, bytes)]
+            connection, answers = [], []
+            outbox.rewind()
+    assert set(arrived) == set(range(num_put))
+    assert list(dict.fromkeys(arrived)) == list(range(num_put))
+    assert not outbox.num_waiting
+    for answer in answers:
+        outbox.confirm(answer)
+    outbox.rewind()
+    assert not outbox.num_waiting  # all of it is known to have arrived
+
+
+CHILD = """
+    import time
+    from rollout.coordinator.engine_side.link import EngineLink
+    from tests.coordinator.engine_side.test_engine_link import received, registration, status
+
+    link = EngineLink({port}, registration=registration, status=status)
+    received(link)
+    print("stepping", flush=True)
+    last = time.monotonic()
+    while True:
+        may_step, now = link.may_step(), time.monotonic()
+        if now - last > 1.0:  # it stood still before or after the question, so that is put again
+            print(f"stood still {{link.may_step()}}", flush=True)
+            break
+        assert may_step
+        last = now
+        time.sleep(0.001)
+    received(link)
+    print(f"registered {{link.may_step()}}", flush=True)
+    link.close()
+"""
+
+
+def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on():
+    with ScriptedRouter() as router:
+        child = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(CHILD.format(port=router.port))],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert child.stdout.readline() == "stepping\n"
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * register_ack().lease_s)
+            child.send_signal(signal.SIGCONT)
+            assert child.stdout.readline() == "stood still False\n"
+            assert child.stdout.readline() == "registered True\n"
+            assert child.wait(BOUND_S) == 0
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+        router.wait_for(Disconnect)
+        assert len(router.wait_for(Register)) == 2
+
+
+# ---- the end
+
+
+def test_closing_sends_what_waits_says_goodbye_and_leaves_no_thread():
+    num_threads = threading.active_count()
+    with ScriptedRouter() as router:
+        link = link_to(router)
+        received(link)
+        for message in acks(50):
+            link.send(message)
+        link.close("enough")
+        link.close()
+        assert router.wait_for(Disconnect) == [Disconnect(reason="enough")]
+        assert router.wait_for(Ack, 50) == acks(50)
+        assert not link.may_step()
+        with pytest.raises(LinkClosedError):
+            link.receive()
+        with pytest.raises(LinkClosedError):
+            link.send(Ack(command_id=0))
+    assert threading.active_count() == num_threads
+
+
+def test_closing_wakes_an_engine_that_waits():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        threading.Timer(0.1, link.close).start()
+        with pytest.raises(LinkClosedError):
+            link.receive(BOUND_S)
+
+
+def test_several_threads_may_close_at_once():
+    with ScriptedRouter() as router:
+        for _ in range(20):
+            link = link_to(router)
+            received(link)
+            threads = [threading.Thread(target=link.close) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(BOUND_S)
+                assert not thread.is_alive()
+
+
+def test_closing_does_not_wait_for_a_coordinator_that_is_away():
+    with ScriptedRouter() as router:
+        router.vanish()
+        link = link_to(router)
+        link.send(Ack(command_id=0))
+        start = time.monotonic()
+        link.close()
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callable_that_fails_ends_the_link_and_is_named():
+    def broken() -> EngineStatus:
+        raise ValueError("no status today")
+
+    with ScriptedRouter() as router, link_to(router, status=broken) as link:
+        with pytest.raises(RolloutError, match="no status today"):
+            received(link, num=2)
+        assert not link.may_step()

@@ -1,0 +1,237 @@
+"""An engine that answers at once. Token k of a request is a pure function of its seed and k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    Ack,
+    AssignRequest,
+    Command,
+    Commit,
+    EngineReply,
+    EngineReplyPartial,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Nack,
+    Prepare,
+    Register,
+    RegisterAck,
+    ReplyAck,
+    Rollback,
+    RunningAttempt,
+    Sample,
+    TokenRun,
+    WeightsSource,
+    nack_of,
+    unpack_params,
+)
+from rollout.engine.state import COMMANDS, EngineState
+from rollout.errors import EngineStateError, WeightUpdateError
+
+
+def token_at(seed: int, position: int) -> int:
+    """Token `position` of the request with this seed."""
+    return (seed * 7919 + position * 104729 + 13) % 50000
+
+
+def tokens_of(seed: int, start: int, end: int) -> list[int]:
+    return [token_at(seed, position) for position in range(start, end)]
+
+
+def token_run(seed: int, start: int, end: int, version: int = 0) -> TokenRun:
+    versions = np.full(end - start, version, np.int32)
+    return TokenRun(
+        offset=start,
+        entry_version=0,
+        token_ids=np.array(tokens_of(seed, start, end), np.int32),
+        policy_versions=versions,
+        context_kv_version_min=versions,
+        context_kv_version_mean=versions.astype(np.float64),
+    )
+
+
+def source_of(version: int) -> WeightsSource:
+    return WeightsSource(kind="fake", address=str(version), manifest={}, checksum=f"sum{version}")
+
+
+@dataclass
+class Held:
+    """An attempt at an engine."""
+
+    attempt: int
+    seed: int
+    num_tokens: int
+    num_total: int
+    num_reported: int
+
+
+@dataclass
+class FakeEngine:
+    """Does what it is told; `refuses` names headers and message types that it answers with Nack,
+    `ignores` those that it does not answer."""
+
+    identity: bytes
+    engine_id: bytes
+    state: str = "RUNNING"
+    version: int = 0
+    checksum: str = "sum0"
+    refuses: set[str] = field(default_factory=set)
+    ignores: set[str] = field(default_factory=set)
+    held: dict[int, Held] = field(default_factory=dict)
+    ended: dict[int, EngineReply] = field(default_factory=dict)
+    prepared: Prepare | None = None
+    rank: int | None = None
+    num_steps: int = 0
+    must_register: bool = False
+    seen: list[Message] = field(default_factory=list)
+
+    def registration(self) -> Register:
+        running = [
+            RunningAttempt(request_id=i, attempt=h.attempt, num_tokens=h.num_tokens)
+            for i, h in self.held.items()
+        ]
+        running += [
+            RunningAttempt(request_id=i, attempt=reply.attempt, num_tokens=0)
+            for i, reply in self.ended.items()
+        ]
+        return Register(
+            engine_id=self.engine_id,
+            state=self.state,
+            weights_version=self.version,
+            weights_checksum=self.checksum,
+            block_size_tokens=4,
+            max_requests=64,
+            running=tuple(running),
+            prepared_command_id=None if self.prepared is None else self.prepared.command_id,
+        )
+
+    def heartbeat(self) -> Heartbeat:
+        status = EngineStatus(
+            state=self.state,
+            num_steps=self.num_steps,
+            num_waiting=0,
+            num_running=len(self.held),
+            num_blocks_free=9,
+            weights_version=self.version,
+        )
+        return Heartbeat(sequence=self.num_steps, status=status)
+
+    def step(self, num_tokens: int = 2) -> list[Message]:
+        """Generate for all attempts; progress first, then ends, whose last tokens are in no
+        progress."""
+        if self.state != "RUNNING" or self.must_register or self.prepared is not None:
+            return []
+        self.num_steps += 1
+        out: list[Message] = []
+        for request_id, held in list(self.held.items()):
+            held.num_tokens = min(held.num_tokens + num_tokens, held.num_total)
+            if held.num_tokens == held.num_total:
+                out.append(self._end(request_id))
+            else:
+                out.append(self.report(request_id, held.num_reported))
+                held.num_reported = held.num_tokens
+        return out
+
+    def report(self, request_id: int, start: int) -> EngineReplyPartial:
+        held = self.held[request_id]
+        run = token_run(held.seed, min(start, held.num_tokens), held.num_tokens, self.version)
+        return EngineReplyPartial(request_id=request_id, attempt=held.attempt, tokens=run)
+
+    def _end(self, request_id: int, *, is_aborted: bool = False) -> EngineReply:
+        held = self.held.pop(request_id)
+        self.ended[request_id] = EngineReply(
+            request_id=request_id,
+            attempt=held.attempt,
+            record=pack(tokens_of(held.seed, 0, held.num_tokens)),
+            is_failed=is_aborted,
+        )
+        return self.ended[request_id]
+
+    def receive(self, message: Message) -> list[Message]:
+        self.seen.append(message)
+        if isinstance(message, Nack):
+            self.must_register = True
+            return []
+        if isinstance(message, RegisterAck):
+            return self._enter(message)
+        if isinstance(message, AssignRequest):
+            return [reply for sample in message.samples for reply in self._assign(sample)]
+        if isinstance(message, ReplyAck):
+            for a in message.attempts:
+                if a.request_id in self.ended and self.ended[a.request_id].attempt == a.attempt:
+                    del self.ended[a.request_id]
+        if isinstance(message, AbortRequest):
+            named = {a.request_id: a.attempt for a in message.attempts}
+            here = [i for i, h in self.held.items() if named.get(i) == h.attempt]
+            return [self._end(i, is_aborted=True) for i in here]
+        if isinstance(message, (Command, Prepare, Commit, Rollback)):
+            return self._answer(message)
+        return []
+
+    def _assign(self, sample: Sample) -> list[EngineReply]:
+        held = self.held.get(sample.request_id)
+        assert held is None or held.attempt <= sample.attempt, "attempts go backwards"
+        seed, run = sample.seed, sample.resumed
+        assert seed is not None
+        num_known = 0 if run is None else len(run)
+        if run is not None:
+            assert run.token_ids.tolist() == tokens_of(seed, 0, num_known), "resumed others' tokens"
+        total = unpack_params(sample.sampling_params).num_tokens_to_generate
+        assert total is not None
+        self.held[sample.request_id] = Held(sample.attempt, seed, num_known, total, num_known)
+        self.ended.pop(sample.request_id, None)
+        return []
+
+    def _enter(self, message: RegisterAck) -> list[Message]:
+        self.rank, self.must_register = message.rank, False
+        kept = {a.request_id: a.attempt for a in message.keep}
+        self.held = {i: h for i, h in self.held.items() if kept.get(i) == h.attempt}
+        self.ended = {i: r for i, r in self.ended.items() if kept.get(i) == r.attempt}
+        if message.weights is not None and message.weights_version > self.version:
+            self.version, self.checksum = message.weights_version, message.weights.checksum
+            self.prepared = None
+        self.state = message.state
+        return [self.heartbeat(), *self.ended.values()]
+
+    def _answer(self, message: Command | Prepare | Commit | Rollback) -> list[Message]:
+        name = message.header.name if isinstance(message, Command) else type(message).__name__
+        if name in self.ignores:
+            return []
+        if name in self.refuses:
+            return [nack_of(message.command_id, WeightUpdateError(f"{name} refused"))]
+        try:
+            self._do(message)
+        except EngineStateError as error:
+            return [nack_of(message.command_id, error)]
+        result = {"checksum": message.source.checksum} if isinstance(message, Prepare) else {}
+        return [Ack(command_id=message.command_id, result=result), self.heartbeat()]
+
+    def _do(self, message: Command | Prepare | Commit | Rollback) -> None:
+        if isinstance(message, Prepare):
+            assert message.version > self.version
+            self.prepared = message
+        elif isinstance(message, Rollback):
+            self.prepared = None
+        elif isinstance(message, Commit):
+            assert self.prepared is not None
+            assert self.prepared.command_id == message.command_id, "committed what was not voted on"
+            self.version, self.checksum = message.version, self.prepared.source.checksum
+            self.prepared = None
+        elif message.header is Headers.SET_GENERATION_EPOCH:
+            if self.state == "RUNNING":
+                raise EngineStateError("not while RUNNING")
+            self.version = message.arguments["version"]
+        elif message.header is Headers.SHUTDOWN:
+            self.state = "STOPPED"
+        else:
+            command = COMMANDS[message.header.name.lower()]
+            if EngineState[self.state] not in (*command.sources, command.target):
+                raise EngineStateError(f"{message.header.name} while {self.state}")
+            self.state = command.target.name

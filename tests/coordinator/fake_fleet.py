@@ -1,0 +1,178 @@
+"""A fleet in memory: the coordinator's core, with engines and clients that answer at once.
+
+Every message is encoded and decoded on its way. Nothing happens unless a test asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollout.coordinator.core.core import CoordinatorCore
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Command,
+    Connect,
+    Heartbeat,
+    Message,
+    Nack,
+    UpdateWeights,
+    decode,
+    encode,
+)
+from rollout.coordinator.routing.policies import RoundRobinPolicy, RoutingPolicy
+from tests.coordinator.fake_client import FakeClient
+from tests.coordinator.fake_engine import FakeEngine
+
+LIMITS = CoordinatorLimits(
+    client_lease_s=30, engine_lease_s=10, heartbeat_s=1, progress_deadline_s=20,
+    orphan_deadline_s=40, command_deadline_s=15, abort_grace_s=5, commit_grace_s=5,
+)  # fmt: skip
+
+Peer = FakeEngine | FakeClient
+
+
+class FakeFleet:
+    """Peers, the links between them and the core, and the time."""
+
+    def __init__(self, policy: RoutingPolicy | None = None, **options: Any) -> None:
+        options.setdefault("limits", LIMITS)
+        options.setdefault("data_parallel_size", 2)
+        self.policy = policy or RoundRobinPolicy()
+        self.core = CoordinatorCore(self.policy, coordinator_id=b"k" * 16, **options)
+        self.now = 100.0
+        self.peers: dict[bytes, Peer] = {}
+        self.to_core: dict[bytes, deque[bytes]] = {}
+        self.to_peer: dict[bytes, deque[Message]] = {}
+        self._identities = (b"peer%d" % number for number in itertools.count())
+        self._ids = (number.to_bytes(16, "big") for number in itertools.count(1))
+
+    # ---- who is there
+
+    def client(self) -> FakeClient:
+        client = FakeClient(next(self._identities), next(self._ids))
+        self.attach(client, Connect(protocol_version=PROTOCOL_VERSION, client_id=client.client_id))
+        return client
+
+    def engine(self, **state: Any) -> FakeEngine:
+        engine = FakeEngine(next(self._identities), next(self._ids), **state)
+        self.attach(engine, engine.registration())
+        return engine
+
+    def attach(self, peer: Peer, greeting: Message) -> None:
+        self.peers[peer.identity] = peer
+        self.to_core[peer.identity], self.to_peer[peer.identity] = deque(), deque()
+        self.send(peer, greeting)
+
+    def cut(self, peer: Peer) -> None:
+        """The connection is gone, with all that was on its way to the peer."""
+        self.peers.pop(peer.identity, None)
+        self.to_core.pop(peer.identity, None)
+        self.to_peer.pop(peer.identity, None)
+
+    def redial(self, peer: Peer) -> None:
+        """A fresh connection, and the handshake."""
+        self.cut(peer)
+        peer.identity = next(self._identities)
+        if isinstance(peer, FakeEngine):
+            self.attach(peer, peer.registration())
+        else:
+            self.attach(peer, Connect(protocol_version=PROTOCOL_VERSION, client_id=peer.client_id))
+
+    def is_attached(self, peer: Peer) -> bool:
+        return self.peers.get(peer.identity) is peer
+
+    # ---- what moves
+
+    def send(self, peer: Peer, *messages: Message) -> None:
+        if self.is_attached(peer):
+            self.to_core[peer.identity].extend(encode(message) for message in messages)
+
+    def route(self, outgoing: Iterable[tuple[bytes, Message]]) -> None:
+        """In order; what comes of a message that cannot be delivered comes last."""
+        waiting = deque(outgoing)
+        while waiting:
+            identity, message = waiting.popleft()
+            if identity in self.to_peer:
+                self.to_peer[identity].append(decode(encode(message)))
+            else:
+                waiting.extend(self.core.undelivered(identity, message, None, self.now))
+
+    def move_one(self, peer: Peer) -> bool:
+        """One message each way, if there is one; returns whether there was."""
+        identity = peer.identity
+        frames, messages = self.to_core.get(identity), self.to_peer.get(identity)
+        moved = bool(frames or messages)
+        if messages:
+            self.send(peer, *peer.receive(messages.popleft()))
+        if frames:
+            self.handle(identity, frames.popleft())
+        return moved
+
+    def handle(self, identity: bytes, frame: bytes) -> None:
+        """Let the core take a frame. What it then holds true of all engines must be."""
+        core = self.core
+        state, version, ranks = core.state, core.weights_version, core.ranks().items()
+        outgoing = core.handle(identity, frame, self.now)
+        by_id = {p.engine_id: p for p in self.peers.values() if isinstance(p, FakeEngine)}
+        engines = [by_id[i] for _, i in ranks & core.ranks().items() if i in by_id]
+        if core.state is not state:
+            assert {engine.state for engine in engines} <= {core.state.engine_state.name}
+        if core.weights_version != version:
+            promised = {(engine.prepared or engine).version for engine in engines}
+            assert version < core.weights_version
+            assert promised <= {core.weights_version}, "decided before all had voted"
+        self.route(outgoing)
+
+    def run(self, *only: Peer) -> None:
+        """Move all there is, of some peers or of all."""
+        self.route(self.core.tick(self.now))
+        while any([self.move_one(peer) for peer in only or list(self.peers.values())]):
+            self.route(self.core.tick(self.now))
+
+    def run_to(self, peer: Peer) -> None:
+        """Let a peer see what waits for it, and drop what it answers."""
+        messages = self.to_peer[peer.identity]
+        while messages:
+            peer.receive(messages.popleft())
+
+    def give(self, client: FakeClient, message: Command | UpdateWeights) -> Ack | Nack | None:
+        """Send a command and move all; returns the answer if there is one."""
+        self.send(client, message)
+        self.run()
+        return client.answer(message)
+
+    def pass_time(self, seconds: float, *, silent: Sequence[Peer] = ()) -> None:
+        """Time goes by; all but the silent peers are heard each second."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 1.0, end)
+            for peer in list(self.peers.values()):
+                if not any(peer is other for other in silent):
+                    is_engine = isinstance(peer, FakeEngine)
+                    beat = peer.heartbeat() if is_engine else Heartbeat(sequence=0)
+                    self.handle(peer.identity, encode(beat))
+            self.route(self.core.tick(self.now))
+
+    def step_all(self, num_tokens: int = 2) -> None:
+        for peer in list(self.peers.values()):
+            if isinstance(peer, FakeEngine):
+                self.send(peer, *peer.step(num_tokens))
+        self.run()
+
+    def finish(self, max_steps: int = 500) -> None:
+        """Step until no engine holds anything."""
+        for _ in range(max_steps):
+            self.step_all()
+            for peer in list(self.peers.values()):
+                if isinstance(peer, FakeEngine) and peer.must_register:
+                    self.redial(peer)
+            self.run()
+            engines = [peer for peer in self.peers.values() if isinstance(peer, FakeEngine)]
+            if not any(engine.held for engine in engines):
+                return
+        raise AssertionError("the engines do not come to an end")

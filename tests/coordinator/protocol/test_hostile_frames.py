@@ -1,0 +1,290 @@
+"""Frames from anyone: decode returns a message or raises ProtocolError, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import time
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout import ProtocolError, SamplingParams
+from rollout.coordinator.protocol import framing
+from rollout.coordinator.protocol.framing import unpack
+from rollout.coordinator.protocol.messages import (
+    MESSAGE_TYPES,
+    EngineReply,
+    Headers,
+    decode,
+    encode,
+    pack_params,
+    unpack_params,
+    unpack_record,
+)
+from rollout.errors import RolloutError
+from tests.coordinator.message_strategies import TYPES, messages, plain
+from tests.coordinator.protocol.test_message_fields import EXAMPLES
+
+LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
+NUM_FRAMES = 100_000 if LONG else 10_000
+MiB = 2**20
+FRAMES = [encode(example) for example in EXAMPLES if type(example) in TYPES]
+
+
+def outcome(frame: bytes) -> type:
+    """The type of what decode returns or raises; another error than ours is raised on."""
+    try:
+        return type(decode(frame))
+    except ProtocolError:
+        return ProtocolError
+
+
+def traced(frame: bytes) -> tuple[type, int, float]:
+    """Outcome, peak bytes that Python allocated, seconds."""
+    tracemalloc.start()
+    start = time.perf_counter()
+    try:
+        return outcome(frame), tracemalloc.get_traced_memory()[1], time.perf_counter() - start
+    finally:
+        tracemalloc.stop()
+
+
+# ---- a frame that is no message
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"", "not a msgpack value"),
+        (b"\xc1", "not a msgpack value"),
+        (b"\xc0", "starts with a header, got NoneType"),
+        (b"\x80", "starts with a header, got dict"),
+        (b"\x90", "starts with a header, got an empty one"),
+        (b"\x91\xa1a", "the header is no integer but str"),
+        (b"\x91\xc3", "the header is no integer but bool"),
+        (b"\x91\xcb\x40\x34\0\0\0\0\0\0", "the header is no integer but float"),
+        (b"\x91\x05", "unknown header 5"),
+        (b"\x91\xff", "unknown header -1"),
+        (b"\x91\xcf" + b"\xff" * 8, f"unknown header {2**64 - 1}"),
+        (b"\x91\x48", "Heartbeat has 2 fields, got 0"),
+        (b"\x93\x48\xff\xc0", "Heartbeat.sequence: int -1 is not in"),
+        (b"\x93\x48\x01\xc0\xc0", "not a msgpack value"),
+        (b"\x92\x3c\xa1\xff", "not a msgpack value"),  # no UTF-8
+        (b"\x92\x3c\xd6\xff\0\0\0\0", "Disconnect.reason: expected str, got Timestamp"),
+        (b"\x92\x3c\xc7\x00\x01", "Disconnect.reason: expected str, got ExtType"),
+    ],
+)
+def test_what_is_wrong_is_named(frame, reason):
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_no_beginning_of_a_message_is_a_message():
+    for frame in FRAMES:
+        for end in range(len(frame)):
+            with pytest.raises(ProtocolError):
+                decode(frame[:end])
+
+
+@settings(max_examples=200 if LONG else 20, deadline=None)
+@given(messages(), st.binary(min_size=1, max_size=8))
+def test_no_message_with_something_behind_it_is_a_message(message, tail):
+    with pytest.raises(ProtocolError):
+        decode(encode(message) + tail)
+
+
+def test_random_bytes_raise_nothing_else():
+    rng = np.random.default_rng(0)
+    outcomes = [outcome(rng.bytes(rng.integers(0, 200))) for _ in range(NUM_FRAMES // 2)]
+    headers = [int(header) for header in Headers]
+    for _ in range(NUM_FRAMES // 2):
+        header = int(rng.choice(headers))
+        start = bytes([0x90 | int(rng.integers(0, 12)), header])
+        outcomes.append(outcome(start + rng.bytes(rng.integers(0, 60))))
+    assert len(outcomes) == NUM_FRAMES
+    assert set(outcomes) <= {ProtocolError, *TYPES}
+
+
+def mutated(frame: bytes, rng: np.random.Generator) -> bytes:
+    """`frame` with one to three bytes or pieces changed."""
+    changed = bytearray(frame)
+    for _ in range(rng.integers(1, 4)):
+        at, kind = int(rng.integers(0, len(changed) + 1)), rng.integers(0, 5)
+        if kind == 0 and at < len(changed):
+            changed[at] = rng.integers(0, 256)
+        elif kind == 1 and at < len(changed):
+            changed[at] ^= 1 << int(rng.integers(0, 8))
+        elif kind == 2:
+            changed[at:at] = rng.bytes(rng.integers(1, 5))
+        elif kind == 3:
+            del changed[at : at + int(rng.integers(1, 5))]
+        else:
+            other = FRAMES[rng.integers(0, len(FRAMES))]
+            changed[at:] = other[min(at, len(other)) :]
+    return bytes(changed)
+
+
+def test_mutated_messages_raise_nothing_else():
+    rng = np.random.default_rng(1)
+    outcomes = [outcome(mutated(FRAMES[i % len(FRAMES)], rng)) for i in range(NUM_FRAMES)]
+    num_refused = outcomes.count(ProtocolError)
+    assert set(outcomes) <= {ProtocolError, *TYPES}
+    assert NUM_FRAMES // 4 < num_refused < NUM_FRAMES  # both ways out are tried
+
+
+@settings(max_examples=1000 if LONG else 100, deadline=None)
+@given(st.sampled_from(sorted(Headers)), st.lists(plain, max_size=10))
+def test_fields_of_any_type_raise_nothing_else(header, fields):
+    outcome(msgpack.packb([int(header), *fields]))
+
+
+@settings(max_examples=1000 if LONG else 100, deadline=None)
+@given(plain, st.sampled_from(["requests", "latency"]))
+def test_packed_parts_of_any_type_raise_nothing_else(value, key):
+    encoded = {"requests": [], "latency": None, key: [value]}
+    for packed in (msgpack.packb(value), msgpack.packb(encoded)):
+        for read in (unpack_record, unpack_params):
+            try:
+                read(packed)
+            except RolloutError:
+                continue
+
+
+def test_mutated_params_raise_nothing_else():
+    rng = np.random.default_rng(2)
+    packed = pack_params(SamplingParams(stop_words=["a"]))
+    for _ in range(NUM_FRAMES // 10):
+        try:
+            unpack_params(mutated(packed, rng))
+        except RolloutError:
+            continue
+
+
+# ---- what a frame claims is not what it costs
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\xdc\xff\xff" * 1300,
+        b"\xdd\x00\x00\x0f\x00" * 800,
+        b"\xdd\x00\x03\xff\xff" * 10_000,
+        b"\x91" * 3000,
+        b"\x91" * 100_000,
+        b"\x81\xa1a" * 3000,
+    ],
+)
+@pytest.mark.parametrize("tail_bytes", [0, 100, MiB])
+def test_a_claim_of_gigabytes_allocates_little(claim, tail_bytes):
+    frame = b"\x95" + bytes([Headers.SUBMIT_REQUEST]) + claim + bytes(tail_bytes)
+    found, peak_bytes, seconds = traced(frame)
+    assert found is ProtocolError
+    assert peak_bytes < 48 * MiB
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa2ab", b"\xcb" + b"\0" * 8])
+def test_a_full_frame_of_small_items_is_not_built(item):
+    num_items = 64 * MiB // len(item) - 16
+    frame = b"\x91\xdd" + num_items.to_bytes(4, "big") + item * num_items
+    assert len(frame) <= 64 * MiB
+    found, peak_bytes, seconds = traced(frame)
+    assert found is ProtocolError
+    assert peak_bytes < MiB
+    assert seconds < 1
+
+
+def test_many_full_lists_are_not_built_either():
+    inner = b"\xdc\xff\xff" + b"\x90" * 65_535
+    frame = b"\xdc\x03\x00" + inner * 0x300
+    found, peak_bytes, _ = traced(frame)
+    assert found is ProtocolError
+    assert peak_bytes < MiB
+
+
+def test_an_oversized_frame_is_not_looked_at():
+    frame = bytes(64 * MiB + 1)
+    found, peak_bytes, seconds = traced(frame)
+    assert found is ProtocolError
+    assert peak_bytes < MiB
+    assert seconds < 0.5
+
+
+def test_an_honest_large_reply_costs_its_bytes_once():
+    frame = encode(EngineReply(request_id=1, record=bytes(8 * MiB)))
+    found, peak_bytes, _ = traced(frame)
+    assert found is EngineReply
+    assert peak_bytes < 9 * MiB
+
+
+def test_a_fault_in_a_large_frame_is_shown_in_few_words():
+    frame = msgpack.packb([int(Headers.DISCONNECT), b"x" * MiB])
+    with pytest.raises(ProtocolError, match=r"^Disconnect.reason: expected str, got bytes$"):
+        decode(frame)
+
+
+# ---- the walk that looks before msgpack builds
+
+
+@settings(max_examples=1000 if LONG else 200, deadline=None)
+@given(plain, st.binary(max_size=40))
+def test_the_walk_agrees_with_msgpack_on_what_is_complete(value, noise):
+    packed = msgpack.packb(value)
+    framing._walk(packed, 1000)
+    for candidate in (packed[:-1], packed + b"\0", noise, packed[:5] + noise):
+        try:
+            msgpack.unpackb(candidate, raw=True, strict_map_key=False)
+        except (ValueError, TypeError):  # TypeError: a map's key that is itself a map
+            continue
+        framing._walk(candidate, 1000)
+
+
+@pytest.mark.parametrize("first", [first for first in range(256) if first != 0xC1])  # unused
+def test_the_walk_knows_every_first_byte(first):
+    """A value that msgpack reads from `first` and n zeros ends where the walk ends."""
+    tail = bytes(80)
+    for end in range(1, 80):
+        packed = bytes([first]) + tail[: end - 1]
+        if complete(packed):
+            framing._walk(packed, 1000)
+            return
+        with pytest.raises(ProtocolError, match="cut short"):
+            framing._walk(packed, 1000)
+    pytest.fail(f"{first:#x} never ends")
+
+
+def complete(packed: bytes) -> bool:
+    unpacker = msgpack.Unpacker(raw=True, strict_map_key=False)
+    unpacker.feed(packed)
+    try:
+        unpacker.skip()
+    except msgpack.OutOfData:
+        return False
+    return unpacker.tell() == len(packed)
+
+
+def test_as_many_items_as_allowed_are_read():
+    values = [0] * (framing.DEFAULT_MAX_ITEMS - 1)
+    assert unpack(msgpack.packb(values)) == values
+    with pytest.raises(ProtocolError, match="items or more"):
+        unpack(msgpack.packb([*values, 0]))
+
+
+def test_a_reply_ack_may_name_very_many():
+    attempts = [[i, 0] for i in range(50_000)]
+    assert len(decode(msgpack.packb([int(Headers.REPLY_ACK), attempts])).attempts) == 50_000
+
+
+def test_every_type_of_message_is_mutated():
+    assert {MESSAGE_TYPES[Headers(frame[1])] for frame in FRAMES} == set(TYPES)

@@ -1,0 +1,358 @@
+"""The coordinator as a process of its own, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Connect,
+    Disconnect,
+    EngineReply,
+    Heartbeat,
+    Message,
+    Nack,
+    decode,
+    encode,
+)
+from rollout.coordinator.router import CurveServerKeys
+from rollout.errors import ConfigError
+from tests.coordinator.fake_client import FakeClient
+from tests.coordinator.fake_engine import FakeEngine, tokens_of
+
+pytestmark = pytest.mark.distributed
+WAIT_S = 30.0
+
+
+class LetterTokenizer:
+    """One token per character."""
+
+    eos_id = None
+    bos_id = 1
+    vocab_size = 50000
+
+    def encode(self, text: str) -> list[int]:
+        if "slow" in text:
+            time.sleep(0.5)
+        if "broken" in text:
+            raise ValueError("cannot read this")
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class Line:
+    """A DEALER with one of the fakes behind it, driven by hand."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        peer: FakeEngine | FakeClient,
+        *,
+        server_public: bytes | None = None,
+    ) -> None:
+        self.peer = peer
+        self.socket = context.socket(zmq.DEALER)
+        if server_public is not None:
+            public, secret = zmq.curve_keypair()
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.socket.connect(address)
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.socket.send(encode(message))
+
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """Take what is there and answer; an engine then makes a step."""
+        is_here = self.socket.poll(wait_s * 1000) != 0
+        while self.socket.poll(0):
+            self.send(*self.peer.receive(decode(self.socket.recv())))
+        if isinstance(self.peer, FakeEngine):
+            self.send(*self.peer.step())
+        return is_here
+
+
+def until(condition: Callable[[], object], *lines: Line) -> None:
+    """Turn the lines until it holds."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        for line in lines:
+            line.turn(0.01)
+
+
+@contextmanager
+def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
+    """A started coordinator and its address; it must be gone at the end."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    ready = spawn.Event()
+    options = {"data_parallel_size": 2, "tokenizer": LetterTokenizer()} | options
+    process = spawn.Process(
+        target=DataParallelInferenceCoordinator.entrypoint, args=(there, ready), kwargs=options
+    )
+    process.start()
+    try:
+        assert ready.wait(WAIT_S)
+        assert here.poll(WAIT_S)
+        yield process, here.recv()
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+@contextmanager
+def lines(address: str, num_engines: int = 2) -> Iterator[tuple[Line, list[Line]]]:
+    """A greeted client and registered engines."""
+    context = zmq.Context()
+    client = Line(context, address, FakeClient(b"c", b"c" * 16))
+    client.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"c" * 16))
+    engines = []
+    for index in range(num_engines):
+        engine = FakeEngine(b"e%d" % index, bytes([index]) * 16)
+        engines.append(Line(context, address, engine))
+        engines[-1].send(engine.registration())
+    try:
+        until(lambda: all(line.peer.rank is not None for line in engines), *engines)
+        yield client, engines
+    finally:
+        context.destroy(linger=0)
+
+
+def hostile_frames() -> list[bytes]:
+    return [b"", b"\xc1", b"\x93\x01\x02\x03", b"\xdd\xff\xff\xff\xff", pack([999]), pack([20, 1])]
+
+
+def test_requests_commands_and_garbage_through_a_process_that_leaves_nothing_behind() -> None:
+    with (
+        coordinator_process() as (_, address),
+        lines(address) as (client, engines),
+    ):
+        fake = client.peer
+        assert isinstance(fake, FakeClient)
+        everybody = (client, *engines)
+        client.send(fake.submission([9, 5], streaming=True))
+        for frame in hostile_frames():
+            client.socket.send(frame)
+            engines[0].socket.send(frame)
+            engines[1].socket.send_multipart([frame, b"more"])
+        until(lambda: all(asked.replies for asked in fake.asked.values()), *everybody)
+        assert [a.replies[0].record for a in fake.asked.values()] == [
+            pack(tokens_of(a.seed, 0, a.num_total)) for a in fake.asked.values()
+        ]
+        pause = fake.command(Headers.PAUSE)
+        client.send(pause)
+        until(lambda: fake.answer(pause), *everybody)
+        assert isinstance(fake.answer(pause), Ack)
+        assert [line.peer.state for line in engines] == ["PAUSED", "PAUSED"]
+        refused = fake.command(Headers.RESUME)
+        stop = fake.command(Headers.SHUTDOWN)
+        client.send(refused, stop)
+        until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), *everybody)
+        assert isinstance(fake.answer(refused), Ack)  # what it leads to is there already
+        assert isinstance(fake.answer(stop), Ack)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        probe.bind(address)  # nobody has the port any more
+
+
+def test_texts_are_tokenized_beside_the_loop_and_a_bad_one_fails_alone() -> None:
+    with coordinator_process() as (process, address), lines(address) as (client, engines):
+        fake = client.peer
+        assert isinstance(fake, FakeClient)
+        client.send(fake.submission([3], prompt="slow"), fake.submission([3], prompt="broken"))
+        sent_at = time.monotonic()
+        client.send(Heartbeat(sequence=7))
+        until(lambda: Heartbeat(sequence=7) in fake.seen, client)
+        assert time.monotonic() - sent_at < 0.4, "the loop waited for the tokenizer"
+        until(lambda: all(asked.replies for asked in fake.asked.values()), client, *engines)
+        assert not fake.asked[0].replies[0].is_failed
+        assert "cannot read" in str(fake.asked[1].replies[0].error)
+        process.terminate()
+        until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client)
+
+
+def test_a_stop_fails_what_is_unfinished_and_writes_the_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    coordinator = DataParallelInferenceCoordinator(
+        None, 1, None, schedule_output_path=str(path), limits=CoordinatorLimits(heartbeat_s=0.2)
+    )
+    thread = threading.Thread(target=coordinator.start)
+    thread.start()
+    try:
+        with lines(coordinator.address, num_engines=1) as (client, _):
+            fake = client.peer
+            assert isinstance(fake, FakeClient)
+            client.send(fake.submission([3]))
+            until(lambda: coordinator.counters.num_requests == 1, client)
+            coordinator.stop()
+            until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client)
+            (reply,) = (m for m in fake.seen if isinstance(m, EngineReply))
+            assert reply.error is not None
+    finally:
+        coordinator.stop()
+        thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert json.loads(path.read_text())["num_requests"] == 1
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() -> None:
+    coordinator = DataParallelInferenceCoordinator(None, 1, None, max_frame_bytes=10_000)
+    thread = threading.Thread(target=coordinator.start)
+    thread.start()
+    try:
+        with lines(coordinator.address, num_engines=1) as (client, engines):
+            fake = client.peer
+            assert isinstance(fake, FakeClient)
+            stranger = zmq.Context.instance().socket(zmq.DEALER)
+            stranger.connect(coordinator.address)
+            stranger.send(b"x" * 20_000)
+            client.send(fake.submission([3]))
+            until(lambda: fake.asked[0].replies, client, *engines)
+            stranger.close(linger=0)
+    finally:
+        coordinator.stop()
+        thread.join(WAIT_S)
+
+
+def test_it_ends_when_its_parent_is_killed() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    parent = spawn.Process(target=parent_of_a_coordinator, args=(there,))
+    parent.start()
+    try:
+        assert here.poll(WAIT_S)
+        pid = here.recv()
+        os.kill(parent.pid or 0, signal.SIGKILL)
+        end = time.monotonic() + WAIT_S
+        while is_running(pid):
+            assert time.monotonic() < end, "it outlived its parent"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.join()
+
+
+def parent_of_a_coordinator(report: Connection) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    _, there = spawn.Pipe()
+    ready = spawn.Event()
+    child = spawn.Process(
+        target=DataParallelInferenceCoordinator.entrypoint, args=(there, ready, 1, None)
+    )
+    child.start()
+    ready.wait(WAIT_S)
+    report.send(child.pid)
+    time.sleep(WAIT_S)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody waits for has ended."""
+    with suppress(OSError):
+        return " Z" not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 0},
+        {"host": "0.0.0.0"},
+        {"host": "nowhere"},
+        {"enable_prefix_caching": True},
+        {"prefix_caching_coordinator_policy": "round"},
+        {"schedule_output_path": "/nowhere/at/all.json"},
+    ],
+)
+def test_illegal_options_are_refused_and_nothing_stays_bound(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        DataParallelInferenceCoordinator(
+            *(None, options.pop("data_parallel_size", 1), None), **options
+        )
+
+
+def test_other_machines_are_let_in_where_that_is_asked_for() -> None:
+    coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", insecure=True)
+    coordinator.stop()
+    assert coordinator.address.startswith("tcp://0.0.0.0:")
+
+
+def test_a_peer_of_another_protocol_version_is_told_so() -> None:
+    coordinator = DataParallelInferenceCoordinator(None, 1, None)
+    thread = threading.Thread(target=coordinator.start)
+    thread.start()
+    context = zmq.Context()
+    try:
+        line = Line(context, coordinator.address, FakeClient(b"c", b"c" * 16))
+        line.send(Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16))
+        until(lambda: line.peer.seen, line)
+        (nack,) = line.peer.seen
+        assert isinstance(nack, Nack)
+        assert "protocol" in str(nack.error.message)
+    finally:
+        context.destroy(linger=0)
+        coordinator.stop()
+        thread.join(WAIT_S)
+
+
+def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
+    limits = CoordinatorLimits(client_lease_s=2, engine_lease_s=2, heartbeat_s=0.1)
+    with (
+        coordinator_process(limits=limits) as (process, address),
+        lines(address) as (client, engines),
+    ):
+        fake = client.peer
+        assert isinstance(fake, FakeClient)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(process.pid, signal.SIGCONT)
+        client.send(fake.submission([5]))
+        until(lambda: fake.asked[0].replies, client, *engines)
+        assert not any(isinstance(m, Nack) for line in (client, *engines) for m in line.peer.seen)
+        client.send(fake.command(Headers.SHUTDOWN))
+        until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
+
+
+def test_with_keys_only_those_who_know_the_public_one_are_heard() -> None:
+    public, secret = zmq.curve_keypair()
+    keys = CurveServerKeys(public=public, secret=secret)
+    coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", curve=keys)
+    thread = threading.Thread(target=coordinator.start)
+    thread.start()
+    address = coordinator.address.replace("0.0.0.0", "127.0.0.1")
+    context = zmq.Context()
+    try:
+        outsider = Line(context, address, FakeClient(b"o", b"o" * 16))
+        outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
+        insider = Line(context, address, FakeClient(b"i", b"i" * 16), server_public=public)
+        insider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"i" * 16))
+        until(lambda: insider.peer.seen, insider, outsider)
+        assert not outsider.peer.seen
+        assert coordinator.counters.num_frames == 1
+    finally:
+        context.destroy(linger=0)
+        coordinator.stop()
+        thread.join(WAIT_S)
