@@ -1,5 +1,6 @@
 """A rollout engine that lives inside a reinforcement-learning job for language models."""
 
+from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.llm import LLM
 from rollout.apis.rollout_group import RolloutGroup
 from rollout.config import (
@@ -9,6 +10,8 @@ from rollout.config import (
     PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
 )
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
@@ -48,9 +51,11 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import HFTokenizer, Tokenizer
 
 __all__ = [
+    "AsyncLLM",
     "BlockOverflowError",
     "ConfigError",
     "ContextOverflowError",
+    "DataParallelInferenceCoordinator",
     "DynamicInferenceEngine",
     "DynamicInferenceEvent",
     "DynamicInferenceEventType",
@@ -62,6 +67,7 @@ __all__ = [
     "EventPayloadError",
     "HFTokenizer",
     "InferenceConfig",
+    "InferenceClient",
     "InferenceRequest",
     "InvalidRequestError",
     "KVCacheManagementMode",

@@ -1,0 +1,207 @@
+"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rollout.apis.fleet_processes import EngineRecipe, FleetProcesses
+from rollout.apis.prompts import Prompt, as_batch, per_sample
+from rollout.apis.text_output import finished_request
+from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.publisher import WeightPublisher
+from rollout.errors import ConfigError, EngineStateError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.runner.weight_update import NamedTensors
+from rollout.sampling_params import SamplingParams
+from rollout.text import Tokenizer, as_tokenizer
+
+Results = dict[str, Any]
+
+
+class AsyncLLM:
+    """A model in `data_parallel_size` engine processes behind a coordinator. An async context
+    manager: leaving it ends all processes.
+
+    `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
+    on all engines, and return when the last one has confirmed.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        tokenizer: Tokenizer | Any | None = None,
+        inference_config: InferenceConfig | None = None,
+        *,
+        use_coordinator: bool = True,
+        data_parallel_size: int = 1,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        weights_version: int = 0,
+    ) -> None:
+        """Raises ConfigError, ModelError and whatever else keeps a process from starting."""
+        if not use_coordinator:
+            raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
+        if tokenizer is None and isinstance(model, str | Path):
+            tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
+        recipe = EngineRecipe(
+            model=model,
+            config=inference_config or InferenceConfig(),
+            tokenizer=self.tokenizer,
+            weights_version=weights_version,
+        )
+        self._fleet = FleetProcesses(
+            recipe,
+            data_parallel_size=data_parallel_size,
+            host=coordinator_host,
+            port=coordinator_port,
+        )
+        self._seed = recipe.config.seed
+        self._publisher = WeightPublisher()
+        self._update_turn = asyncio.Lock()
+        self._client: InferenceClient | None = None
+        self._is_shut_down = False
+
+    @property
+    def address(self) -> str:
+        """Of the coordinator: other clients, and engines, may dial it."""
+        return self._fleet.address
+
+    async def start(self) -> None:
+        """Connect; done by `async with`, and by the first use."""
+        await self._connected()
+
+    async def _connected(self) -> InferenceClient:
+        if self._is_shut_down:
+            raise EngineStateError("this AsyncLLM is shut down; make a new one")
+        if self._client is None:
+            client = InferenceClient(self._fleet.address, seed=self._seed)
+            await client.start()
+            self._client = client
+        return self._client
+
+    # ---- generation
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        n: int = 1,
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
+
+        The list is prompt-major, in input order. Raises InvalidRequestError for a malformed prompt;
+        a request that cannot run comes back FAILED, or its error is raised if no engine took it.
+        """
+        client = await self._connected()
+        batch, is_single = as_batch(prompts)
+        groups = per_sample(sampling_params, len(batch), n)
+        futures = [
+            future
+            for prompt, params in zip(batch, groups, strict=True)
+            for future in client.add_group(prompt, params)
+        ]
+        try:
+            records = await asyncio.gather(*futures)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        requests = [finished_request(record, self.tokenizer) for record in records]
+        return requests[0] if is_single and n == 1 else requests
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[list[int] | DynamicInferenceRequest]:
+        """Token ids as they come, each once, then the whole request."""
+        client = await self._connected()
+        stream = client.stream(prompt, sampling_params or SamplingParams())
+        async for item in stream:
+            if hasattr(item, "token_ids"):
+                yield item.token_ids.tolist()
+            else:
+                yield finished_request(item, self.tokenizer)
+
+    # ---- control
+
+    async def pause(self) -> Results:
+        """Stop all engines at their next step."""
+        return await (await self._connected()).pause_engines()
+
+    async def unpause(self) -> Results:
+        """Let generation go on."""
+        return await (await self._connected()).unpause_engines()
+
+    async def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> Results:
+        """Give memory back; unfinished requests stay. The engines must be paused."""
+        client = await self._connected()
+        return await client.suspend_engines(mode, release, discard_weights)
+
+    async def resume(self, only: str | None = None) -> Results:
+        """Have the memory again; once all is back the engines are paused."""
+        return await (await self._connected()).resume_engines(only)
+
+    async def set_generation_epoch(self, version: int) -> Results:
+        """Set the weights version without new weights."""
+        return await (await self._connected()).set_generation_epoch(version)
+
+    async def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> Results:
+        """Replace the weights of all engines, or of none, through one copy in shared memory.
+
+        The tensors must not change until this returns.
+        """
+        client = await self._connected()
+        async with self._update_turn:
+            source = await asyncio.to_thread(self._publisher.publish, named_tensors)
+            try:
+                results = await client.update_weights(source, version, in_flight)
+            except BaseException:
+                self._publisher.drop()
+                raise
+            self._publisher.commit()
+            return results
+
+    async def shutdown(self) -> None:
+        """End all processes. From any state; twice is fine."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        client, self._client = self._client, None
+        try:
+            if client is not None:
+                await client.shutdown_engines(deadline_s=5.0)
+        except Exception:  # whatever the engines say, they are ended below
+            pass
+        finally:
+            if client is not None:
+                await client.aclose()
+            await asyncio.to_thread(self._fleet.close)
+            self._publisher.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
