@@ -1,4 +1,4 @@
-"""FleetProcesses: a coordinator's process and its engines', and their end, however this one ends."""
+"""FleetProcesses: the processes of a coordinator and its engines, and their certain end."""
 
 from __future__ import annotations
 
