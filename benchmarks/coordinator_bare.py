@@ -1,0 +1,223 @@
+"""Bare peers for benchmarks/coordinator.py: a ROUTER that only relays, and DEALERs in a plain loop.
+
+The peers send frames that were encoded before. To the coordinator they speak the protocol: an
+engine puts the request id of the assignment into its reply, a client acknowledges each batch of
+replies in one frame. To the relay they send the same submissions and replies, and read nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import zmq
+
+from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    DEFAULT_MAX_FRAME_BYTES,
+    Connect,
+    ConnectAck,
+    EngineReply,
+    RegisterAck,
+    Sample,
+    SubmitRequest,
+    decode,
+    encode,
+    pack_params,
+)
+from rollout.coordinator.router import Router
+
+_BATCH = 256
+_WAIT_MS = 20_000  # for one message; longer is a fault
+_HELLO = b""  # of an engine to the relay
+# From here on all ids have nine bytes on the wire.
+_FIRST_ID = 2**40
+
+
+def serve_relay(pipe: Connection, num_engines: int) -> None:
+    """One ROUTER that passes on what it gets: engines in turn, their answers to who asked.
+
+    With the socket options and the loop of the coordinator; opens no frame. Ends with the pipe.
+    """
+    router = Router("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+    socket = router.socket
+    pipe.send(router.address)
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(pipe.fileno(), zmq.POLLIN)
+    engines: list[bytes] = []
+    turn = 0
+    while pipe.fileno() not in dict(poller.poll()):
+        for _ in range(_BATCH):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 3:
+                socket.send_multipart(frames[1:], zmq.NOBLOCK)
+            elif frames[1] == _HELLO:
+                engines.append(frames[0])
+                if len(engines) == num_engines:
+                    pipe.send("ready")
+            else:
+                turn = (turn + 1) % num_engines
+                socket.send_multipart((engines[turn], *frames), zmq.NOBLOCK)
+    router.close()
+
+
+def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay: bool) -> None:
+    """Answer each assignment at once, from one DEALER. Ends with the pipe."""
+    with zmq.Context() as context, _dealer(context, address) as socket:
+        socket.send(_HELLO if is_relay else encode(registration(uuid.uuid4().bytes)))
+        if not is_relay:
+            assert isinstance(decode(_next_frame(socket)), RegisterAck)
+        pipe.send("ready")
+        frame = encode(EngineReply(request_id=_FIRST_ID, record=record))
+        head, tail = frame.split(msgpack.packb(_FIRST_ID), 1)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(pipe.fileno(), zmq.POLLIN)
+        while pipe.fileno() not in dict(poller.poll()):
+            for frames in _waiting(socket):
+                if is_relay:
+                    socket.send_multipart((frames[0], frame))
+                    continue
+                fields = msgpack.unpackb(frames[0])
+                if fields[0] == Headers.ASSIGN_REQUEST:
+                    for sample in fields[1]:
+                        socket.send(head + msgpack.packb(sample[0]) + tail)
+
+
+class _BareClient:
+    """One DEALER and the ids of its requests."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, *, is_relay: bool) -> None:
+        self.socket = _dealer(context, address)
+        self._is_relay = is_relay
+        self._next_id = _FIRST_ID
+        self._frames: list[bytes] = []
+        self._sent_at: list[float] = []
+        if not is_relay:
+            greeting = Connect(protocol_version=PROTOCOL_VERSION, client_id=uuid.uuid4().bytes)
+            self.socket.send(encode(greeting))
+            assert isinstance(decode(_next_frame(self.socket)), ConnectAck)
+
+    @property
+    def num_left(self) -> int:
+        return len(self._frames)
+
+    def prepare(self, num_requests: int) -> None:
+        """Encode the submissions to come; the first one is the last of the list."""
+        params = pack_params(PARAMS)
+        ids = range(self._next_id, self._next_id + num_requests)
+        self._next_id = ids.stop
+        self._frames = [
+            encode(
+                SubmitRequest(
+                    samples=(Sample(request_id=i, sampling_params=params, seed=i),),
+                    prompt=prompt(),
+                )
+            )
+            for i in reversed(ids)
+        ]
+        self._sent_at = []
+
+    def submit(self) -> None:
+        self._sent_at.append(time.monotonic())
+        self.socket.send(self._frames.pop())
+
+    def take(self) -> list[float]:
+        """Take the replies that are here and acknowledge them; returns their seconds.
+
+        Those of several engines may come in another order; the sum of the seconds is the same.
+        """
+        replies = list(_waiting(self.socket))
+        now = time.monotonic()
+        if replies and not self._is_relay:
+            # [21, id, ...]: one byte each for the array and the header, nine for the id.
+            ids = [int.from_bytes(frames[0][3:11], "big") for frames in replies]
+            attempts = [[request_id, 0] for request_id in ids]
+            self.socket.send(msgpack.packb([int(Headers.REPLY_ACK), attempts]))
+        latencies = [now - sent_at for sent_at in self._sent_at[: len(replies)]]
+        del self._sent_at[: len(replies)]
+        return latencies
+
+
+def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_relay: bool) -> None:
+    """Do the loads that come through the pipe, until it ends."""
+    with zmq.Context() as context:
+        clients = [_BareClient(context, address, is_relay=is_relay) for _ in range(num_clients)]
+        pipe.send("ready")
+        while (load := next_load(pipe)) is not None:
+            for client in clients:
+                client.prepare(load.num_requests)
+            pipe.send("prepared")
+            pipe.recv()
+            pipe.send(_timed_turns(clients) if load.window == 0 else _timed(clients, load.window))
+        for client in clients:
+            client.socket.close()
+
+
+def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
+    poller, latencies = zmq.Poller(), []
+    num_open = sum(client.num_left for client in clients)
+    start = time.monotonic()
+    for client in clients:
+        poller.register(client.socket, zmq.POLLIN)
+        for _ in range(min(window, client.num_left)):
+            client.submit()
+    client_of = {client.socket: client for client in clients}
+    while len(latencies) < num_open:
+        ready = poller.poll(_WAIT_MS)
+        assert ready, "no reply came"
+        for socket, _ in ready:
+            client = client_of[socket]
+            answered = client.take()
+            latencies += answered
+            for _ in range(min(len(answered), client.num_left)):
+                client.submit()
+    return Timing(start=start, end=time.monotonic(), latencies=latencies)
+
+
+def _timed_turns(clients: Sequence[_BareClient]) -> Timing:
+    start, latencies = time.monotonic(), []
+    while clients[0].num_left:
+        for client in clients:
+            client.submit()
+            assert client.socket.poll(_WAIT_MS), "no reply came"
+            latencies += client.take()
+    return Timing(start=start, end=time.monotonic(), latencies=latencies)
+
+
+# ---- sockets
+
+
+def _dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(address)
+    return socket
+
+
+def _next_frame(socket: zmq.Socket[bytes]) -> bytes:
+    assert socket.poll(_WAIT_MS), "nobody answers"
+    return socket.recv()
+
+
+def _waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """Up to a batch of the messages that are here."""
+    messages: list[list[bytes]] = []
+    while len(messages) < _BATCH:
+        try:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            break
+    return messages
+
+

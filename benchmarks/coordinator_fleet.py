@@ -1,0 +1,150 @@
+"""The processes of benchmarks/coordinator.py: three fleets side by side, measured in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from benchmarks.coordinator_bare import serve_bare_clients, serve_bare_engine, serve_relay
+from benchmarks.coordinator_load import Load, Timing
+from benchmarks.coordinator_real import serve_real_clients, serve_real_engine
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+
+# relay: bare peers. bare: the coordinator with bare peers. real: with real ones.
+WAYS = ("relay", "bare", "real")
+MAX_CLIENT_PROCESSES = 2
+_WAIT_S = 120.0
+# Bare peers send no heartbeats.
+_LIMITS = CoordinatorLimits(client_lease_s=3600, engine_lease_s=3600, progress_deadline_s=3600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Requests per second; CPU seconds per request of the process in the middle, all its threads;
+    and the seconds that each request took."""
+
+    requests_per_s: float
+    cpu_s: float
+    latencies: Sequence[float]
+
+
+class Fleet:
+    """One way to connect clients and engines."""
+
+    def __init__(self, way: str, num_clients: int, num_engines: int, record: bytes) -> None:
+        self._starter = multiprocessing.get_context("forkserver")
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._clients: list[Connection] = []
+        is_relay = {} if way == "real" else {"is_relay": way == "relay"}
+        if way == "relay":
+            middle = self._start(serve_relay, num_engines)
+        else:
+            middle = self._start_coordinator(num_engines)
+        self._middle_pid = self._processes[0].pid or 0
+        address = _answer(middle)
+        serve_engine = serve_real_engine if way == "real" else serve_bare_engine
+        engines = [
+            self._start(serve_engine, address, record, **is_relay) for _ in range(num_engines)
+        ]
+        for engine in engines:
+            _expect(engine, "ready")
+        if way == "relay":
+            _expect(middle, "ready")
+        serve_clients = serve_real_clients if way == "real" else serve_bare_clients
+        num_processes = min(num_clients, MAX_CLIENT_PROCESSES)
+        for index in range(num_processes):
+            num_here = len(range(index, num_clients, num_processes))
+            self._clients.append(self._start(serve_clients, address, num_here, **is_relay))
+        for client in self._clients:
+            _expect(client, "ready")
+
+    def _start(self, serve: Callable[..., None], *arguments: Any, **options: Any) -> Connection:
+        """Start a process; returns this end of the pipe that it gets first."""
+        here, there = self._starter.Pipe()
+        process = self._starter.Process(target=serve, args=(there, *arguments), kwargs=options)
+        process.start()
+        there.close()
+        self._processes.append(process)
+        self._pipes.append(here)
+        return here
+
+    def _start_coordinator(self, num_engines: int) -> Connection:
+        self._is_listening = self._starter.Event()  # kept until the process has opened it
+        return self._start(
+            DataParallelInferenceCoordinator.entrypoint,
+            *(self._is_listening, num_engines, None),
+            limits=_LIMITS,
+        )
+
+    def measure(self, load: Load) -> Measurement:
+        """Let the clients do it. Raises RuntimeError if they do not come to an end."""
+        for client in self._clients:
+            client.send(load)
+        for client in self._clients:
+            _expect(client, "prepared")
+        cpu_before = _cpu_seconds(self._middle_pid)
+        for client in self._clients:
+            client.send("go")
+        timings: list[Timing] = [_answer(client) for client in self._clients]
+        cpu_s = _cpu_seconds(self._middle_pid) - cpu_before
+        latencies = [latency for timing in timings for latency in timing.latencies]
+        seconds = max(t.end for t in timings) - min(t.start for t in timings)
+        return Measurement(
+            requests_per_s=len(latencies) / seconds,
+            cpu_s=cpu_s / len(latencies),
+            latencies=latencies,
+        )
+
+    def close(self) -> None:
+        """End all processes: clients and engines by their pipes, before what is in the middle."""
+        for pipe in reversed(self._pipes):
+            pipe.close()
+        for process in reversed(self._processes):
+            if process.pid == self._middle_pid:
+                process.terminate()
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[str, Fleet]]:
+    """A fleet for each way, which are there at the same time and idle unless measured."""
+    with contextlib.ExitStack() as stack:
+        made: dict[str, Fleet] = {}
+        for way in WAYS:
+            made[way] = Fleet(way, num_clients, num_engines, record)
+            stack.callback(made[way].close)
+        yield made
+
+
+def preload() -> None:
+    """Let processes be forked from one that has imported everything: seconds each less."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, to the nanosecond; Linux numbers such clocks by the pid."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def _answer(pipe: Connection) -> Any:
+    """Raises RuntimeError if none comes."""
+    if not pipe.poll(_WAIT_S):
+        raise RuntimeError(f"a process of the benchmark says nothing for {_WAIT_S:g} s")
+    return pipe.recv()
+
+
+def _expect(pipe: Connection, word: str) -> None:
+    answer = _answer(pipe)
+    if answer != word:
+        raise RuntimeError(f"a process of the benchmark said {answer!r} and not {word!r}")

@@ -1,0 +1,84 @@
+"""What the clients of benchmarks/coordinator.py are to do, and what is sent while they do it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout.coordinator.protocol.messages import Register, pack_record
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import Status
+from rollout.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 128
+PARAMS = SamplingParams(num_tokens_to_generate=16, return_log_probs=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the clients of one process are to do. `window`: requests under way per client; 0 is one
+    at a time of all clients of the process, which take turns."""
+
+    num_requests: int  # per client
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When the first request was submitted and the last was answered; seconds of each request."""
+
+    start: float
+    end: float
+    latencies: Sequence[float]
+
+
+def prompt() -> npt.NDArray[np.int32]:
+    return np.arange(PROMPT_TOKENS, dtype=np.int32)
+
+
+def reply_record(num_tokens: int) -> bytes:
+    """The packed record of a request that has finished with log-probs."""
+    request = DynamicInferenceRequest(
+        request_id=0,
+        prompt_tokens=torch.arange(PROMPT_TOKENS),
+        sampling_params=SamplingParams(num_tokens_to_generate=num_tokens, return_log_probs=True),
+        status=Status.COMPLETED,
+        finish_reason="length",
+        generated_tokens=[(7919 * i) % 50_000 for i in range(num_tokens)],
+        generated_log_probs=[-1.0 - i / num_tokens for i in range(num_tokens)],
+        tpot=[0.01 + i * 1e-7 for i in range(num_tokens)],
+        context_kv_version_min=[0] * num_tokens,
+        context_kv_version_mean=[0.0] * num_tokens,
+    )
+    request.policy_spans.append(num_tokens, 0)
+    request.freeze_versions(0)
+    return pack_record(DynamicInferenceRequestRecord.from_request(request))
+
+
+def registration(engine_id: bytes) -> Register:
+    """Of an engine that takes whatever comes."""
+    return Register(
+        engine_id=engine_id,
+        state="RUNNING",
+        weights_version=0,
+        weights_checksum="",
+        block_size_tokens=16,
+        max_requests=4096,
+    )
+
+
+def next_load(pipe: Connection) -> Load | None:
+    """What comes through the pipe next; None at its end."""
+    try:
+        load: Load | None = pipe.recv()
+    except EOFError:
+        return None
+    gc.collect()
+    return load

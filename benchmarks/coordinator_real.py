@@ -1,0 +1,81 @@
+"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on EngineLinks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from multiprocessing.connection import Connection
+
+from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.protocol.messages import AssignRequest, EngineReply, EngineStatus
+
+
+def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
+    """Answer each assignment at once, through an EngineLink. Ends with the pipe."""
+    engine_id = uuid.uuid4().bytes
+    status = EngineStatus(
+        state="RUNNING",
+        num_steps=0,
+        num_waiting=0,
+        num_running=0,
+        num_blocks_free=0,
+        weights_version=0,
+    )
+    with EngineLink(
+        address, registration=lambda: registration(engine_id), status=lambda: status
+    ) as link:
+        link.wait_registered(30.0)
+        pipe.send("ready")
+        while not pipe.poll():
+            for message in link.receive(0.2):
+                if isinstance(message, AssignRequest):
+                    for sample in message.samples:
+                        reply = EngineReply(
+                            request_id=sample.request_id, attempt=sample.attempt, record=record
+                        )
+                        link.send(reply)
+
+
+def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:
+    """As `serve_bare_clients`, with InferenceClients on one event loop."""
+    asyncio.run(_real_clients(pipe, address, num_clients))
+
+
+async def _real_clients(pipe: Connection, address: str, num_clients: int) -> None:
+    clients = [InferenceClient(address) for _ in range(num_clients)]
+    for client in clients:
+        await client.start()
+    pipe.send("ready")
+    while (load := await asyncio.to_thread(next_load, pipe)) is not None:
+        pipe.send("prepared")
+        await asyncio.to_thread(pipe.recv)
+        latencies: list[float] = []
+        start = time.monotonic()
+        if load.window == 0:
+            for _ in range(load.num_requests):
+                for client in clients:
+                    await _ask(client, 1, latencies)
+        else:
+            await asyncio.gather(
+                *(
+                    _ask(client, len(range(place, load.num_requests, load.window)), latencies)
+                    for client in clients
+                    for place in range(load.window)
+                )
+            )
+        pipe.send(Timing(start=start, end=time.monotonic(), latencies=latencies))
+    for client in clients:
+        await client.aclose()
+
+
+async def _ask(client: InferenceClient, num_requests: int, latencies: list[float]) -> None:
+    tokens = prompt()
+    for _ in range(num_requests):
+        start = time.monotonic()
+        await client.add_request(tokens, PARAMS)
+        latencies.append(time.monotonic() - start)
+
+
