@@ -107,6 +107,13 @@ def as_tokenizer(source: Any) -> Tokenizer:
     raise TypeError(f"{type(source).__name__} is no tokenizer: it lacks encode() or decode()")
 
 
+def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
+    """`tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with one."""
+    if tokenizer is None and isinstance(model, (str, os.PathLike)):
+        tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
+    return None if tokenizer is None else as_tokenizer(tokenizer)
+
+
 class IncrementalDetokenizer:
     """Turns a growing list of ids into text, piece by piece.
 

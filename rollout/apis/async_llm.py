@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rollout.apis.fleet_processes import EngineRecipe, FleetProcesses
+from rollout.apis.fleet_reports import (
+    engine_stats,
+    resume_report,
+    suspend_report,
+    weight_update_report,
+)
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.text_output import finished_request
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.publisher import WeightPublisher
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.runner.weight_update import NamedTensors
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer, as_tokenizer
+from rollout.text import Tokenizer, tokenizer_of
 
-Results = dict[str, Any]
+Results = Mapping[str, Any]
 
 
 class AsyncLLM:
@@ -46,9 +57,7 @@ class AsyncLLM:
         """Raises ConfigError, ModelError and whatever else keeps a process from starting."""
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
-        if tokenizer is None and isinstance(model, str | Path):
-            tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
-        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
+        self.tokenizer = tokenizer_of(model, tokenizer)
         recipe = EngineRecipe(
             model=model,
             config=inference_config or InferenceConfig(),
@@ -66,11 +75,36 @@ class AsyncLLM:
         self._update_turn = asyncio.Lock()
         self._client: InferenceClient | None = None
         self._is_shut_down = False
+        self._state, self._weights_version = EngineState.RUNNING, weights_version
 
     @property
     def address(self) -> str:
         """Of the coordinator: other clients, and engines, may dial it."""
         return self._fleet.address
+
+    @property
+    def client(self) -> InferenceClient:
+        """For what the verbs do not offer: aborts, deadlines, priorities. Raises EngineStateError
+        unless started.
+        """
+        if self._client is None:
+            raise EngineStateError("this AsyncLLM is not started, or shut down already")
+        return self._client
+
+    @property
+    def state(self) -> EngineState:
+        """Of all engines, as the answer to the latest verb told; other clients may order, too."""
+        return self._state
+
+    @property
+    def weights_version(self) -> int:
+        """Of all engines, as `state`."""
+        return self._weights_version
+
+    def _told(self, results: Results) -> Results:
+        self._state = CoordinatorState[results["state"]].engine_state
+        self._weights_version = results["weights_version"]
+        return results
 
     async def start(self) -> None:
         """Connect; done by `async with`, and by the first use."""
@@ -83,6 +117,8 @@ class AsyncLLM:
             client = InferenceClient(self._fleet.address, seed=self._seed)
             await client.start()
             self._client = client
+            if client.coordinator is not None:
+                self._told(asdict(client.coordinator))
         return self._client
 
     # ---- generation
@@ -129,41 +165,44 @@ class AsyncLLM:
 
     # ---- control
 
-    async def pause(self) -> Results:
+    async def pause(self) -> None:
         """Stop all engines at their next step."""
-        return await (await self._connected()).pause_engines()
+        self._told(await (await self._connected()).pause_engines())
 
-    async def unpause(self) -> Results:
+    async def unpause(self) -> None:
         """Let generation go on."""
-        return await (await self._connected()).unpause_engines()
+        self._told(await (await self._connected()).unpause_engines())
 
     async def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
-    ) -> Results:
+    ) -> SuspendReport:
         """Give memory back; unfinished requests stay. The engines must be paused."""
         client = await self._connected()
-        return await client.suspend_engines(mode, release, discard_weights)
+        return suspend_report(
+            self._told(await client.suspend_engines(mode, release, discard_weights))
+        )
 
-    async def resume(self, only: str | None = None) -> Results:
+    async def resume(self, only: str | None = None) -> ResumeReport:
         """Have the memory again; once all is back the engines are paused."""
-        return await (await self._connected()).resume_engines(only)
+        return resume_report(self._told(await (await self._connected()).resume_engines(only)))
 
-    async def set_generation_epoch(self, version: int) -> Results:
+    async def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights."""
-        return await (await self._connected()).set_generation_epoch(version)
+        self._told(await (await self._connected()).set_generation_epoch(version))
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
-    ) -> Results:
+    ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through one copy in shared memory.
 
         The tensors must not change until this returns.
         """
         client = await self._connected()
         async with self._update_turn:
+            start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)
             try:
                 results = await client.update_weights(source, version, in_flight)
@@ -171,13 +210,18 @@ class AsyncLLM:
                 self._publisher.drop()
                 raise
             self._publisher.commit()
-            return results
+            seconds = time.perf_counter() - start
+            return weight_update_report(self._told(results), seconds)
+
+    async def stats(self) -> EngineStats:
+        """Counters of all engines together."""
+        return engine_stats(self._told(await (await self._connected()).engine_stats()))
 
     async def shutdown(self) -> None:
         """End all processes. From any state; twice is fine."""
         if self._is_shut_down:
             return
-        self._is_shut_down = True
+        self._is_shut_down, self._state = True, EngineState.STOPPED
         client, self._client = self._client, None
         try:
             if client is not None:

@@ -6,30 +6,27 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
+from rollout.apis.engine_process import run_engine
+from rollout.config import InferenceConfig
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
-from rollout.coordinator.engine_side.serve import serve
-from rollout.coordinator.publisher import fetch_weights
-from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError
 from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
 # A clean interpreter each: torch's threads and CUDA do not survive a fork.
 _PROCESSES = multiprocessing.get_context("spawn")
-_START_S, _REGISTER_S, _END_S = 120.0, 60.0, 10.0
+_START_S, _LEAVE_S, _END_S = 120.0, 5.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +54,20 @@ class FleetProcesses:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
         self._processes: list[BaseProcess] = []
         try:
-            self.address = self._start_coordinator(recipe, data_parallel_size, host, port)
-            self._start_engines(recipe, data_parallel_size)
+            # All at once: most of a start is imports, which need no address.
+            coordinator = self._spawn_coordinator(recipe, data_parallel_size, host, port)
+            engines = self._spawn_engines(recipe, data_parallel_size)
+            with coordinator:
+                self.address = str(_word_of("the coordinator", coordinator))
+            for engine in engines:
+                # One that died on its way says so below.
+                with contextlib.suppress(BrokenPipeError):
+                    engine.send(self.address)
+            for rank, engine in enumerate(engines):
+                with engine:
+                    _word_of(f"engine {rank}", engine)
         except BaseException:
-            self.close()
+            self.close(asked=False)
             raise
 
     @property
@@ -68,15 +75,11 @@ class FleetProcesses:
         """The coordinator's process, then those of the engines."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def _start_coordinator(
+    def _spawn_coordinator(
         self, recipe: EngineRecipe, data_parallel_size: int, host: str | None, port: int | None
-    ) -> str:
-        ours, theirs = _PROCESSES.Pipe()
-        ready = _PROCESSES.Event()
+    ) -> Connection:
         config = recipe.config
         arguments = {
-            "pipe_connection": theirs,
-            "ready_event": ready,
             "data_parallel_size": data_parallel_size,
             "tokenizer": recipe.tokenizer,
             "inference_coordinator_port": port,
@@ -84,99 +87,118 @@ class FleetProcesses:
             "enable_prefix_caching": config.enable_prefix_caching,
             **({} if host is None else {"host": host}),
         }
-        self._spawn("coordinator", _run_coordinator, (arguments,))
-        theirs.close()
-        return str(self._first_word(ours, "the coordinator"))
+        return self._spawn("coordinator", _coordinator_process, (arguments,))
 
-    def _start_engines(self, recipe: EngineRecipe, count: int) -> None:
-        pipes = []
-        for rank in range(count):
-            ours, theirs = _PROCESSES.Pipe(duplex=False)
-            threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
-            self._spawn(f"engine {rank}", _run_engine, (self.address, recipe, threads, theirs))
-            theirs.close()
-            pipes.append(ours)
-        for rank, pipe in enumerate(pipes):
-            self._first_word(pipe, f"engine {rank}")
+    def _spawn_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
+        threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
+        # Pickled here, tensors are copied; multiprocessing would have all processes write to the
+        # same ones.
+        pickled = pickle.dumps(recipe)
+        return [
+            self._spawn(f"engine {rank}", _engine_process, (pickled, threads))
+            for rank in range(count)
+        ]
 
-    def _spawn(self, name: str, target: Any, arguments: Sequence[Any]) -> None:
+    def _spawn(self, name: str, target: Any, arguments: Sequence[Any]) -> Connection:
+        """Start a process, which gets the other end of the pipe that is returned."""
+        ours, theirs = _PROCESSES.Pipe()
         process = _PROCESSES.Process(
-            target=target, args=tuple(arguments), name=f"rollout {name}", daemon=True
+            target=target, args=(theirs, *arguments), name=f"rollout {name}", daemon=True
         )
-        process.start()
+        with theirs, _no_interrupt():
+            process.start()
         self._processes.append(process)
-
-    def _first_word(self, pipe: Connection, who: str) -> Any:
-        """What a process says when it is ready. Raises what it sends, ConfigError if it dies."""
-        with pipe:
-            if not wait([pipe], timeout=_START_S):
-                raise ConfigError(f"{who} did not start within {_START_S:g} s")
-            try:
-                word = pipe.recv()
-            except EOFError:
-                raise ConfigError(f"{who} died while it started; its log says why") from None
-        if isinstance(word, Exception):
-            raise word
-        return word
+        return ours
 
     def check(self) -> None:
         """Raise EngineStateError if all engines are gone."""
         if not any(process.is_alive() for process in self._processes[1:]):
             raise EngineStateError("all engine processes have ended")
 
-    def close(self) -> None:
-        """End what still runs: asked first, then killed. Twice is fine."""
-        deadline = time.monotonic() + _END_S
-        for process in reversed(self._processes):
-            process.join(max(0.0, min(1.0, deadline - time.monotonic())))
-            if process.is_alive():
-                process.terminate()
+    def close(self, *, asked: bool = True) -> None:
+        """End what still runs. `asked`: they were told to end, and may take a moment for it.
+
+        Twice is fine.
+        """
+        if asked:
+            self._join(_LEAVE_S)
         for process in self._processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.terminate()
+        self._join(_END_S)
+        for process in self._processes:
+            process.kill()
+            process.join()
             process.close()
         self._processes = []
+
+    def _join(self, timeout_s: float) -> None:
+        """Wait for all of them, not for each."""
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _word_of(who: str, pipe: Connection) -> Any:
+    """What a process says when it is ready. Raises what it sends, ConfigError if it dies."""
+    if not wait([pipe], timeout=_START_S):
+        raise ConfigError(f"{who} did not start within {_START_S:g} s")
+    try:
+        word = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise ConfigError(f"{who} died while it started; its log says why") from None
+    if isinstance(word, Exception):
+        raise word
+    return word
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A process started meanwhile begins deaf to Ctrl-C, which is its parent's to answer."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in the processes
 
 
-def _run_coordinator(arguments: dict[str, Any]) -> None:
+def _coordinator_process(pipe: Connection, arguments: dict[str, Any]) -> None:
     _end_with_the_parent()
-    DataParallelInferenceCoordinator.entrypoint(**arguments)
+    with pipe, _told(pipe):
+        DataParallelInferenceCoordinator.entrypoint(pipe, threading.Event(), **arguments)
 
 
-def _run_engine(address: str, recipe: EngineRecipe, num_threads: int, pipe: Connection) -> None:
+def _engine_process(pipe: Connection, pickled: bytes, num_threads: int) -> None:
     _end_with_the_parent()
-    with pipe:
-        try:
-            config = recipe.config.replace(num_threads=num_threads)
-            engine = DynamicInferenceEngine.from_model(
-                recipe.model, config, recipe.tokenizer, recipe.weights_version
-            )
-            agent = EngineAgent(
-                engine,
-                engine_id=uuid.uuid4().bytes,
-                block_size_tokens=config.block_size_tokens,
-                max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
-                fetch=fetch_weights,
-            )
-            link = EngineLink(address, registration=agent.registration, status=agent.status)
-            link.wait_registered(_REGISTER_S)
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                pipe.send(error)
-            raise
-        pipe.send("ready")
-    with link:
-        serve(agent, link)
+    with pipe, _told(pipe):
+        recipe: EngineRecipe = pickle.loads(pickled)
+        run_engine(
+            pipe.recv(),
+            recipe.model,
+            recipe.tokenizer,
+            recipe.config.replace(num_threads=num_threads),
+            recipe.weights_version,
+            on_registered=partial(pipe.send, "ready"),
+        )
+
+
+@contextlib.contextmanager
+def _told(pipe: Connection) -> Iterator[None]:
+    """The parent hears what keeps a process from starting; later it does not listen any more."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            pipe.send(error)
+        raise
 
 
 def _end_with_the_parent() -> None:
     """Leave Ctrl-C to the parent, and end when it does, also if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,7 +1,8 @@
-"""LLM: generation and control in a few lines, stepping the engine in the caller's thread."""
+"""LLM: generation and control in a few lines, by an engine in this process or by a fleet."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,32 +11,38 @@ from typing import Any
 
 from torch import nn
 
+from rollout.apis.async_llm import AsyncLLM
+from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import GroupBook
+from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.progress import progress_bar
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.rollout_group import RolloutGroup
-from rollout.apis.text_output import finished_request
-from rollout.apis.turn_lock import TurnLock
+from rollout.apis.runtime import Runtime
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.errors import ConfigError, InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer, as_tokenizer
+from rollout.text import Tokenizer, tokenizer_of
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A model and its engine, in this process. A context manager: leaving it shuts the engine down.
+    """A model and the engine that serves it. A context manager: leaving it shuts the engine down.
 
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
     may be a Tokenizer, a transformers or `tokenizers` one; without it prompts are token ids (a
     directory's own is found). Raises ConfigError and ModelError.
+
+    The engine lives in this process and works while `generate` or `collect` runs. With
+    `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
+    coordinator, and they work all the time: the verbs are the same, and return when the last engine
+    has confirmed. A program that does this must guard its start: `if __name__ == "__main__":`.
 
     One thread generates. Any other may call the control verbs meanwhile: they take effect between
     two steps, and an update is verified and prepared while steps go on.
@@ -46,20 +53,47 @@ class LLM:
         model: str | Path | nn.Module | Any,
         tokenizer: Tokenizer | Any | None = None,
         inference_config: InferenceConfig | None = None,
-        *,
+        use_coordinator: bool = False,
         weights_version: int = 0,
+        *,
+        data_parallel_size: int = 1,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
     ) -> None:
-        if tokenizer is None and isinstance(model, str | Path):
-            tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
-        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
-        self.engine = DynamicInferenceEngine.from_model(
-            model, inference_config, self.tokenizer, weights_version
-        )
+        if not use_coordinator and (data_parallel_size, coordinator_host, coordinator_port) != (
+            *(1, None, None),
+        ):
+            raise ConfigError(
+                f"data_parallel_size={data_parallel_size}, coordinator_host={coordinator_host!r} "
+                f"and coordinator_port={coordinator_port} need use_coordinator=True"
+            )
+        self._runtime: Runtime
+        if use_coordinator:
+            self._runtime = FleetRuntime(
+                lambda: AsyncLLM(
+                    model,
+                    tokenizer,
+                    inference_config,
+                    data_parallel_size=data_parallel_size,
+                    coordinator_host=coordinator_host,
+                    coordinator_port=coordinator_port,
+                    weights_version=weights_version,
+                )
+            )
+        else:
+            own = tokenizer_of(model, tokenizer)
+            self._runtime = InProcessRuntime(model, own, inference_config, weights_version)
+        self.tokenizer = self._runtime.tokenizer
         self._groups = GroupBook()
-        # Held for each step, and for each command.
-        self._turn = TurnLock()
-        # Held while an update is staged, which needs the weights in place; always taken first.
-        self._weights_turn = TurnLock()
+
+    @property
+    def engine(self) -> DynamicInferenceEngine:
+        """The engine in this process, to be stepped by hand. Raises ConfigError behind a
+        coordinator.
+        """
+        if isinstance(self._runtime, InProcessRuntime):
+            return self._runtime.engine
+        raise ConfigError("llm.engine is in other processes; it needs use_coordinator=False")
 
     # ---- generation
 
@@ -79,7 +113,7 @@ class LLM:
         batch, is_single = as_batch(prompts)
         group_ids = self._submit(batch, sampling_params, n)
         with progress_bar(progress, len(batch) * n) as advance:
-            self._step_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
+            self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
         requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
         return requests[0] if is_single and n == 1 else requests
 
@@ -104,8 +138,8 @@ class LLM:
             raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
         wanted = self._groups.num_submitted if num_groups is None else num_groups
         wanted = min(wanted, self._groups.num_submitted)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._step_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._work_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
         return self._groups.take_finished(wanted)
 
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
@@ -114,65 +148,45 @@ class LLM:
         unfinished = [
             i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
         ]
-        for request_id in unfinished:
-            with self._turn:
-                self._note_finished([self.engine.abort_request(request_id)])
+        for request in self._runtime.abort(unfinished):
+            self._groups.note_finished(request)
         return [self._groups.take(group_id) for group_id in group_ids]
 
     def _submit(self, batch: list[Prompt], sampling_params: SamplingArgument, n: int) -> list[int]:
         groups = per_sample(sampling_params, len(batch), n)
-        if any(params.streaming for group in groups for params in group):
-            raise InvalidRequestError(
-                "streaming=True needs a coordinator; LLM returns whole requests"
-            )
-        with self._turn:
-            added = self.engine.add_groups(list(zip(batch, groups, strict=True)))
-            return [self._groups.open(request_ids) for request_ids in added]
+        ids = self._runtime.submit(list(zip(batch, groups, strict=True)))
+        return [self._groups.open(request_ids) for request_ids in ids]
 
-    def _step_until(
+    def _work_until(
         self,
         is_done: Callable[[], bool],
         *,
-        deadline: float | None = None,
+        deadline: float = math.inf,
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
-        while not is_done() and (deadline is None or time.monotonic() < deadline):
-            with self._turn:
-                records = self._step()
-                self._note_finished(records)
-            on_finished(len(records))
-
-    def _step(self) -> list[DynamicInferenceRequestRecord]:
-        if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
-            raise EngineStateError(
-                "a group can no longer finish: some of its requests were taken from llm.engine "
-                "directly; use llm.abort and llm.collect for what llm.submit queued"
-            )
-        return self.engine.step()
-
-    def _note_finished(self, records: Sequence[DynamicInferenceRequestRecord]) -> None:
-        for record in records:
-            self._groups.note_finished(finished_request(record, self.tokenizer))
+        while not is_done() and (left_s := deadline - time.monotonic()) > 0:
+            ended = self._runtime.advance(None if math.isinf(left_s) else left_s)
+            for request in ended:
+                self._groups.note_finished(request)
+            on_finished(len(ended))
 
     # ---- control
 
     @property
     def state(self) -> EngineState:
-        return self.engine.state
+        return self._runtime.state
 
     @property
     def weights_version(self) -> int:
-        return self.engine.weights_version
+        return self._runtime.weights_version
 
     def pause(self) -> None:
         """Stop at the next step edge."""
-        with self._turn:
-            self.engine.pause()
+        self._runtime.pause()
 
     def unpause(self) -> None:
         """Let generation go on."""
-        with self._turn:
-            self.engine.unpause()
+        self._runtime.unpause()
 
     def suspend(
         self,
@@ -184,13 +198,15 @@ class LLM:
 
         See Engine.suspend.
         """
-        with self._weights_turn, self._turn:
-            return self.engine.suspend(mode, release, discard_weights)
+        return self._runtime.suspend(mode, release, discard_weights)
 
     def resume(self, only: str | None = None) -> ResumeReport:
         """Have the memory again, or that of `only`; once all is back the engine is paused."""
-        with self._weights_turn, self._turn:
-            return self.engine.resume(only)
+        return self._runtime.resume(only)
+
+    def set_generation_epoch(self, version: int) -> None:
+        """Set the weights version without new weights. The engine must be paused or suspended."""
+        self._runtime.set_generation_epoch(version)
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -199,22 +215,15 @@ class LLM:
 
         Only the copies themselves keep steps waiting.
         """
-        with self._weights_turn:
-            with self._turn:
-                self.engine.check_update(version, in_flight)
-            staged = self.engine.stage_weights(named_tensors)
-            with self._turn:
-                return self.engine.commit_weights(staged, version, in_flight)
+        return self._runtime.update_weights(named_tensors, version, in_flight)
 
     def stats(self) -> EngineStats:
-        """Counters and state of the engine."""
-        with self._turn:
-            return self.engine.stats()
+        """Counters and state of the engine, or of all engines together."""
+        return self._runtime.stats()
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. Twice is fine."""
-        with self._turn:
-            self.engine.shutdown()
+        self._runtime.shutdown()
 
     def __enter__(self) -> LLM:
         return self

@@ -77,6 +77,10 @@ class EngineVerbs(ABC):
         """Stop the engines from any state."""
         return self._command(Headers.SHUTDOWN, deadline_s)
 
+    def engine_stats(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Ask each engine for its counters, in any state; nothing changes."""
+        return self._command(Headers.STATS, deadline_s)
+
     def update_weights(
         self,
         source: WeightsSource,

@@ -18,6 +18,7 @@ from rollout.coordinator.core.operations import (
     Operation,
     Outcome,
     Parts,
+    Question,
     Shutdown,
     StateChange,
 )
@@ -161,6 +162,8 @@ class CommandDesk:
             require_readable(message)
             if message.header is Headers.SHUTDOWN:
                 operation = Shutdown(parts, message, order.deadline_at)
+            elif message.header is Headers.STATS:
+                operation = Question(parts, message, order.deadline_at)
             elif message.header in EPOCH_COMMANDS:
                 operation = EpochChange(parts, message, order.deadline_at)
             elif is_done(parts.fleet, message.header):

@@ -31,7 +31,7 @@ def legal_now(state: CoordinatorState) -> list[str]:
         commands += ["set_generation_epoch", "increment_staleness", "update_weights"]
     elif state is CoordinatorState.RUNNING:
         commands += ["update_weights with in_flight=True"]
-    return [*commands, "shutdown"]
+    return [*commands, "stats", "shutdown"]
 
 
 def is_done(fleet: Fleet, header: Headers) -> bool:
@@ -50,7 +50,7 @@ def require_legal(fleet: Fleet, message: Command | UpdateWeights) -> None:
         is_legal, name = state in _QUIET or is_running_too, "update weights"
     elif message.header in EPOCH_COMMANDS:
         is_legal, name = state in _QUIET, message.header.name
-    elif message.header is Headers.SHUTDOWN:
+    elif message.header in (Headers.SHUTDOWN, Headers.STATS):
         return
     else:
         command = COMMANDS[STATE_COMMANDS[message.header]]

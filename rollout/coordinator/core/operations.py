@@ -214,12 +214,14 @@ class EpochChange(Operation):
         self.parts.placement.weights_changed(self.members.values())
 
 
-class Shutdown(Operation):
-    """The end, in whatever state the engines are, and whatever they answer."""
+class Question(Operation):
+    """STATS: the same command to every engine, in whatever state, which changes nothing here."""
 
-    def __init__(self, parts: Parts, command: Command, deadline_at: float) -> None:
+    def __init__(
+        self, parts: Parts, command: Command, deadline_at: float, ending: str = "ask again"
+    ) -> None:
         super().__init__(parts, command.header.name, deadline_at)
-        self._command = command
+        self._command, self._ending = command, ending
 
     def begin(self, now: float) -> Outcome | None:
         seconds_left = self.deadline_at - now
@@ -230,7 +232,14 @@ class Shutdown(Operation):
         return self.refused() if self.refusals else self.done()
 
     def timed_out(self, now: float) -> Outcome:
-        return self.unanswered(self.stop_waiting(now), "the coordinator ends all the same")
+        return self.unanswered(self.stop_waiting(now), self._ending)
+
+
+class Shutdown(Question):
+    """The end, in whatever state the engines are, and whatever they answer."""
+
+    def __init__(self, parts: Parts, command: Command, deadline_at: float) -> None:
+        super().__init__(parts, command, deadline_at, "the coordinator ends all the same")
 
 
 def _at_rank(rank: int, error: WireError) -> WireError:

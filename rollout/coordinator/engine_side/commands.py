@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
+from enum import Enum
 from typing import Any
 
 from rollout.coordinator.protocol.headers import Headers
@@ -25,7 +26,11 @@ def run_command(engine: Engine, command: Command) -> Mapping[str, Any]:
             f"{command.header.name} has no argument {sorted(unknown)[0]!r}; it takes {known}"
         )
     report = function(engine, command.arguments)
-    return asdict(report) if is_dataclass(report) and not isinstance(report, type) else {}
+    return _plain(report) if is_dataclass(report) and not isinstance(report, type) else {}
+
+
+def _plain(report: Any) -> Mapping[str, Any]:
+    return {k: v.name if isinstance(v, Enum) else v for k, v in asdict(report).items()}
 
 
 def _set_epoch(engine: Engine, arguments: Arguments) -> None:
@@ -53,6 +58,7 @@ _COMMANDS: dict[Headers, tuple[Callable[[Engine, Arguments], Any], tuple[str, ..
         lambda engine, _: engine.set_generation_epoch(engine.weights_version + 1),
         (),
     ),
+    Headers.STATS: (lambda engine, _: engine.stats(), ()),
     Headers.STOP: (lambda engine, _: engine.shutdown(), ()),
     Headers.SHUTDOWN: (lambda engine, _: engine.shutdown(), ()),
 }

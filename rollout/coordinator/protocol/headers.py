@@ -37,6 +37,7 @@ class Headers(IntEnum):
     PREPARE = 78
     COMMIT = 79
     ROLLBACK = 80
+    STATS = 81
 
 
 CONTROL_HEADERS = frozenset(
@@ -49,5 +50,6 @@ CONTROL_HEADERS = frozenset(
         Headers.STOP,
         Headers.INCREMENT_STALENESS,
         Headers.SHUTDOWN,
+        Headers.STATS,
     }
 )

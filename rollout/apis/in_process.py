@@ -1,0 +1,124 @@
+"""InProcessRuntime: an engine that the caller's thread steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rollout.apis.prompts import Prompt
+from rollout.apis.text_output import finished_request
+from rollout.apis.turn_lock import TurnLock
+from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.engine.build import DynamicInferenceEngine
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
+from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+from rollout.text import Tokenizer
+
+
+class InProcessRuntime:
+    """A Runtime. What other threads order takes effect between two steps."""
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module | Any,
+        tokenizer: Tokenizer | None,
+        config: InferenceConfig | None,
+        weights_version: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.engine = DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)
+        # Held for each step, and for each command.
+        self._turn = TurnLock()
+        # Held while an update is staged, which needs the weights in place; always taken first.
+        self._weights_turn = TurnLock()
+
+    def submit(
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+    ) -> list[Sequence[int]]:
+        """Queue all groups or none. Raises InvalidRequestError."""
+        if any(params.streaming for _, each in groups for params in each):
+            raise InvalidRequestError(
+                "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
+            )
+        with self._turn:
+            return list(self.engine.add_groups([(prompt, list(each)) for prompt, each in groups]))
+
+    def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
+        """One step, however long it takes."""
+        with self._turn:
+            if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
+                raise EngineStateError(
+                    "a group can no longer finish: some of its requests were taken from llm.engine "
+                    "directly; use llm.abort and llm.collect for what llm.submit queued"
+                )
+            return [finished_request(record, self.tokenizer) for record in self.engine.step()]
+
+    def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
+        """End requests now, in any state."""
+        ended = []
+        for request_id in request_ids:
+            with self._turn:
+                record = self.engine.abort_request(request_id)
+            ended.append(finished_request(record, self.tokenizer))
+        return ended
+
+    # ---- control
+
+    @property
+    def state(self) -> EngineState:
+        return self.engine.state
+
+    @property
+    def weights_version(self) -> int:
+        return self.engine.weights_version
+
+    def pause(self) -> None:
+        with self._turn:
+            self.engine.pause()
+
+    def unpause(self) -> None:
+        with self._turn:
+            self.engine.unpause()
+
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None,
+        release: Sequence[str],
+        discard_weights: bool,
+    ) -> SuspendReport:
+        with self._weights_turn, self._turn:
+            return self.engine.suspend(mode, release, discard_weights)
+
+    def resume(self, only: str | None) -> ResumeReport:
+        with self._weights_turn, self._turn:
+            return self.engine.resume(only)
+
+    def set_generation_epoch(self, version: int) -> None:
+        with self._weights_turn, self._turn:
+            self.engine.set_generation_epoch(version)
+
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
+    ) -> WeightUpdateReport:
+        """Only the copies themselves keep steps waiting."""
+        with self._weights_turn:
+            with self._turn:
+                self.engine.check_update(version, in_flight)
+            staged = self.engine.stage_weights(named_tensors)
+            with self._turn:
+                return self.engine.commit_weights(staged, version, in_flight)
+
+    def stats(self) -> EngineStats:
+        with self._turn:
+            return self.engine.stats()
+
+    def shutdown(self) -> None:
+        with self._turn:
+            self.engine.shutdown()

@@ -1,0 +1,69 @@
+"""Runtime: where an LLM's requests run, in this process or in a fleet of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollout.apis.prompts import Prompt
+from rollout.config import KVCacheManagementMode
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+from rollout.text import Tokenizer
+
+
+class Runtime(Protocol):
+    """One thread calls `submit`, `advance` and `abort`; any may call the control verbs, which are
+    those of LLM.
+    """
+
+    tokenizer: Tokenizer | None
+
+    def submit(
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+    ) -> list[Sequence[int]]:
+        """Queue all groups or none; returns the request ids of each. Raises InvalidRequestError."""
+        ...
+
+    def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
+        """Do or await some work; returns what ended, in order, perhaps nothing.
+
+        Raises EngineStateError if waiting is in vain: paused, stopped, or nothing to do.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
+        """End requests now, in any state. Returns all that has ended meanwhile, those included."""
+        ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None,
+        release: Sequence[str],
+        discard_weights: bool,
+    ) -> SuspendReport: ...
+
+    def resume(self, only: str | None) -> ResumeReport: ...
+
+    def set_generation_epoch(self, version: int) -> None: ...
+
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
+    ) -> WeightUpdateReport: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def shutdown(self) -> None: ...
