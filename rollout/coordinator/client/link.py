@@ -182,6 +182,9 @@ class CoordinatorLink:
             elif isinstance(message, ConnectAck):
                 self._welcome(message)
             elif isinstance(message, Disconnect):
+                # What was said before the goodbye is taken before it ends all that is pending.
+                self._on_messages(messages)
+                messages = []
                 self._lose(f"it has gone: {message.reason or 'no reason given'}")
                 self._greet_again("it has gone")
             else:

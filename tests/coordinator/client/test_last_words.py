@@ -1,0 +1,45 @@
+"""What a coordinator says right before its goodbye counts, however close together both come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollout import SamplingParams
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Command,
+    Disconnect,
+    EngineReply,
+    SubmitRequest,
+    WireError,
+)
+from rollout.errors import EngineStateError
+from tests.coordinator.scripted_router import BOUND_S, ScriptedRouter
+
+
+def test_answers_that_come_together_with_the_goodbye_are_taken() -> None:
+    async def work() -> None:
+        with ScriptedRouter() as router:
+            async with InferenceClient(router.address) as client:
+                order, unanswered = client.shutdown_engines(), client.pause_engines()
+                request = client.add_request([1], SamplingParams(num_tokens_to_generate=1))
+                # Blocking on purpose: the client's loop finds all three at once.
+                shutdown = router.wait_for(Command)[0]
+                submitted = router.wait_for(SubmitRequest)[0].samples[0]
+                failure = WireError.of(EngineStateError("stopped"))
+                router.send(
+                    Ack(command_id=shutdown.command_id, result={"state": "STOPPING"}),
+                    EngineReply(request_id=submitted.request_id, error=failure, is_failed=True),
+                    Disconnect(reason="shut down"),
+                )
+                assert await asyncio.wait_for(order, BOUND_S) == {"state": "STOPPING"}
+                with pytest.raises(EngineStateError, match="stopped"):
+                    await asyncio.wait_for(request, BOUND_S)
+                with pytest.raises(CoordinatorLostError, match="shut down"):
+                    await asyncio.wait_for(unanswered, BOUND_S)
+
+    asyncio.run(work())
