@@ -230,12 +230,15 @@ def possible_tokens(logits_V: Logits, params: SamplingParams, seed: int, positio
         variants += [replace(draw, min_p=min(1.0, draw.min_p * f)) for f in factors]
     if draw.top_k and _is_tied_at(logits_V, draw.top_k):
         variants += [replace(draw, top_k=draw.top_k + 1), replace(draw, top_k=draw.top_k - 1)]
-    shifts = (0.0, -SAMPLING_MARGIN, SAMPLING_MARGIN)
-    return {
-        _inverse_cdf(probabilities(logits_V, variant), min(max(uniform + shift, 0.0), 1.0 - 2**-53))
-        for variant in variants
-        for shift in shifts
-    }
+    outcomes: set[int] = set()
+    for variant in variants:
+        probabilities_V = probabilities(logits_V, variant)
+        first = _inverse_cdf(probabilities_V, max(uniform - SAMPLING_MARGIN, 0.0))
+        last = _inverse_cdf(probabilities_V, min(uniform + SAMPLING_MARGIN, 1.0 - 2**-53))
+        # Improbable tokens between the two may be drawn, too.
+        between = np.flatnonzero(probabilities_V[first : last + 1])
+        outcomes.update((first + between).tolist())
+    return outcomes
 
 
 def _is_tied_at(logits_V: Logits, k: int) -> bool:
