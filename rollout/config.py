@@ -95,7 +95,8 @@ class InferenceConfig:
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = (
         PrefixCachingEvictionPolicy.REF_ZERO
     )
-    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+    # Or the name or "package.module:Class" of one's own; it needs a coordinator.
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy | str = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
     prefix_reuse_across_versions: bool = False
@@ -126,6 +127,8 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        policy = _as_routing_policy(self.prefix_caching_coordinator_policy)
+        object.__setattr__(self, "prefix_caching_coordinator_policy", policy)
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, as_enum(name, kind, getattr(self, name)))
         n = self.block_size_tokens
@@ -200,12 +203,10 @@ class InferenceConfig:
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "kv_cache_management_mode": KVCacheManagementMode,
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
 }
 
 # Refused off their defaults on every device, with the reason.
 _NOT_BUILT = {
-    "prefix_caching_coordinator_policy": "it needs a coordinator",
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
     "pg_collection": "an engine runs in one process",
@@ -224,6 +225,20 @@ def as_enum(name: str, kind: type[_E], value: object) -> _E:
     except ValueError:
         legal = [member.value for member in kind]
         raise ConfigError(f"{name}={value!r} must be one of {legal}") from None
+
+
+def _as_routing_policy(value: object) -> PrefixCachingCoordinatorPolicy | str:
+    """A member, or the name of another one, which only a coordinator can look up."""
+    try:
+        return PrefixCachingCoordinatorPolicy(value)
+    except ValueError:
+        if isinstance(value, str) and value:
+            return value
+        legal = [member.value for member in PrefixCachingCoordinatorPolicy]
+        raise ConfigError(
+            f"prefix_caching_coordinator_policy={value!r} must be one of {legal}, the name of a "
+            "registered policy, or a path such as 'package.module:Class'"
+        ) from None
 
 
 def _check_types(config: InferenceConfig) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout import (
+    LLM,
     ConfigError,
     DynamicInferenceEngine,
     DynamicInferenceEventType,
@@ -313,7 +314,6 @@ MAMBA = MambaInferenceStateConfig(
 REFUSED: dict[str, Callable[[str], None]] = {
     "unified_memory_level": refuses(1),
     "deterministic": refuses(True),
-    "prefix_caching_coordinator_policy": refuses("round_robin", "longest_prefix", "load_balanced"),
     "num_cuda_graphs": refuses(0, 4),
     "cuda_graph_mixed_prefill_count": refuses(0, None),
     "use_cuda_graphs_for_non_decode_steps": refuses(False),
@@ -323,6 +323,17 @@ REFUSED: dict[str, Callable[[str], None]] = {
     "mamba_inference_state_config": refuses(MAMBA),
     "request_metadata_types": refuses([], [("temperature", torch.float32, True)]),
 }
+
+
+def check_prefix_caching_coordinator_policy() -> None:
+    """What a coordinator makes of it is tested with AsyncLLM."""
+    name = "prefix_caching_coordinator_policy"
+    for value in ("round_robin", "load_balanced", "package.module:Own"):
+        with pytest.raises(ConfigError, match=f"{name}=.*use_coordinator=True"):
+            LLM(model(), inference_config=InferenceConfig(**{name: value}))
+    for value in (7, None, ""):
+        with pytest.raises(ConfigError, match=f"{name}=.*round_robin"):
+            InferenceConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(InferenceConfig)])

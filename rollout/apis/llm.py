@@ -60,13 +60,15 @@ class LLM:
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
     ) -> None:
-        if not use_coordinator and (data_parallel_size, coordinator_host, coordinator_port) != (
-            *(1, None, None),
-        ):
-            raise ConfigError(
-                f"data_parallel_size={data_parallel_size}, coordinator_host={coordinator_host!r} "
-                f"and coordinator_port={coordinator_port} need use_coordinator=True"
-            )
+        if not use_coordinator:
+            for name, value, default in (
+                ("data_parallel_size", data_parallel_size, 1),
+                ("coordinator_host", coordinator_host, None),
+                ("coordinator_port", coordinator_port, None),
+                _routing_policy(inference_config),
+            ):
+                if value != default:
+                    raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
         self._runtime: Runtime
         if use_coordinator:
             self._runtime = FleetRuntime(
@@ -235,3 +237,9 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _routing_policy(config: InferenceConfig | None) -> tuple[str, Any, Any]:
+    """Its name, value and default."""
+    name, default = "prefix_caching_coordinator_policy", InferenceConfig()
+    return name, getattr(config or default, name), getattr(default, name)
