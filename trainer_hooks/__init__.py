@@ -1,10 +1,23 @@
 """What a training loop calls: phases, weight sync, advantages, losses, metrics, checkpoints."""
 
-from trainer_hooks.advantages import group_advantages, has_reward_spread
+from trainer_hooks.advantages import (
+    gae_advantages,
+    group_advantages,
+    has_reward_spread,
+    overlong_penalties,
+)
 from trainer_hooks.checkpoint import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.logprobs import token_logprobs
-from trainer_hooks.losses import PolicyLossConfig, policy_loss
+from trainer_hooks.losses import (
+    OffPolicyCorrection,
+    PolicyLossConfig,
+    effective_sample_size,
+    kl_estimate,
+    policy_loss,
+    token_rewards,
+    value_loss,
+)
 from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.phase import GenerationPhase, generation_phase
 from trainer_hooks.weight_sync import InProcessWeightSync
@@ -13,16 +26,23 @@ __all__ = [
     "GenerationPhase",
     "InProcessWeightSync",
     "MetricsLogger",
+    "OffPolicyCorrection",
     "PolicyLossConfig",
     "RolloutBatch",
     "TrainerState",
     "collate_rollouts",
+    "effective_sample_size",
     "find_checkpoint",
+    "gae_advantages",
     "generation_phase",
     "group_advantages",
     "has_reward_spread",
+    "kl_estimate",
     "load_checkpoint",
+    "overlong_penalties",
     "policy_loss",
     "save_checkpoint",
     "token_logprobs",
+    "token_rewards",
+    "value_loss",
 ]

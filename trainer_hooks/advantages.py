@@ -1,6 +1,6 @@
-"""Turns the rewards of a group of rollouts into advantages.
+"""Turns rewards into advantages: of a group of rollouts, or with a critic's values.
 
-Shape letters: P prompts, G rollouts of one prompt (a group).
+Shape letters: P prompts, G rollouts of one prompt (a group), B rollouts, T positions.
 """
 
 from __future__ import annotations
@@ -13,26 +13,32 @@ import torch
 from rollout.errors import ConfigError
 
 AdvantageNormalization = Literal["std", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out"]
 
 # Keeps a group whose rewards differ by rounding only from being blown up to unit size.
 STD_EPSILON = 1e-6
 
 
 def group_advantages(
-    rewards_PG: torch.Tensor, normalize: AdvantageNormalization = "std"
+    rewards_PG: torch.Tensor,
+    normalize: AdvantageNormalization = "std",
+    baseline: AdvantageBaseline = "mean",
 ) -> torch.Tensor:
     """Rewards relative to their group, float32 [P, G]; the group's mean stands in for a critic.
 
     A NaN reward marks a failed rollout: it takes no part in the group's mean and deviation, and
     its advantage is 0. A group of equal rewards, or with fewer than two rollouts that did not
     fail, gives zeros. `normalize="std"` divides by the sample standard deviation of the group,
-    `"none"` only subtracts the mean.
-    Raises ConfigError for another `normalize`, for a shape other than [P, G], for infinite rewards.
-    Source: DeepSeekMath (Shao et al. 2024), sec. 4.1; "none": Dr. GRPO (Liu et al. 2025), sec. 3.
+    `"none"` only subtracts the baseline: the group's `"mean"`, or the mean of the other rollouts
+    (`"leave_one_out"`), which does not depend on the rollout's own reward and so adds no bias.
+    Raises ConfigError for another `normalize` or `baseline`, for a shape other than [P, G], for
+    infinite rewards.
+    Source: DeepSeekMath (Shao et al. 2024), arXiv 2402.03300, sec. 4.1; "none": Dr. GRPO (Liu et
+    al. 2025), arXiv 2503.20783, sec. 3.2; "leave_one_out": RLOO (Ahmadian et al. 2024), arXiv
+    2402.14740.
     """
-    if normalize not in get_args(AdvantageNormalization):
-        known = ", ".join(repr(name) for name in get_args(AdvantageNormalization))
-        raise ConfigError(f"normalize={normalize!r} is not known; choose one of {known}")
+    _check_choice("normalize", normalize, AdvantageNormalization)
+    _check_choice("baseline", baseline, AdvantageBaseline)
     if rewards_PG.dim() != 2:
         raise ConfigError(
             f"rewards_PG has shape {tuple(rewards_PG.shape)}; one row per prompt is wanted, [P, G]"
@@ -49,6 +55,9 @@ def group_advantages(
     if normalize == "std":
         variance_P1 = centred_PG.square().sum(dim=1, keepdim=True) / (num_valid_P1 - 1).clamp(min=1)
         centred_PG = centred_PG / (variance_P1.sqrt() + STD_EPSILON)
+    if baseline == "leave_one_out":
+        # r - mean of the others = (r - mean of all) n / (n - 1)
+        centred_PG = centred_PG * num_valid_P1 / (num_valid_P1 - 1).clamp(min=1)
     return torch.where(has_reward_spread(rewards_PG)[:, None], centred_PG, 0.0)
 
 
@@ -60,3 +69,91 @@ def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
     largest_P = rewards_PG.nan_to_num(nan=-math.inf).amax(dim=1)
     smallest_P = rewards_PG.nan_to_num(nan=math.inf).amin(dim=1)
     return largest_P > smallest_P
+
+
+def gae_advantages(
+    rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_values_B: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimates and returns (advantage + value), float32 [B, T], 0 off mask.
+
+    Only trained tokens are steps: padding, prompts and tool output between them take no time. After
+    a rollout's last trained token the value is 0, or `bootstrap_values_B` for one that was cut off.
+    Values outside the mask are never looked at. A rollout with a NaN reward gets zeros.
+    Raises ConfigError for shapes that differ and for gamma or lam outside [0, 1].
+    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
+    """
+    shapes = [tuple(x.shape) for x in (rewards_BT, values_BT, mask_BT)]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 2:
+        raise ConfigError(f"rewards, values and mask must be of one shape [B, T]; got {shapes}")
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{name}={value} must be in [0, 1]")
+    mask_BT = mask_BT.bool()
+    rewards_BT = rewards_BT.detach().float().masked_fill(~mask_BT, 0.0)
+    mask_BT = mask_BT & ~rewards_BT.isnan().any(dim=1, keepdim=True)
+    rewards_BT = rewards_BT.masked_fill(~mask_BT, 0.0)
+    values_BT = values_BT.detach().float().masked_fill(~mask_BT, 0.0)
+    errors_BT = rewards_BT + gamma * _next_values(values_BT, mask_BT, bootstrap_values_B)
+    errors_BT = (errors_BT - values_BT).masked_fill(~mask_BT, 0.0)
+    decay_BT = torch.where(mask_BT, gamma * lam, 1.0)
+    advantages_BT = _discounted_sums(errors_BT, decay_BT).masked_fill(~mask_BT, 0.0)
+    return advantages_BT, advantages_BT + values_BT
+
+
+def overlong_penalties(
+    completion_lengths_B: torch.Tensor, max_length: int, cache_length: int
+) -> torch.Tensor:
+    """What to add to the rewards of long completions, float32 [B] in [-1, 0].
+
+    0 up to `max_length` - `cache_length` tokens, then falling linearly to -1 at `max_length`.
+    Raises ConfigError unless 0 < cache_length <= max_length.
+    Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
+    """
+    if not 0 < cache_length <= max_length:
+        raise ConfigError(f"{cache_length=} must be above 0 and at most {max_length=}")
+    excess_B = completion_lengths_B.float() - (max_length - cache_length)
+    return -(excess_B / cache_length).clamp(0.0, 1.0)
+
+
+def _next_values(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
+) -> torch.Tensor:
+    """At each position the value of the next trained token; after the last one the bootstrap."""
+    num_rollouts, num_positions = mask_BT.shape
+    end_B = values_BT.new_zeros(num_rollouts)
+    if bootstrap_values_B is not None:
+        end_B = bootstrap_values_B.detach().to(values_BT)
+    positions_T = torch.arange(num_positions, device=mask_BT.device)
+    # The nearest trained position at or after each one; num_positions, the bootstrap's, if none is.
+    own_BT = torch.where(mask_BT, positions_T, num_positions)
+    nearest_BT = own_BT.flip(1).cummin(dim=1).values.flip(1)
+    next_BT = torch.nn.functional.pad(nearest_BT, (0, 1), value=num_positions)[:, 1:]
+    return torch.cat([values_BT, end_B[:, None]], dim=1).gather(1, next_BT)
+
+
+def _discounted_sums(values_BT: torch.Tensor, decay_BT: torch.Tensor) -> torch.Tensor:
+    """s[t] = values[t] + decay[t] * s[t + 1], in log2(T) passes over all positions at once.
+
+    Each pass doubles how many positions a sum spans. Source: Blelloch 1990, Prefix sums and their
+    applications, sec. 1.4.
+    """
+    shift = 1
+    while shift < values_BT.shape[1]:
+        later_BT = torch.nn.functional.pad(values_BT, (0, shift))[:, shift:]
+        values_BT = values_BT + decay_BT * later_BT
+        decay_BT = decay_BT * torch.nn.functional.pad(decay_BT, (0, shift))[:, shift:]
+        shift *= 2
+    return values_BT
+
+
+def _check_choice(name: str, value: str, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        listed = ", ".join(repr(choice) for choice in known)
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {listed}")

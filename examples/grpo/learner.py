@@ -41,7 +41,11 @@ class GrpoLearner:
         """
         group_size = self._algorithm.group_size
         rewards_PG = self._training_rewards(batch).view(-1, group_size)
-        advantages_PG = group_advantages(rewards_PG, self._algorithm.advantage_normalization)
+        advantages_PG = group_advantages(
+            rewards_PG,
+            self._algorithm.advantage_normalization,
+            self._algorithm.advantage_baseline,
+        )
         advantages_B = advantages_PG.flatten()
         kept_B = has_reward_spread(rewards_PG).repeat_interleave(group_size)
         learning_rate = learning_rate_at(step, self._trainer)
@@ -94,9 +98,12 @@ class GrpoLearner:
 
 
 def mean_reports(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the minibatches, as `train/<name>`; nothing of no minibatch."""
-    names = reports[0] if reports else {}
-    return {f"train/{name}": fmean(report[name] for report in reports) for name in names}
+    """The mean of each metric over the minibatches that report it, as `train/<name>`."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    return {
+        f"train/{name}": fmean(report[name] for report in reports if name in report)
+        for name in names
+    }
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:

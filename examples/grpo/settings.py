@@ -7,7 +7,7 @@ from typing import Literal
 
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
-from trainer_hooks.advantages import AdvantageNormalization
+from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.losses import PolicyLossConfig
 
 
@@ -63,6 +63,7 @@ class AlgorithmSettings:
     temperature: float
     max_new_tokens: int
     advantage_normalization: AdvantageNormalization
+    advantage_baseline: AdvantageBaseline
     shuffle_rewards: bool
     loss: PolicyLossConfig
 

@@ -1,0 +1,238 @@
+"""Which policy loss, with which constants: checked when it is made, refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from rollout.errors import ConfigError
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+CorrectionMode = Literal["auto", "none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+KLEstimator = Literal["k1", "k2", "k3"]
+RatioLevel = Literal["token", "geometric", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a paper fixes: the ratio it clips, and the constants it gives.
+
+    `ratio_level`: token, or one ratio per rollout: the geometric mean or the product over tokens.
+    `clips_weight`: the ratio is a clipped constant before log pi, not the thing differentiated.
+    """
+
+    ratio_level: RatioLevel
+    epsilon_low: float
+    epsilon_high: float
+    aggregation: Aggregation
+    clips_weight: bool = False
+
+    @property
+    def clips_tokens(self) -> bool:
+        """Whether it is PPO's clipped objective, token by token."""
+        return self.ratio_level == "token" and not self.clips_weight
+
+
+KINDS = {
+    # Shao et al. 2024, arXiv 2402.03300, eq. 3
+    "grpo": Kind(
+        ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="seq-mean-token-mean"
+    ),
+    # Schulman et al. 2017, arXiv 1707.06347, eq. 7
+    "ppo": Kind(ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="token-mean"),
+    # Yu et al. 2025, arXiv 2503.14476, eq. 8
+    "dapo": Kind(ratio_level="token", epsilon_low=0.2, epsilon_high=0.28, aggregation="token-mean"),
+    # Liu et al. 2025, arXiv 2503.20783, sec. 3.2
+    "dr_grpo": Kind(
+        ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="seq-mean-token-sum"
+    ),
+    # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7; the clip range of its sec. 5.1
+    "gspo": Kind(
+        ratio_level="geometric",
+        epsilon_low=3e-4,
+        epsilon_high=4e-4,
+        aggregation="seq-mean-token-mean",
+    ),
+    # Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4 and 5; a cap of 5, no lower bound
+    "cispo": Kind(
+        ratio_level="token",
+        epsilon_low=1.0,
+        epsilon_high=4.0,
+        aggregation="token-mean",
+        clips_weight=True,
+    ),
+    # Ahmadian et al. 2024, arXiv 2402.14740: a whole completion is one action
+    "rloo": Kind(
+        ratio_level="sequence",
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        aggregation="seq-mean-token-mean",
+    ),
+}
+POLICY_LOSS_KINDS = tuple(KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicyCorrection:
+    """A constant weight on each token for w = proximal / behaviour, the age of the rollouts.
+
+    `mode`: `truncate` w to at most `high` (and at least `low`, if given); `mask`: weight w inside
+    [low, high], 0 outside; `none`: weight 1; `auto`: truncate tokens at 2 where proximal log-probs
+    are given, none elsewhere.
+    `level`: one w per `token`, or per rollout: the product over its tokens (`sequence`) or their
+    `geometric` mean.
+    `low`, `high`: None takes 2 above for truncate, [0.5, 5] for mask.
+    `lag_decay`: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag +
+    KV lag: the band of a fresh token is the one given, and narrows towards 1 with age.
+    `max_kv_lag`: tokens whose context KV is older than this, relative to their sampler, weigh 0.
+    Raises ConfigError for a value out of its range and for a pair that contradicts itself.
+    """
+
+    mode: CorrectionMode = "auto"
+    level: CorrectionLevel = "token"
+    low: float | None = None
+    high: float | None = None
+    lag_decay: float = 0.0
+    max_kv_lag: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, CorrectionMode)
+        _check_choice("level", self.level, CorrectionLevel)
+        if self.low is not None and not 0.0 <= self.low <= 1.0:
+            raise ConfigError(f"low={self.low} must be in [0, 1]: a fresh token weighs 1")
+        if self.high is not None and not 1.0 <= self.high < math.inf:
+            raise ConfigError(
+                f"high={self.high} must be 1 or more, and finite: a fresh token weighs 1"
+            )
+        if not 0.0 <= self.lag_decay < math.inf:
+            raise ConfigError(f"lag_decay={self.lag_decay} must be 0 or more, and finite")
+        if self.max_kv_lag is not None and not self.max_kv_lag >= 0.0:
+            raise ConfigError(f"max_kv_lag={self.max_kv_lag} must be 0 or more")
+        settings = (self.level, self.low, self.high, self.lag_decay, self.max_kv_lag)
+        if self.mode in ("auto", "none") and settings != ("token", None, None, 0.0, None):
+            raise ConfigError(
+                f"mode={self.mode!r} takes no other setting of the correction; choose "
+                "mode='truncate' or mode='mask'"
+            )
+        if self.lag_decay > 0.0 and self.level != "token":
+            raise ConfigError(
+                f"lag_decay={self.lag_decay} with level={self.level!r}: tokens of one rollout have "
+                "different lags; choose level='token' or lag_decay=0"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The band of a token without lag: (low, high)."""
+        default_low, default_high = (0.5, 5.0) if self.mode == "mask" else (0.0, 2.0)
+        return (
+            default_low if self.low is None else self.low,
+            default_high if self.high is None else self.high,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss, and its constants; a field left at None takes what the kind's paper says.
+
+    `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a
+    larger upper side leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1).
+    `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
+    1912.09729, eq. 5); token-wise clipping kinds only.
+    `aggregation`: how token losses become one number, in verl's names.
+    `max_completion_length`: divides token sums per rollout by this constant (Dr. GRPO's), whatever
+    the denominator is.
+    `kl_coefficient`: weight of the KL term against the reference policy; 0 leaves it out.
+    `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
+    `correction`: what is done about old tokens.
+    Raises ConfigError for a kind that does not exist, a value out of its range, and combinations
+    that would compute something else than their names say.
+    """
+
+    kind: str = "dapo"
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    dual_clip: float | None = None
+    aggregation: Aggregation | None = None
+    max_completion_length: int | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_importance_weighted: bool = False
+    correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(
+                f"kind={self.kind!r} is no policy loss; available: {', '.join(KINDS)}"
+            )
+        if self.aggregation is not None:
+            _check_choice("aggregation", self.aggregation, Aggregation)
+        _check_choice("kl_estimator", self.kl_estimator, KLEstimator)
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        if self.epsilon_low is not None and not 0.0 < self.epsilon_low <= 1.0:
+            raise ConfigError(f"epsilon_low={self.epsilon_low} must be in (0, 1]")
+        if self.epsilon_high is not None and not 0.0 < self.epsilon_high < math.inf:
+            raise ConfigError(f"epsilon_high={self.epsilon_high} must be above 0, and finite")
+        if not 0.0 <= self.kl_coefficient < math.inf:
+            raise ConfigError(f"kl_coefficient={self.kl_coefficient} must be 0 or more, and finite")
+        if self.max_completion_length is not None and self.max_completion_length < 1:
+            raise ConfigError(f"max_completion_length={self.max_completion_length} must be above 0")
+
+    def _check_combinations(self) -> None:
+        kind, aggregation = KINDS[self.kind], self.resolved_aggregation
+        if self.dual_clip is not None:
+            if not kind.clips_tokens:
+                able = ", ".join(name for name in KINDS if KINDS[name].clips_tokens)
+                raise ConfigError(
+                    f"dual_clip={self.dual_clip} with kind={self.kind!r}, which does not clip "
+                    f"token by token; leave it out, or choose one of {able}"
+                )
+            if not 1.0 + self.clip_range[1] < self.dual_clip < math.inf:
+                raise ConfigError(
+                    f"dual_clip={self.dual_clip} must be above 1 + epsilon_high = "
+                    f"{1.0 + self.clip_range[1]}; 3 is customary"
+                )
+        if kind.ratio_level != "token" and aggregation != "seq-mean-token-mean":
+            raise ConfigError(
+                f"aggregation={aggregation!r} would weigh the one ratio that kind={self.kind!r} "
+                "has per rollout by its length; leave it out (seq-mean-token-mean)"
+            )
+        if self.max_completion_length is not None and aggregation != "seq-mean-token-sum":
+            raise ConfigError(
+                f"max_completion_length={self.max_completion_length} with aggregation="
+                f"{aggregation!r}, which does not use it; choose kind='dr_grpo' or "
+                "aggregation='seq-mean-token-sum'"
+            )
+        is_plain_k1 = self.kl_estimator == "k1" and not self.kl_importance_weighted
+        if self.kl_coefficient > 0.0 and is_plain_k1:
+            raise ConfigError(
+                "kl_estimator='k1' as a loss has a gradient whose mean is zero and penalises "
+                "nothing; choose 'k2', set kl_importance_weighted=True, or put it into the "
+                "reward (token_rewards)"
+            )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(epsilon_low, epsilon_high) as they apply."""
+        kind = KINDS[self.kind]
+        return (
+            kind.epsilon_low if self.epsilon_low is None else self.epsilon_low,
+            kind.epsilon_high if self.epsilon_high is None else self.epsilon_high,
+        )
+
+    @property
+    def resolved_aggregation(self) -> Aggregation:
+        """The aggregation as it applies."""
+        return self.aggregation or KINDS[self.kind].aggregation
+
+
+def _check_choice(name: str, value: str, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise ConfigError(
+            f"{name}={value!r} is not known; choose one of {', '.join(map(repr, known))}"
+        )

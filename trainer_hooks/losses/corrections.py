@@ -1,0 +1,81 @@
+"""Weights for tokens that an older policy sampled.
+
+Shape letters: B rollouts, T positions. w = exp(proximal - behaviour), 1 where the two agree.
+
+Truncated importance sampling: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, sec. 4.1; for the
+gap between trainer and engine: Yao et al. 2025, Your efficient RL framework secretly brings you
+off-policy RL training. Masked: IcePop, in Ling team 2025, arXiv 2510.18855. Geometric mean per
+rollout: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7.
+
+Why a band that narrows with lag: every update adds a step to log pi - log mu, so the variance of
+log w grows about linearly with the number of updates between a token's context and its trainer,
+and the variance of w exponentially. Dividing the width of the band, in logarithms, by 1 + d * lag
+bounds what an old token can add to the variance; the price is bias on old tokens only. policy lag +
+KV lag is that number of updates: trainer's version - mean version of the KV the token attended to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks.losses.config import OffPolicyCorrection
+from trainer_hooks.losses.ratios import rollout_log_ratios
+
+
+def correction_weights(
+    log_ratio_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    correction: OffPolicyCorrection,
+    *,
+    policy_lag_BT: torch.Tensor | None = None,
+    kv_lag_BT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weight of each token, [B, T] without a gradient, and per-token flags [B, T].
+
+    `log_ratio_BT` = proximal - behaviour, 0 outside the mask. Flags: `above` and `below` the band,
+    and `dropped`, a weight of 0. A level of whole rollouts gives every token its rollout's weight.
+    Raises ConfigError if the correction wants a lag that is not given.
+    """
+    log_ratio_BT = log_ratio_BT.detach()
+    log_weight_BT = rollout_log_ratios(log_ratio_BT, mask_BT, correction.level)
+    weight_BT = log_weight_BT.exp().expand_as(log_ratio_BT)
+    low, high = _bounds(correction, policy_lag_BT, kv_lag_BT)
+    above_BT, below_BT = weight_BT > high, weight_BT < low
+    dropped_BT = torch.zeros_like(above_BT)
+    if correction.mode == "mask":
+        dropped_BT = above_BT | below_BT
+    elif correction.mode == "truncate":
+        weight_BT = weight_BT.clamp(low, high)
+    else:
+        weight_BT = torch.ones_like(weight_BT)
+    if correction.max_kv_lag is not None:
+        if kv_lag_BT is None:
+            raise ConfigError(f"max_kv_lag={correction.max_kv_lag} needs kv_lag_BT")
+        dropped_BT = dropped_BT | (kv_lag_BT > correction.max_kv_lag)
+    flags = {"above": above_BT, "below": below_BT, "dropped": dropped_BT}
+    return weight_BT.masked_fill(dropped_BT, 0.0), {
+        name: flag_BT & mask_BT for name, flag_BT in flags.items()
+    }
+
+
+def _bounds(
+    correction: OffPolicyCorrection,
+    policy_lag_BT: torch.Tensor | None,
+    kv_lag_BT: torch.Tensor | None,
+) -> tuple[Any, Any]:
+    """(low, high), two floats or two tensors [B, T]: the band to the power 1 / (1 + d * lag)."""
+    low, high = correction.bounds
+    if correction.lag_decay == 0.0:
+        return low, high
+    if policy_lag_BT is None or kv_lag_BT is None:
+        missing = "policy_lag_BT" if policy_lag_BT is None else "kv_lag_BT"
+        raise ConfigError(
+            f"lag_decay={correction.lag_decay} needs policy_lag_BT and kv_lag_BT; {missing} is "
+            "missing (zeros say that there is no lag)"
+        )
+    lag_BT = (policy_lag_BT + kv_lag_BT).float().nan_to_num(nan=0.0).clamp(min=0.0)
+    power_BT = 1.0 / (1.0 + correction.lag_decay * lag_BT)
+    return low**power_BT, high**power_BT

@@ -1,0 +1,87 @@
+"""Estimates of KL(pi || reference) from sampled tokens, for the loss or for the reward.
+
+Shape letters: B rollouts, T positions. r = pi / reference at the sampled token.
+
+    k1 = log r                    unbiased, may be negative, high variance
+    k2 = (log r)^2 / 2            biased, never negative
+    k3 = 1 / r - 1 + log r        unbiased, never negative, lower variance
+
+Unbiased as a value is not unbiased as a loss, whose gradient must average to that of the KL. With
+tokens of pi itself, differentiating
+    k1 gives d log pi, whose mean is 0: no penalty at all (refused by PolicyLossConfig);
+    k2 gives log r d log pi: the gradient of KL(pi || reference), unbiased;
+    k3 gives (1 - 1 / r) d log pi: the gradient of KL(reference || pi), another divergence.
+With `importance_weighted`, the estimate is multiplied by pi / behaviour. For k1 and k3 that ratio
+is differentiated too, for k2 it is a constant: then the gradients of all three are unbiased, and
+stay so for tokens of an older policy. In the reward it is the other way round: k1 is the one with
+an unbiased gradient, k2 and k3 are not.
+"Unbiased" is per position, given the tokens before; the effect of a token on later positions' KL
+is only in the reward, whose returns carry it back.
+
+Sources: Schulman 2020, Approximating KL divergence; GRPO's k3: Shao et al. 2024, arXiv 2402.03300,
+eq. 4; gradients: Tang and Munos 2025, arXiv 2506.09477; the weighted k3: DeepSeek-V3.2, arXiv
+2512.02556, sec. 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer_hooks.losses.config import KLEstimator
+from trainer_hooks.losses.ratios import MAX_LOG_RATIO, log_ratios, trained_values
+
+
+def kl_estimate(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator = "k3"
+) -> torch.Tensor:
+    """Per token, KL(pi || reference) from the token that pi sampled; any shape, differentiable."""
+    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2.0
+    return log_ratio.exp() - log_ratio - 1.0
+
+
+def kl_losses(
+    logprobs_BT: torch.Tensor,
+    behaviour_logprobs_BT: torch.Tensor,
+    reference_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    estimator: KLEstimator,
+    importance_weighted: bool,
+) -> torch.Tensor:
+    """The KL term of each token [B, T], 0 outside the mask; inputs are 0 there too."""
+    estimate_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, estimator)
+    if importance_weighted:
+        ratio_BT = log_ratios(logprobs_BT, behaviour_logprobs_BT, mask_BT).exp()
+        estimate_BT = estimate_BT * (ratio_BT.detach() if estimator == "k2" else ratio_BT)
+    return estimate_BT
+
+
+def token_rewards(
+    rewards_B: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    reference_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    kl_coefficient: float,
+    estimator: KLEstimator = "k1",
+) -> torch.Tensor:
+    """Rewards with the KL penalty in them, float32 [B, T] without a gradient, 0 outside the mask.
+
+    Every trained token pays kl_coefficient * KL; the last one also gets the rollout's reward. A sum
+    over T gives what a group method wants, [B]; `gae_advantages` takes it as it is. A NaN reward, a
+    failed rollout, stays NaN (on its last trained token, or on token 0 if it has none).
+    Source: Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, eq. 2; per token: Stiennon et al.
+    2020, arXiv 2009.01325, sec. 3.4.
+    """
+    mask_BT = mask_BT.bool()
+    kl_BT = kl_estimate(
+        trained_values(logprobs_BT.detach(), mask_BT),
+        trained_values(reference_logprobs_BT.detach(), mask_BT),
+        estimator,
+    )
+    # argmax gives the first of equals, so it is asked for the first trained token from the right.
+    last_B1 = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(dim=1, keepdim=True)
+    last_B1 = last_B1.masked_fill(~mask_BT.any(dim=1, keepdim=True), 0)
+    return (-kl_coefficient * kl_BT).scatter_add(1, last_B1, rewards_B.float()[:, None])

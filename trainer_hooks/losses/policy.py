@@ -1,0 +1,140 @@
+"""policy_loss: one batch in, one scalar and its metrics out.
+
+Shape letters: B rollouts, T positions of prompt + completion, right padded. Column t of a log-prob
+tensor is the log-prob of token t; the mask is 1 on the tokens to be trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks.losses.aggregation import aggregate
+from trainer_hooks.losses.config import OffPolicyCorrection, PolicyLossConfig
+from trainer_hooks.losses.corrections import correction_weights
+from trainer_hooks.losses.diagnostics import (
+    correction_metrics,
+    lag_metrics,
+    lag_table,
+    loss_metrics,
+    masked_mean,
+    to_floats,
+)
+from trainer_hooks.losses.kinds import token_losses
+from trainer_hooks.losses.kl import kl_losses
+from trainer_hooks.losses.ratios import log_ratios, trained_values
+
+DEFAULT_POLICY_LOSS = PolicyLossConfig()
+
+
+def policy_loss(
+    logprobs_BT: torch.Tensor,
+    behaviour_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: PolicyLossConfig = DEFAULT_POLICY_LOSS,
+    *,
+    reference_logprobs_BT: torch.Tensor | None = None,
+    proximal_logprobs_BT: torch.Tensor | None = None,
+    policy_lag_BT: torch.Tensor | None = None,
+    kv_lag_BT: torch.Tensor | None = None,
+    aggregation_denominator: float | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT` only, and metrics.
+
+    loss = aggregate(w * token loss of the kind + kl_coefficient * KL); docs/losses.md has it all.
+    The kind clips r = pi / anchor and the correction weighs with w of anchor / behaviour:
+    `proximal_logprobs_BT`, those of the policy at the start of this update, are the anchor if given
+    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025, arXiv
+    2505.24298, sec. 5.2). Else it is the behaviour policy, and w = 1; but a correction that is
+    asked for takes the present policy, so that r = 1 and w carries all there is to correct.
+    `aggregation_denominator`: see `aggregate`. `advantages_BT` may be [B, 1].
+    With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
+    Values outside the mask are never looked at, NaN included.
+    Raises ConfigError for shapes that differ and for a term whose input is missing.
+    """
+    same_shape = (behaviour_logprobs_BT, mask_BT, reference_logprobs_BT, proximal_logprobs_BT)
+    _check_shapes(logprobs_BT, advantages_BT, (*same_shape, policy_lag_BT, kv_lag_BT))
+    mask_BT = mask_BT.bool()
+    logprobs_BT = trained_values(logprobs_BT, mask_BT)
+    fixed_BT, behaviour_BT = logprobs_BT.detach(), _constants(behaviour_logprobs_BT, mask_BT)
+    advantages_BT = _constants(advantages_BT.expand_as(logprobs_BT), mask_BT)
+    correction = _resolved(config.correction, proximal_logprobs_BT is not None)
+    anchor_BT = behaviour_BT if correction.mode == "none" else fixed_BT
+    if proximal_logprobs_BT is not None:
+        anchor_BT = _constants(proximal_logprobs_BT, mask_BT)
+
+    terms = token_losses(logprobs_BT, anchor_BT, advantages_BT, mask_BT, config)
+    log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
+    metrics = loss_metrics(terms, fixed_BT, log_ratio_BT, mask_BT, config)
+    losses_BT, is_dropped_BT = terms.losses_BT, torch.zeros_like(mask_BT)
+    if anchor_BT is not behaviour_BT:
+        gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
+        weights_BT, flags = correction_weights(
+            gap_BT, mask_BT, correction, policy_lag_BT=policy_lag_BT, kv_lag_BT=kv_lag_BT
+        )
+        losses_BT, is_dropped_BT = weights_BT * losses_BT, flags["dropped"]
+        metrics |= correction_metrics(weights_BT, flags, gap_BT, mask_BT)
+    if config.kl_coefficient > 0.0:
+        kl_BT = _kl_term(logprobs_BT, behaviour_BT, reference_logprobs_BT, mask_BT, config)
+        losses_BT = losses_BT + config.kl_coefficient * kl_BT
+        metrics["kl"] = masked_mean(kl_BT.detach(), mask_BT)
+    loss = aggregate(losses_BT, mask_BT, config.resolved_aggregation, aggregation_denominator)
+    loss = loss / (config.max_completion_length or 1)
+    lags = (policy_lag_BT, kv_lag_BT)
+    metrics |= lag_metrics(*lags, mask_BT, terms.is_clipped_BT)
+    table = lag_table(*lags, mask_BT, terms, log_ratio_BT, is_dropped_BT)
+    return loss, to_floats({"loss": loss.detach(), **metrics}, table)
+
+
+def _kl_term(
+    logprobs_BT: torch.Tensor,
+    behaviour_BT: torch.Tensor,
+    reference_logprobs_BT: torch.Tensor | None,
+    mask_BT: torch.Tensor,
+    config: PolicyLossConfig,
+) -> torch.Tensor:
+    """The KL term of each token, before its coefficient."""
+    if reference_logprobs_BT is None:
+        raise ConfigError(f"{config.kl_coefficient=} needs reference_logprobs_BT")
+    return kl_losses(
+        logprobs_BT,
+        behaviour_BT,
+        _constants(reference_logprobs_BT, mask_BT),
+        mask_BT,
+        config.kl_estimator,
+        config.kl_importance_weighted,
+    )
+
+
+def _constants(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """The values of the trained tokens, 0 elsewhere, without a gradient."""
+    return trained_values(values_BT.detach(), mask_BT)
+
+
+def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:
+    """The correction with `auto` decided."""
+    if correction.mode != "auto":
+        return correction
+    return replace(correction, mode="truncate" if is_proximal else "none")
+
+
+def _check_shapes(
+    logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    others_BT: Iterable[torch.Tensor | None],
+) -> None:
+    shape = tuple(logprobs_BT.shape)
+    shapes = [tuple(tensor.shape) for tensor in others_BT if tensor is not None]
+    if len(shape) != 2 or any(other != shape for other in shapes):
+        raise ConfigError(
+            f"log-probs, mask and lags must all be of one shape [B, T]; they are {[shape, *shapes]}"
+        )
+    if tuple(advantages_BT.shape) not in (shape, (shape[0], 1)):
+        raise ConfigError(
+            f"advantages_BT has shape {tuple(advantages_BT.shape)}; {shape} or {(shape[0], 1)} is "
+            "wanted"
+        )
