@@ -6,8 +6,7 @@ import dataclasses
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -15,34 +14,15 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rollout.coordinator.protocol.class_codecs import ClassCodec, Codec, Function, class_codec
 from rollout.coordinator.protocol.field_types import Binary, Bounds, Length, Plain
 from rollout.coordinator.protocol.framing import pack
 from rollout.errors import ProtocolError
 
 T = TypeVar("T")
-Function = Callable[[Any], Any]
 MAX_PLAIN_DEPTH = 8
 _ANY_LENGTH = Length(0, 2**32)
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """From a field's value to what msgpack packs, and back. Both raise ProtocolError.
-
-    None reaches them only if it is illegal: an optional one travels as None.
-    """
-
-    write: Function
-    read: Function
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The fields of a class in the order they have on the wire: (name, None is legal, function)."""
-
-    writers: Sequence[tuple[str, bool, Function]]
-    readers: Sequence[tuple[str, bool, Function]]
+_SHORT_BYTES = 4096
 
 
 class WireData:
@@ -58,44 +38,24 @@ class WireData:
 
 def to_fields(instance: WireData) -> list[Any]:
     """Return the fields for msgpack, in order. Raises ProtocolError naming the one at fault."""
-    cls: Any = type(instance)
-    encoded: list[Any] = []
-    name = ""
-    try:
-        for name, is_optional, write in layout_of(cls).writers:
-            value = getattr(instance, name)
-            encoded.append(None if is_optional and value is None else write(value))
-    except ProtocolError as fault:
-        raise ProtocolError(f"{cls.__name__}.{name}: {fault}") from fault
-    return encoded
+    key: Any = type(instance)  # mypy takes no class for hashable
+    fields: list[Any] = class_codec_of(key).write(instance)
+    return fields
 
 
 def from_fields(cls: type[T], encoded: Any) -> T:
     """Return the `cls` that `to_fields` wrote. Raises ProtocolError naming the field at fault."""
-    key: Any = cls  # mypy takes no class for hashable
-    readers = layout_of(key).readers
-    if type(encoded) is not list or len(encoded) != len(readers):
-        found = f"{len(encoded)} fields" if type(encoded) is list else _show(encoded)
-        raise ProtocolError(f"{cls.__name__} has {len(readers)} fields, got {found}")
-    values: dict[str, Any] = {}
-    name = ""
-    try:
-        for (name, is_optional, read), value in zip(readers, encoded, strict=True):
-            values[name] = None if is_optional and value is None else read(value)
-    except ProtocolError as fault:
-        raise ProtocolError(f"{cls.__name__}.{name}: {fault}") from fault
-    return cls(**values)
+    key: Any = cls
+    instance: T = class_codec_of(key).read(encoded)
+    return instance
 
 
 @cache
-def layout_of(cls: type[Any]) -> Layout:
-    """Return the layout of a dataclass. Raises TypeError if an annotation says too little."""
+def class_codec_of(cls: type[Any]) -> ClassCodec:
+    """Return the codec of a dataclass. Raises TypeError if an annotation says too little."""
     hints = typing.get_type_hints(cls, include_extras=True)
     codecs = {field.name: codec_of(hints[field.name]) for field in dataclasses.fields(cls)}
-    return Layout(
-        writers=tuple((name, codec.is_optional, codec.write) for name, codec in codecs.items()),
-        readers=tuple((name, codec.is_optional, codec.read) for name, codec in codecs.items()),
-    )
+    return class_codec(cls, codecs)
 
 
 def codec_of(hint: Any) -> Codec:
@@ -114,7 +74,7 @@ def codec_of(hint: Any) -> Codec:
     if isinstance(hint, type) and issubclass(hint, WireData):
         return _part_codec(hint)
     if hint in (bool, str, bytes):
-        return _same_both_ways(_typed(hint))
+        return _same_both_ways(_typed(hint), f"type(v) is {hint.__name__}")
     raise TypeError(f"no field of a message can be a {hint!r}")
 
 
@@ -124,9 +84,11 @@ def _annotated_codec(hint: Any, rule: Any) -> Codec:
     if isinstance(rule, Plain):
         return _same_both_ways(_plain_map)
     if isinstance(rule, Bounds) and hint in (int, float):
-        return _same_both_ways(_number(hint, rule))
+        unchanged = f"type(v) is {hint.__name__} and {rule.low!r} <= v <= {rule.high!r}"
+        return _same_both_ways(_number(hint, rule), unchanged)
     if isinstance(rule, Length) and hint in (str, bytes):
-        return _same_both_ways(_typed(hint, rule))
+        unchanged = f"type(v) is {hint.__name__} and {rule.low} <= len(v) <= {rule.high}"
+        return _same_both_ways(_typed(hint, rule), unchanged)
     if isinstance(rule, Length) and typing.get_origin(hint) is tuple:
         return _tuple_codec(codec_of(typing.get_args(hint)[0]), rule)
     raise TypeError(f"{rule!r} says nothing about a {hint!r}")
@@ -149,8 +111,8 @@ def _text_or(text: Codec, other: Codec) -> Codec:
     )
 
 
-def _same_both_ways(check: Function) -> Codec:
-    return Codec(check, check)
+def _same_both_ways(check: Function, unchanged: str = "False") -> Codec:
+    return Codec(check, check, unchanged=unchanged)
 
 
 def _number(number_type: type[int] | type[float], bounds: Bounds) -> Function:
@@ -191,26 +153,35 @@ def _enum_codec(enum: type[IntEnum]) -> Codec:
 
 
 def _part_codec(part_type: type[WireData]) -> Codec:
-    def write(value: Any) -> list[Any]:
+    key: Any = part_type
+    codec = class_codec_of(key)
+
+    def write(value: Any) -> Any:
         if type(value) is not part_type:
             raise ProtocolError(f"expected {part_type.__name__}, got {_show(value)}")
-        return to_fields(value)
+        return codec.write(value)
 
-    return Codec(write, lambda encoded: from_fields(part_type, encoded))
+    return Codec(write, codec.read)
 
 
 def _tuple_codec(item: Codec, length: Length) -> Codec:
-    def each(function: Function, values: Any, kind: type) -> Any:
+    low, high = length.low, length.high
+
+    def check(values: Any) -> None:
         if not isinstance(values, (list, tuple)):
             raise ProtocolError(f"expected a list, got {_show(values)}")
-        if not length.low <= len(values) <= length.high:
-            raise ProtocolError(f"its length {len(values)} is not in [{length.low}, {length.high}]")
-        return kind([function(value) for value in values])
+        if not low <= len(values) <= high:
+            raise ProtocolError(f"its length {len(values)} is not in [{low}, {high}]")
 
-    return Codec(
-        lambda values: each(item.write, values, list),
-        lambda values: each(item.read, values, tuple),
-    )
+    def write(values: Any) -> list[Any]:
+        check(values)
+        return list(map(item.write, values))
+
+    def read(values: Any) -> tuple[Any, ...]:
+        check(values)
+        return tuple(map(item.read, values))
+
+    return Codec(write, read)
 
 
 def _map_codec(item: Codec) -> Codec:
@@ -223,20 +194,31 @@ def _map_codec(item: Codec) -> Codec:
 
 
 def _array_codec(dtype: np.dtype[Any], low: int | None) -> Codec:
-    def check(array_N: npt.NDArray[Any]) -> None:
+    itemsize = dtype.itemsize
+
+    def check(array_N: npt.NDArray[Any], encoded: bytes) -> None:
+        # Of little-endian numbers that are not negative each last byte is below 128: NumPy's
+        # minimum of a few takes longer than all else that is done for a message.
+        if (
+            low == 0
+            and len(encoded) <= _SHORT_BYTES
+            and encoded[itemsize - 1 :: itemsize].isascii()
+        ):
+            return
         if low is not None and len(array_N) and np.minimum.reduce(array_N) < low:
             raise ProtocolError(f"holds {array_N.min()}, which is below {low}")
 
-    def write(value: Any) -> memoryview:
+    def write(value: Any) -> bytes | memoryview:
         array_N = _as_array(value, dtype)
-        check(array_N)
-        return array_N.data
+        encoded = array_N.tobytes() if array_N.nbytes <= _SHORT_BYTES else array_N.data
+        check(array_N, encoded)
+        return encoded
 
     def read(encoded: Any) -> npt.NDArray[Any]:
-        if type(encoded) is not bytes or len(encoded) % dtype.itemsize:
-            raise ProtocolError(f"expected {dtype.itemsize}-byte numbers, got {_show(encoded)}")
+        if type(encoded) is not bytes or len(encoded) % itemsize:
+            raise ProtocolError(f"expected {itemsize}-byte numbers, got {_show(encoded)}")
         array_N = np.frombuffer(encoded, dtype=dtype)
-        check(array_N)
+        check(array_N, encoded)
         return array_N
 
     return Codec(write, read)
@@ -244,6 +226,8 @@ def _array_codec(dtype: np.dtype[Any], low: int | None) -> Codec:
 
 def _as_array(value: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return `value` as contiguous [n] of `dtype`, without a copy if it is one. Nothing wraps."""
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1:
+        return np.ascontiguousarray(value)
     array_N = np.asarray(value)
     if array_N.ndim != 1:
         raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")

@@ -152,7 +152,7 @@ _HEADERS: Mapping[type, int] = MappingProxyType(
 _TYPES: Mapping[int, type[Message]] = MappingProxyType(
     {int(header): cls for header, cls in MESSAGE_TYPES.items()}
 )
-_HANDSHAKES = (Headers.CONNECT, Headers.REGISTER)
+_HANDSHAKES = frozenset({int(Headers.CONNECT), int(Headers.REGISTER)})
 
 
 class ProtocolVersionError(ProtocolError):

@@ -72,8 +72,11 @@ class SubmitRequest(WireData):
 
     def __post_init__(self) -> None:
         _check_names("SubmitRequest", self.samples)
-        if any(sample.attempt or sample.resumed is not None for sample in self.samples):
-            raise ProtocolError("SubmitRequest: a client's request is attempt 0, with no tokens")
+        for sample in self.samples:
+            if sample.attempt or sample.resumed is not None:
+                raise ProtocolError(
+                    "SubmitRequest: a client's request is attempt 0, with no tokens"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,6 +144,8 @@ class AbortRequest(WireData):
 
 def _check_names(message: str, samples: Sequence[Sample]) -> None:
     """Raise ProtocolError if two samples have one request id."""
+    if len(samples) == 1:
+        return
     ids = [sample.request_id for sample in samples]
     if len(set(ids)) != len(ids):
         raise ProtocolError(f"{message}: request ids repeat in {ids[:16]}")
