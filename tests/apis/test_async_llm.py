@@ -166,3 +166,17 @@ def test_an_exception_inside_ends_all_processes() -> None:
         time.sleep(0.05)
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("interval", [1, 5, 40])
+def test_a_stream_comes_in_pieces_of_the_interval(interval: int) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        own = params(1, 60, streaming_interval=interval)
+        *parts, request = [piece async for piece in llm.stream(prompt_of(9), own)]
+        lengths = [len(part) for part in parts]
+        assert [token for part in parts for token in part] == request.generated_tokens
+        assert all(n >= interval for n in lengths[:-1])
+        # Pieces that arrive together come together.
+        assert len(parts) >= {1: 30, 5: 6, 40: 2}[interval]
+
+    with_fleet(1, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import zmq.asyncio
@@ -210,13 +211,13 @@ class InferenceClient(EngineVerbs):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestStream:
-        """Submit a request. Iterates over its generated tokens in order, each once, as TokenRuns;
-        the last item is the record. As `add_request` otherwise. Closing the iterator aborts it.
+        """Submit a request. Iterates over its generated tokens in order, each once, as TokenRuns of
+        `streaming_interval` tokens or some more; the last item is the record. As `add_request`
+        otherwise. Closing the iterator aborts it.
         """
-        futures = self._submit(
-            prompt, [sampling_params], [seed], priority, deadline_s, streaming=True
-        )
-        return self._requests.stream(futures[0])
+        params = replace(sampling_params, streaming=True)
+        futures = self._submit(prompt, [params], [seed], priority, deadline_s, streaming=True)
+        return self._requests.stream(futures[0], params.streaming_interval)
 
     def abort(self, request_id: int) -> None:
         """Ask for the end of a request; its future resolves to the record with the tokens so far.

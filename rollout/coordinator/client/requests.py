@@ -21,6 +21,7 @@ from rollout.coordinator.protocol.messages import (
     TokenRun,
     unpack_record,
 )
+from rollout.coordinator.protocol.token_runs import join_runs
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
 
@@ -54,10 +55,10 @@ class RequestStream:
     before that, it aborts the request.
     """
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: _Request, interval: int) -> None:
         self.request_id = request.future.request_id
         self._future = request.future
-        self._items = _items_of(request)
+        self._items = _items_of(request, interval)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -70,14 +71,19 @@ class RequestStream:
         self._future.cancel()  # of one that nobody has begun to read
 
 
-async def _items_of(request: _Request) -> AsyncGenerator[TokenRun | Record, None]:
+async def _items_of(request: _Request, interval: int) -> AsyncGenerator[TokenRun | Record, None]:
+    held: list[TokenRun] = []  # fewer than `interval` tokens
     try:
         while (piece := await request.pieces.get()) is not None:
-            yield piece
+            held.append(piece)
+            if sum(map(len, held)) >= interval:
+                yield join_runs(held)
+                held = []
         record = await request.future
-        rest = rest_of(record, request.sequencer.num_tokens)
-        if rest is not None:
-            yield rest
+        if (rest := rest_of(record, request.sequencer.num_tokens)) is not None:
+            held.append(rest)
+        if held:
+            yield join_runs(held)
         yield record
     finally:
         request.future.cancel()
@@ -175,9 +181,11 @@ class ClientRequests:
         except RolloutError as error:
             request.future.set_exception(error)
 
-    def stream(self, future: RequestFuture) -> RequestStream:
-        """Return the stream of a request that was submitted as one, just now."""
-        return RequestStream(self._requests[future.request_id])
+    def stream(self, future: RequestFuture, interval: int) -> RequestStream:
+        """Return the stream of a request that was submitted as one, just now, in pieces of
+        `interval` tokens or more.
+        """
+        return RequestStream(self._requests[future.request_id], interval)
 
     # ---- when the session changes
 

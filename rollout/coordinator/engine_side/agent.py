@@ -110,7 +110,7 @@ class EngineAgent:
         self._num_steps += 1
         replies = self._requests.note_ended(records)
         if self._num_steps - self._reported_step < self._report_interval:
-            return replies
+            return [*self._requests.due_progress(), *replies]
         return [*self._progress(), *replies]
 
     def _progress(self) -> Sequence[Message]:
@@ -199,6 +199,8 @@ class EngineAgent:
         if message.weights is not None and message.weights_version > engine.weights_version:
             if engine.state is EngineState.RUNNING:
                 engine.pause()
+            elif engine.state is EngineState.SUSPENDED:
+                engine.resume()  # its weights need memory to be put into
             self._prepared = None
             tensors = self._fetch(message.weights)
             self._note_served(engine.update_weights(tensors, message.weights_version))

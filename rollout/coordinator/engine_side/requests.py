@@ -27,6 +27,13 @@ class _Running:
     attempt: int
     num_reported: int
     prompt: str | None
+    interval: int | None  # steps between two reports, if the client streams
+    num_steps_unreported: int = 0
+
+    def is_due(self) -> bool:
+        """After a step: whether a report is due to the client that streams it."""
+        self.num_steps_unreported += 1
+        return self.interval is not None and self.num_steps_unreported >= self.interval
 
 
 class EngineRequests:
@@ -102,9 +109,10 @@ class EngineRequests:
             ]
             ids = [sample.request_id for sample in samples]
             self._engine.add_group(tokens, seeded, ids, message.priority)
-        for sample in samples:
+        for sample, own in zip(samples, params, strict=True):
+            interval = own.streaming_interval if own.streaming else None
             self._running[sample.request_id] = _Running(
-                sample.attempt, _num_known(sample), message.prompt
+                sample.attempt, _num_known(sample), message.prompt, interval
             )
 
     # ---- going
@@ -142,15 +150,24 @@ class EngineRequests:
         """The ends of attempts; dropped ones have none."""
         return [self._end(record) for record in records if record.request_id in self._running]
 
+    def due_progress(self) -> list[EngineReplyPartial]:
+        """After a step: as `progress`, of attempts whose client wants to hear now."""
+        due = [item for item in self._running.items() if item[1].is_due()]
+        return self._reports(due)
+
     def progress(self) -> list[EngineReplyPartial]:
         """What running attempts have generated and was not told yet."""
+        return self._reports(self._running.items())
+
+    def _reports(self, running: Iterable[tuple[int, _Running]]) -> list[EngineReplyPartial]:
         partials: list[EngineReplyPartial] = []
-        for request_id, running in self._running.items():
-            run = token_run(self._engine.get_record(request_id), running.num_reported)
+        for request_id, attempt in running:
+            attempt.num_steps_unreported = 0
+            run = token_run(self._engine.get_record(request_id), attempt.num_reported)
             if run is not None:
-                running.num_reported += len(run)
+                attempt.num_reported += len(run)
                 partials.append(
-                    EngineReplyPartial(request_id=request_id, attempt=running.attempt, tokens=run)
+                    EngineReplyPartial(request_id=request_id, attempt=attempt.attempt, tokens=run)
                 )
         return partials
 
