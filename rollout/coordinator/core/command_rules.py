@@ -44,7 +44,7 @@ def is_done(fleet: Fleet, header: Headers) -> bool:
 
 def require_legal(fleet: Fleet, message: Command | UpdateWeights) -> None:
     """Raise EngineStateError, naming the state and the legal commands, if it may not run now."""
-    state = fleet.state
+    state, why = fleet.state, ""
     if isinstance(message, UpdateWeights):
         is_running_too = message.in_flight and state is CoordinatorState.RUNNING
         is_legal, name = state in _QUIET or is_running_too, "update weights"
@@ -56,9 +56,14 @@ def require_legal(fleet: Fleet, message: Command | UpdateWeights) -> None:
         command = COMMANDS[STATE_COMMANDS[message.header]]
         is_legal = state.engine_state in (*command.sources, command.target)
         name = message.header.name
+        if message.header is Headers.RESUME and message.arguments.get("only") is not None:
+            # Engines that hold different memory would come to different states.
+            is_legal, name = is_legal and not fleet.is_diverged, "RESUME in part"
+            why = "; engines may hold different memory, resume all" if fleet.is_diverged else ""
     if not is_legal:
         raise EngineStateError(
-            f"cannot {name} while {state.name}; legal commands now: {', '.join(legal_now(state))}"
+            f"cannot {name} while {state.name}{why}; legal commands now: "
+            f"{', '.join(legal_now(state))}"
         )
 
 

@@ -45,8 +45,8 @@ class CommittedWeights:
 @dataclass(slots=True)
 class Fleet:
     """weights: None until an engine or a commit says. released: owners whose memory a SUSPEND gave
-    back. is_diverged: a command was done by some engines and refused by others, so that engines may
-    be in another state than `state`."""
+    back. is_diverged: a command was done by some engines and not by others, or one came to a
+    suspended fleet, so that engines may be in another state or hold other memory than is known."""
 
     command_ids: Iterator[int]
     state: CoordinatorState = CoordinatorState.RUNNING

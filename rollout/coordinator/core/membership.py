@@ -154,6 +154,10 @@ class Membership:
         sessions.add(engine)
         adopted = self._placement.adopt(engine, message.running)
         self._note_weights(engine)
+        if self._fleet.state is CoordinatorState.SUSPENDED:
+            # A fresh engine gives its KV up; one that is suspended may have missed a resume.
+            was_suspended = message.state == EngineState.SUSPENDED.name
+            self._fleet.is_diverged |= was_suspended or "kv_cache" not in self._fleet.released
         self._instruct(engine, message.prepared_command_id)
         self._joining[engine.engine_id] = engine
         self._books.timers.set(("engine", engine.engine_id), now)

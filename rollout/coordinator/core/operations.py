@@ -159,7 +159,9 @@ class StateChange(Operation):
             return self.refused()
         before = fleet.state
         fleet.state, fleet.released = state_after(fleet, self._command)
-        fleet.is_diverged = False
+        if self._command.header is not Headers.SUSPEND:
+            # What engines that were suspended before have released, a repetition does not say.
+            fleet.is_diverged = False
         logger.info("%s -> %s", before.name, fleet.state.name)
         return self.done()
 

@@ -1,0 +1,98 @@
+"""Engines that may hold different memory after an order that failed: nothing is taken for granted
+until an order for all has been confirmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import Ack, Command, Nack
+from tests.coordinator.fake_client import FakeClient
+from tests.coordinator.fake_engine import FakeEngine
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+
+BOTH = {"release": ["kv_cache", "weights"]}
+
+
+def suspended_late() -> tuple[FakeFleet, FakeClient, list[FakeEngine]]:
+    """A paused fleet whose engines were told to suspend, and did not say so in time."""
+    fleet = FakeFleet()
+    client, engines = fleet.client(), [fleet.engine(), fleet.engine()]
+    fleet.run()
+    assert isinstance(fleet.give(client, client.command(Headers.PAUSE)), Ack)
+    for engine in engines:
+        engine.ignores.add("SUSPEND")
+    late = client.command(Headers.SUSPEND, arguments=BOTH)
+    fleet.send(client, late)
+    fleet.run()
+    fleet.pass_time(LIMITS.command_deadline_s + 1)
+    fleet.run()
+    assert isinstance(client.answer(late), Nack)
+    for engine in engines:
+        engine.ignores.clear()
+    return fleet, client, engines
+
+
+def assert_partial_resume_is_refused(fleet: FakeFleet, client: FakeClient) -> None:
+    partial = client.command(Headers.RESUME, arguments={"only": "weights"})
+    refusal = fleet.give(client, partial)
+    assert isinstance(refusal, Nack)
+    message = str(refusal.error.message)
+    assert fleet.core.state.name in message
+    assert "resume all" in message
+    assert "legal commands now" in message
+    assert isinstance(fleet.give(client, client.command(Headers.RESUME)), Ack)
+    assert fleet.core.state is CoordinatorState.PAUSED
+
+
+def test_who_may_hold_other_memory_is_not_resumed_in_part() -> None:
+    fleet, client, _ = suspended_late()
+    assert_partial_resume_is_refused(fleet, client)
+
+
+def test_a_suspend_after_a_failed_one_does_not_say_what_each_engine_has_released() -> None:
+    fleet, client, _ = suspended_late()
+    assert isinstance(fleet.give(client, client.command(Headers.SUSPEND)), Ack)
+    assert fleet.core.state is CoordinatorState.SUSPENDED
+    assert_partial_resume_is_refused(fleet, client)
+
+
+def test_a_whole_resume_makes_partial_ones_possible_again() -> None:
+    fleet, client, _ = suspended_late()
+    for header, arguments in (
+        *((Headers.RESUME, {}), (Headers.SUSPEND, BOTH)),
+        *((Headers.RESUME, {"only": "weights"}), (Headers.RESUME, {"only": "kv_cache"})),
+    ):
+        order: Command = client.command(header, arguments=arguments)
+        assert isinstance(fleet.give(client, order), Ack), header
+    assert fleet.core.state is CoordinatorState.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("released", "state"), [(["weights"], "RUNNING"), (["kv_cache"], "SUSPENDED")]
+)
+def test_who_joins_a_suspended_fleet_may_hold_other_memory(released: list[str], state: str) -> None:
+    """A fresh engine gives its KV up; one that was away may have missed a partial resume."""
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.give(client, client.command(Headers.PAUSE))
+    fleet.give(client, client.command(Headers.SUSPEND, arguments={"release": released}))
+    fleet.engine(state=state)
+    fleet.run()
+    assert_partial_resume_is_refused(fleet, client)
+
+
+def test_a_fresh_engine_that_joins_fits_a_fleet_without_kv() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.give(client, client.command(Headers.PAUSE))
+    fleet.give(client, client.command(Headers.SUSPEND, arguments=BOTH))
+    fleet.engine()
+    fleet.run()
+    for owner in ("weights", "kv_cache"):
+        order = client.command(Headers.RESUME, arguments={"only": owner})
+        assert isinstance(fleet.give(client, order), Ack)
+    assert fleet.core.state is CoordinatorState.PAUSED

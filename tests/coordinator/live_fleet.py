@@ -1,0 +1,122 @@
+"""A live fleet in one process: the coordinator, real small engines on real lines, their answers
+held back where a test wants to see what happens meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from rollout import DynamicInferenceEngine, EngineState
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
+from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.protocol.messages import Message
+from rollout.coordinator.publisher import fetch_weights
+from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
+
+BOUND_S = 30.0
+LIMITS = CoordinatorLimits(heartbeat_s=0.2)
+
+
+@cache
+def model() -> Any:
+    return tiny_model("qwen3", seed=20)
+
+
+class HeldLink:
+    """A line whose engine stands still while it is held: an order waits before it is done, or, if
+    `holds_answers`, is done and its answer waits. The link's own thread goes on all the time."""
+
+    def __init__(self, link: EngineLink, *, holds_answers: bool) -> None:
+        self.link, self._holds_answers = link, holds_answers
+        self.is_free = threading.Event()
+        self.is_free.set()
+        self.may_step = link.may_step
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        messages = self.link.receive(timeout_s)
+        if not self._holds_answers:
+            self.is_free.wait(BOUND_S)
+        return messages
+
+    def send(self, message: Message) -> None:
+        if self._holds_answers:
+            self.is_free.wait(BOUND_S)
+        self.link.send(message)
+
+
+class LiveEngine:
+    """A real engine, served by a thread of its own."""
+
+    def __init__(self, address: str, number: int) -> None:
+        self.engine: DynamicInferenceEngine = tiny_engine(model(), num_blocks=64)
+        self.agent = EngineAgent(
+            self.engine,
+            engine_id=bytes([number + 1]) * 16,
+            block_size_tokens=BLOCK_SIZE,
+            max_requests=16,
+            fetch=fetch_weights,
+        )
+        self.link = EngineLink(
+            address, registration=self.agent.registration, status=self.agent.status
+        )
+        # Every second one has done an order when its answer is held back.
+        self.line = HeldLink(self.link, holds_answers=number % 2 == 1)
+        self._thread = threading.Thread(target=self._run, name=f"engine {number}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            serve(self.agent, self.line)  # type: ignore[arg-type]
+        except LinkClosedError:
+            return
+
+    def close(self) -> None:
+        self.line.is_free.set()
+        self.link.close()
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive()
+
+
+class LiveFleet:
+    """A context manager. `address`: where clients are served."""
+
+    def __init__(self, num_engines: int = 2) -> None:
+        self.coordinator = DataParallelInferenceCoordinator(None, num_engines, None, limits=LIMITS)
+        self.address = self.coordinator.address
+        self._thread = threading.Thread(target=self.coordinator.start, daemon=True)
+        self._thread.start()
+        self.engines = [LiveEngine(self.address, number) for number in range(num_engines)]
+
+    def __enter__(self) -> LiveFleet:
+        for engine in self.engines:
+            engine.link.wait_registered(BOUND_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.coordinator.stop()
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive()
+
+    def hold(self) -> None:
+        """No engine does or answers anything until `free`."""
+        for engine in self.engines:
+            engine.line.is_free.clear()
+
+    def free(self) -> None:
+        for engine in self.engines:
+            engine.line.is_free.set()
+
+    def engine_states(self) -> set[EngineState]:
+        return {engine.engine.state for engine in self.engines}

@@ -1,0 +1,187 @@
+"""Every order that a client can give, how its answer is judged, and a tally of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUpdateError
+from rollout.coordinator.client.commands import CommandFuture
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.messages import WeightsSource
+from rollout.coordinator.publisher import WeightPublisher
+from rollout.errors import RequestAbortedError, RolloutError
+from tests.coordinator.live_fleet import model
+
+# What a busy machine may add to a deadline before it counts as missed.
+SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Giver:
+    """A client and the weights that it can point to."""
+
+    client: InferenceClient
+    good: WeightsSource
+    bad: WeightsSource
+
+    def give(self, name: str, deadline_s: float) -> CommandFuture:
+        return ORDERS[name](self, deadline_s)
+
+
+def publish(publisher: WeightPublisher) -> WeightsSource:
+    """The weights that all engines have: with them tokens stay what they are."""
+    source = publisher.publish(dict(model().named_parameters()))
+    publisher.commit()
+    return source
+
+
+def publish_incomplete(publisher: WeightPublisher) -> WeightsSource:
+    """All weights but the first."""
+    source = publisher.publish(dict(list(model().named_parameters())[1:]))
+    publisher.commit()
+    return source
+
+
+def _suspend(**arguments: Any) -> Callable[[Giver, float], CommandFuture]:
+    return lambda giver, s: giver.client.suspend_engines(**arguments, deadline_s=s)
+
+
+def _resume(only: str | None = None) -> Callable[[Giver, float], CommandFuture]:
+    return lambda giver, s: giver.client.resume_engines(only, deadline_s=s)
+
+
+def _epoch(version: Any) -> Callable[[Giver, float], CommandFuture]:
+    return lambda giver, s: giver.client.set_generation_epoch(version, deadline_s=s)
+
+
+def _update(name: str = "good", **arguments: Any) -> Callable[[Giver, float], CommandFuture]:
+    return lambda giver, s: giver.client.update_weights(
+        getattr(giver, name), **arguments, deadline_s=s
+    )
+
+
+BOTH = ("kv_cache", "weights")
+ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType(
+    {
+        "pause": lambda giver, s: giver.client.pause_engines(deadline_s=s),
+        "unpause": lambda giver, s: giver.client.unpause_engines(deadline_s=s),
+        "suspend": _suspend(),
+        "suspend persist": _suspend(mode="persist"),
+        "suspend offload": _suspend(mode="offload"),
+        "suspend recompute": _suspend(mode="recompute"),
+        "suspend kv": _suspend(mode="offload", release=("kv_cache",)),
+        "suspend weights": _suspend(release=("weights",)),
+        "suspend both": _suspend(mode="recompute", release=BOTH),
+        "suspend nothing": _suspend(release=()),
+        "suspend discarding": _suspend(release=BOTH, discard_weights=True),
+        "suspend badly": _suspend(release=("hair",)),
+        "suspend in no mode": _suspend(mode="sleepy"),
+        "suspend discarding kept": _suspend(discard_weights=True),
+        "resume": _resume(),
+        "resume kv": _resume("kv_cache"),
+        "resume weights": _resume("weights"),
+        "resume badly": _resume("hair"),
+        "epoch": lambda giver, s: giver.client.set_generation_epoch(
+            next_epoch(giver), deadline_s=s
+        ),
+        "epoch backwards": _epoch(0),
+        "epoch of words": _epoch("seven"),
+        "increment": lambda giver, s: giver.client.increment_staleness(deadline_s=s),
+        "update": _update(),
+        "update in flight": _update(in_flight=True),
+        "update backwards": _update(version=0),
+        "update incomplete": _update("bad"),
+        "update in flight incomplete": _update("bad", in_flight=True),
+        "stats": lambda giver, s: giver.client.engine_stats(deadline_s=s),
+        "stop": lambda giver, s: giver.client.stop_engines(deadline_s=s),
+        "shutdown": lambda giver, s: giver.client.shutdown_engines(deadline_s=s),
+    }
+)
+FINAL = ("stop", "shutdown")
+_FIRST_EPOCH = 1000
+
+
+def next_epoch(giver: Giver) -> int:
+    """A number that nobody has set before: command ids only rise."""
+    return _FIRST_EPOCH * (giver.client._next_command_id + 1)
+
+
+# ---- answers
+
+_NAMES_STATE = re.compile(r"\b(RUNNING|PAUSED|SUSPENDED|STOPPED|STOPPING)\b")
+
+
+def kind_of(error: BaseException) -> str:
+    """Why an order was refused. Raises AssertionError for a reason that is not clear."""
+    text = str(error)
+    if isinstance(error, EngineStateError):
+        if "legal commands" in text and _NAMES_STATE.search(text):
+            return "state"
+        if "in time" in text:
+            return "deadline"
+        if "commit a full update first" in text or "resume(only='weights') first" in text:
+            return "weights away"
+    if isinstance(error, (ConfigError, InvalidRequestError)) and "must be" in text:
+        return "argument"
+    if isinstance(error, ConfigError) and "discard_weights=True needs" in text:
+        return "argument"
+    if isinstance(error, WeightUpdateError):
+        return "weights"
+    if isinstance(error, (CoordinatorLostError, RequestAbortedError)):
+        return "the end"
+    raise AssertionError(f"refused without a clear reason: {error!r}")
+
+
+@dataclass
+class Tally:
+    """What became of all orders."""
+
+    num_done: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    slowest: str = ""
+
+    @property
+    def num_orders(self) -> int:
+        return self.num_done + self.refused.total()
+
+    async def answer(self, future: CommandFuture, name: str, deadline_s: float) -> str:
+        """How the order ended: "done", or why it was refused. It must end within its deadline."""
+        start = time.monotonic()
+        await asyncio.wait([future], timeout=deadline_s + SLACK_S)
+        seconds = time.monotonic() - start
+        assert future.done(), f"{name}: no answer after {seconds:.1f} s"
+        if seconds > self.slowest_s:
+            self.slowest_s, self.slowest = seconds, name
+        error = future.exception()
+        if error is None:
+            self.num_done += 1
+            return "done"
+        return self.refuse(error)
+
+    def refuse(self, error: BaseException) -> str:
+        kind = kind_of(error)
+        self.refused[kind] += 1
+        return kind
+
+    async def give(self, giver: Giver, name: str, deadline_s: float) -> str:
+        try:
+            future = giver.give(name, deadline_s)
+        except RolloutError as error:  # a coordinator that has gone is told of at once
+            return self.refuse(error)
+        return await self.answer(future, name, deadline_s)
+
+    def __str__(self) -> str:
+        refused = ", ".join(f"{num} {kind}" for kind, num in self.refused.most_common())
+        return (
+            f"{self.num_orders} orders: {self.num_done} done, {self.refused.total()} refused "
+            f"({refused}); slowest answer {self.slowest_s:.3f} s ({self.slowest})"
+        )

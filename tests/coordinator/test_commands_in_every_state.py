@@ -1,0 +1,224 @@
+"""Every order in every state of a live coordinator is answered: done, or refused with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+
+from rollout import SamplingParams
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.publisher import WeightPublisher
+from rollout.errors import RolloutError
+from tests.coordinator.live_fleet import LiveFleet
+from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
+from tests.tiny_models import IS_LONG, prompt_of
+
+DEADLINE_S = 20.0
+NUM_PAIRS = 10_000 if IS_LONG else 60
+NUM_ENDS = 50 if IS_LONG else 3
+NUM_SCHEDULES = 400 if IS_LONG else 25
+RUNNING, PAUSED, SUSPENDED, STOPPING = CoordinatorState
+PATHS = {
+    RUNNING: (),
+    PAUSED: ("pause",),
+    SUSPENDED: ("pause", "suspend"),
+    STOPPING: ("pause", "stop"),
+}
+QUIET = {"stats", "epoch", "increment", "update", "update in flight"}
+SUSPENDS = {name for name in ORDERS if name.startswith("suspend")}
+RESUMES = {name for name in ORDERS if name.startswith("resume")}
+# What is done in which state; all else must be refused. Where an order leads to is done without a
+# look at its arguments.
+DONE = {
+    RUNNING: {"pause", "unpause", "update in flight", "stats", "shutdown"},
+    PAUSED: {
+        *("pause", "unpause", *RESUMES, *QUIET, *FINAL),
+        *(SUSPENDS - {"suspend badly", "suspend in no mode", "suspend discarding kept"}),
+    },
+    SUSPENDED: {*SUSPENDS, *(RESUMES - {"resume badly"}), *QUIET, *FINAL},
+    STOPPING: {"stats", *FINAL},
+}
+
+
+@asynccontextmanager
+async def live(num_clients: int = 1) -> AsyncIterator[tuple[LiveFleet, list[Giver]]]:
+    with LiveFleet() as fleet:
+        async with AsyncExitStack() as stack:
+            whole, part = WeightPublisher(), WeightPublisher()
+            stack.callback(whole.close)
+            stack.callback(part.close)
+            sources = publish(whole), publish_incomplete(part)
+            clients = [InferenceClient(fleet.address) for _ in range(num_clients)]
+            givers = [Giver(await stack.enter_async_context(c), *sources) for c in clients]
+            yield fleet, givers
+
+
+def run(work: Callable[[], Awaitable[None]], bound_s: float) -> None:
+    asyncio.run(asyncio.wait_for(work(), bound_s))
+
+
+async def bring_to(state: CoordinatorState, fleet: LiveFleet, giver: Giver) -> None:
+    """From wherever it is, also if engines differ after an order that failed."""
+    for name in ("resume", "pause", "resume", "unpause", *PATHS[state]):
+        if name == "unpause" and fleet.coordinator.state is PAUSED:
+            await giver.give("update", DEADLINE_S)  # weights may have been discarded
+        # The first two are refused where they are not needed.
+        with suppress(RolloutError):
+            await giver.give(name, DEADLINE_S)
+    await comes_to(state, fleet)
+
+
+async def comes_to(state: CoordinatorState, fleet: LiveFleet) -> None:
+    """All engines are in the coordinator's state, once those that were removed are back."""
+    end = time.monotonic() + DEADLINE_S
+    while fleet.engine_states() != {state.engine_state}:
+        assert time.monotonic() < end, (state, fleet.engine_states())
+        await asyncio.sleep(0.01)
+    assert fleet.coordinator.state is state
+
+
+def assert_is(state: CoordinatorState, fleet: LiveFleet) -> None:
+    assert fleet.coordinator.state is state
+    assert fleet.engine_states() == {state.engine_state}
+
+
+async def serves(fleet: LiveFleet, giver: Giver) -> None:
+    """A request of four tokens completes, on each engine."""
+    await bring_to(RUNNING, fleet, giver)
+    params = SamplingParams(num_tokens_to_generate=4, temperature=0.0)
+    futures = [giver.client.add_request(prompt_of(5), params) for _ in fleet.engines]
+    records = await asyncio.wait_for(asyncio.gather(*futures), DEADLINE_S)
+    assert {len(record.merge().generated_tokens) for record in records} == {4}
+
+
+@pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
+def test_each_order_is_done_or_refused_as_the_table_says(state: CoordinatorState) -> None:
+    tally = Tally()
+
+    async def work() -> None:
+        async with live() as (fleet, (giver,)):
+            for name in [name for name in ORDERS if name not in FINAL]:
+                await bring_to(state, fleet, giver)
+                for _ in range(2):
+                    kind = await tally.give(giver, name, DEADLINE_S)
+                    assert (kind == "done") == (name in DONE[state]), (name, kind)
+                    if kind != "done":
+                        assert_is(state, fleet)
+            await serves(fleet, giver)
+
+    run(work, 60)
+    print(f"\nsingly, {state.name}: {tally}")
+
+
+@pytest.mark.parametrize("final", FINAL)
+@pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
+def test_the_end_comes_or_is_refused_as_the_table_says(state: CoordinatorState, final: str) -> None:
+    """After a stop each order is answered still, and so is a request: by its failure."""
+    tally = Tally()
+
+    async def work() -> None:
+        async with live(2) as (fleet, (giver, other)):
+            await bring_to(state, fleet, giver)
+            waiting = other.client.add_request(
+                prompt_of(5), SamplingParams(num_tokens_to_generate=400)
+            )
+            kind = await tally.give(giver, final, DEADLINE_S)
+            assert (kind == "done") == (final in DONE[state])
+            if kind != "done":
+                waiting.cancel()
+                await serves(fleet, giver)
+                return
+            with pytest.raises(RolloutError):
+                await asyncio.wait_for(waiting, DEADLINE_S)
+            for name in [*ORDERS, "stop", "shutdown", "pause"]:
+                kind = await tally.give(other, name, DEADLINE_S)
+                assert (kind == "done") <= (name in DONE[STOPPING]), (name, kind)
+            with pytest.raises(RolloutError):
+                other.client.add_request(prompt_of(5), SamplingParams(num_tokens_to_generate=4))
+
+    run(work, 60)
+    print(f"\n{final} in {state.name}: {tally}")
+
+
+@pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
+def test_orders_sent_at_once_are_all_answered_in_order(state: CoordinatorState) -> None:
+    """Every pair, or a sample of them, by turns from one client and from two."""
+    tally = Tally()
+    names = [name for name in ORDERS if name not in FINAL]
+    pairs = list(itertools.product(names, names))
+    random.Random(state.value).shuffle(pairs)
+
+    async def work() -> None:
+        async with live(2) as (fleet, givers):
+            for number, pair in enumerate(pairs[:NUM_PAIRS]):
+                await bring_to(state, fleet, givers[0])
+                second = givers[number % 2]
+                futures = [
+                    (giver.give(name, DEADLINE_S), name)
+                    for giver, name in zip((givers[0], second), pair, strict=True)
+                ]
+                ended = [await tally.answer(f, name, DEADLINE_S) for f, name in futures]
+                assert "deadline" not in ended, pair
+                assert_is(fleet.coordinator.state, fleet)
+            await serves(fleet, givers[1])
+
+    run(work, 600)
+    print(f"\npairs, {state.name}: {tally}")
+
+
+def test_orders_to_engines_that_hold_their_answers_back_end_by_their_deadlines() -> None:
+    """Random orders of two clients, long and short deadlines; the engines answer late or too late.
+    Afterwards the fleet can be brought to run again, and serves."""
+    tally, chance = Tally(), random.Random(1)
+    names = [name for name in ORDERS if name not in FINAL]
+
+    async def one_schedule(fleet: LiveFleet, givers: list[Giver]) -> None:
+        fleet.hold()
+        asyncio.get_running_loop().call_later(chance.choice((0.0, 0.02, 0.2)), fleet.free)
+        answers = []
+        for _ in range(chance.randint(1, 6)):
+            giver, name = chance.choice(givers), chance.choice(names)
+            deadline_s = chance.choice((0.01, 0.1, DEADLINE_S))
+            answers.append(tally.answer(giver.give(name, deadline_s), name, deadline_s))
+        await asyncio.gather(*answers)
+        fleet.free()
+
+    async def work() -> None:
+        async with live(2) as (fleet, givers):
+            for number in range(NUM_SCHEDULES):
+                await bring_to([RUNNING, PAUSED, SUSPENDED][number % 3], fleet, givers[0])
+                await one_schedule(fleet, givers)
+                name = chance.choice(sorted({"pause", "unpause", *SUSPENDS, *RESUMES}))
+                if await tally.give(givers[0], name, DEADLINE_S) == "done":
+                    await comes_to(fleet.coordinator.state, fleet)
+                await serves(fleet, givers[number % 2])
+
+    run(work, 600)
+    print(f"\nheld back: {tally}")
+
+
+@pytest.mark.parametrize("final", FINAL)
+def test_the_end_comes_among_orders_that_are_held_back(final: str) -> None:
+    tally, chance = Tally(), random.Random(2)
+
+    async def work() -> None:
+        for _ in range(NUM_ENDS):
+            async with live(2) as (fleet, givers):
+                await bring_to(chance.choice((PAUSED, SUSPENDED)), fleet, givers[0])
+                names = chance.sample(sorted(ORDERS), 6)
+                names[chance.randrange(6)] = final
+                fleet.hold()
+                asyncio.get_running_loop().call_later(chance.choice((0.0, 0.1)), fleet.free)
+                await asyncio.gather(
+                    *(tally.give(chance.choice(givers), name, 2.0) for name in names)
+                )
+
+    run(work, 600)
+    print(f"\n{final} held back: {tally}")
