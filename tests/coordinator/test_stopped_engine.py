@@ -1,0 +1,253 @@
+"""An engine process that is stopped for longer than its lease, and comes back late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout import DynamicInferenceRequest, SamplingParams
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.client.requests import RequestStream
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.protocol.messages import (
+    EngineReply,
+    EngineReplyPartial,
+    Message,
+    TokenRun,
+)
+from rollout.coordinator.publisher import fetch_weights
+from tests.tiny_models import (
+    BLOCK_SIZE,
+    IS_LONG,
+    Margins,
+    generate_all,
+    prompt_of,
+    tiny_engine,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.distributed
+WAIT_S = 90.0
+LEASE_S = 2.0
+LIMITS = CoordinatorLimits(engine_lease_s=LEASE_S, heartbeat_s=0.2, report_interval_tokens=1)
+MODEL_SEED = 30
+NUM_ROUNDS = 6 if IS_LONG else 1
+NUM_REQUESTS, NUM_TOKENS = 8, 240
+# With it a request takes a second or two, and can be stopped in its midst.
+STEP_S = 0.005
+
+
+class SlowAgent(EngineAgent):
+    """Its steps take as long as those of a larger model."""
+
+    def step(self) -> Any:
+        time.sleep(STEP_S)
+        return super().step()
+
+
+def engine_process(address: str, number: int, pipe: Connection) -> None:
+    agent = SlowAgent(
+        tiny_engine(tiny_model("qwen3", seed=MODEL_SEED)),
+        engine_id=bytes([number]) * 16,
+        block_size_tokens=BLOCK_SIZE,
+        max_requests=64,
+        fetch=fetch_weights,
+    )
+    with EngineLink(address, registration=agent.registration, status=agent.status) as link:
+        link.wait_registered(WAIT_S)
+        pipe.send("ready")
+        serve(agent, link)
+
+
+@contextmanager
+def fleet(
+    schedule: Path,
+) -> Iterator[tuple[DataParallelInferenceCoordinator, list[BaseProcess]]]:
+    """A coordinator in a thread, and two engines in processes by the number in their ids."""
+    coordinator = DataParallelInferenceCoordinator(
+        *(None, 2, None),
+        prefix_caching_coordinator_policy="round_robin",
+        schedule_output_path=str(schedule),
+        limits=LIMITS,
+    )
+    thread = threading.Thread(target=coordinator.start)
+    thread.start()
+    spawn = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for number in range(2):
+        ours, theirs = spawn.Pipe()
+        arguments = (coordinator.address, number, theirs)
+        process = spawn.Process(target=engine_process, args=arguments, daemon=True)
+        process.start()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(WAIT_S)
+        yield coordinator, processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        coordinator.stop()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+class Heard:
+    """All that comes to a client of its requests, before the client looks at it."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.tokens: Counter[tuple[int, int]] = Counter()  # by request id and position
+        self.replies: Counter[int] = Counter()
+        link: Any = client._link
+        self._pass_on: Callable[[list[Message]], None] = link._on_messages
+        link._on_messages = self._take
+
+    def _take(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, EngineReplyPartial):
+                run = message.tokens
+                self.tokens.update((message.request_id, i) for i in range(run.offset, run.end))
+            elif isinstance(message, EngineReply):
+                self.replies[message.request_id] += 1
+        self._pass_on(messages)
+
+    @property
+    def num_duplicates(self) -> int:
+        counts = [*self.tokens.values(), *self.replies.values()]
+        return sum(counts) - len(counts)
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        await asyncio.sleep(0.01)
+
+
+async def read(stream: RequestStream, has_begun: asyncio.Event) -> DynamicInferenceRequest:
+    """The record, which must say what was streamed."""
+    streamed: list[int] = []
+    async for item in stream:
+        if not isinstance(item, TokenRun):
+            assert item.merge().generated_tokens == streamed
+            return item.merge()
+        assert item.offset == len(streamed), "a token twice, or none"
+        streamed += item.token_ids.tolist()
+        if len(streamed) > NUM_TOKENS // 8:
+            has_begun.set()
+    raise AssertionError("the stream ended without a record")
+
+
+def work_of(round_number: int) -> list[tuple[list[int], SamplingParams]]:
+    return [
+        (
+            prompt_of(3 + 2 * i, seed=round_number),
+            SamplingParams(
+                num_tokens_to_generate=NUM_TOKENS,
+                seed=100 * round_number + i,
+                temperature=(1.0, 0.0)[i % 2],
+                return_log_probs=True,
+            ),
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins) -> None:
+    """The tokens of a run of one engine that nobody stops, and those of the model itself."""
+    model = tiny_model("qwen3", seed=MODEL_SEED)
+    inputs = [(r.prompt_tokens.tolist(), r.sampling_params) for r in requests]
+    for request, expected in zip(requests, generate_all(tiny_engine(model), inputs), strict=True):
+        if margins.compare(model, request, expected.generated_tokens, expected.sampling_params):
+            assert request.generated_log_probs is not None
+            np.testing.assert_allclose(
+                request.generated_log_probs, expected.generated_log_probs, atol=1e-4
+            )
+        margins.compare_with_oracle(model, request)
+
+
+def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
+    tmp_path: Path,
+) -> None:
+    schedule, margins = tmp_path / "schedule.json", Margins()
+    requests: list[DynamicInferenceRequest] = []
+
+    async def one_round(
+        number: int,
+        coordinator: DataParallelInferenceCoordinator,
+        process: BaseProcess,
+        client: InferenceClient,
+    ) -> None:
+        counters, have_begun = coordinator.counters, []
+        joined, lost, stale = (
+            *(counters.num_engines_joined, counters.num_engines_lost),
+            counters.num_stale,
+        )
+        readers = []
+        for prompt, params in work_of(number):
+            have_begun.append(asyncio.Event())
+            readers.append(asyncio.create_task(read(client.stream(prompt, params), have_begun[-1])))
+        await asyncio.wait_for(asyncio.gather(*(e.wait() for e in have_begun)), WAIT_S)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        try:
+            assert not any(reader.done() for reader in readers), "it was stopped too late"
+            requests.extend(await asyncio.wait_for(asyncio.gather(*readers), WAIT_S))
+            # The others' end says that the coordinator gave it up; its own lease ends by then, too.
+            await asyncio.sleep(max(0.0, stopped_at + LEASE_S + 0.1 - time.monotonic()))
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert counters.num_engines_lost == lost + 1
+        await until(lambda: counters.num_engines_joined == joined + 1, "its registration")
+        await until(lambda: counters.num_stale > stale, "its late words")
+
+    async def work(
+        coordinator: DataParallelInferenceCoordinator, processes: list[BaseProcess]
+    ) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            heard = Heard(client)
+            for number in range(NUM_ROUNDS):
+                await one_round(number, coordinator, processes[number % 2], client)
+            again = [client.add_request(p, s) for p, s in work_of(NUM_ROUNDS)]
+            records = await asyncio.wait_for(asyncio.gather(*again), WAIT_S)
+            requests.extend(record.merge() for record in records)
+            counters = coordinator.counters
+            print(
+                f"\n{NUM_ROUNDS} stops: {counters.num_requests} requests, "
+                f"{counters.num_reassigned} moved, {counters.num_stale} late messages dropped, "
+                f"{heard.tokens.total()} tokens and {heard.replies.total()} replies heard, "
+                f"{heard.num_duplicates} of them twice"
+            )
+            assert counters.num_reassigned >= NUM_ROUNDS * NUM_REQUESTS // 2
+            assert heard.num_duplicates == 0
+            assert heard.replies.total() == counters.num_requests == len(requests)
+
+    with fleet(schedule) as (coordinator, processes):
+        asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))
+    assert_undisturbed(requests, margins)
+    margins.check()
+    print(f"{margins.num_tokens} tokens compared, {len(margins.exceptions)} within rounding")
+    ranks = [r["rank_index"] for r in json.loads(schedule.read_text())["records"]]
+    assert Counter(ranks[-NUM_REQUESTS:]) == {rank: NUM_REQUESTS // 2 for rank in (0, 1)}
