@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rollout.errors import ConfigError
-from trainer_hooks import group_advantages, has_reward_spread
+from trainer_hooks import (
+    gae_advantages,
+    group_advantages,
+    has_reward_spread,
+    overlong_penalties,
+)
 
 NAN = math.nan
 
@@ -68,3 +73,100 @@ def test_bad_input_is_refused_by_name() -> None:
         group_advantages(torch.zeros(4))
     with pytest.raises(ConfigError, match="infinite"):
         group_advantages(torch.tensor([[1.0, math.inf]]))
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+    advantages = group_advantages(
+        torch.tensor([[1.0, 0.0, 0.5, NAN]]), "none", baseline="leave_one_out"
+    )
+    assert_close(advantages, torch.tensor([[0.75, -0.75, 0.0, 0.0]]))
+
+
+@given(st.lists(st.integers(-9, 9) | st.none(), min_size=1, max_size=8))
+def test_failed_rollouts_are_passed_over_by_every_baseline(rewards: list[int | None]) -> None:
+    row = [math.nan if reward is None else float(reward) for reward in rewards]
+    kept = [reward for reward in row if not math.isnan(reward)]
+    for baseline in ("mean", "leave_one_out"):
+        advantages = group_advantages(torch.tensor([row]), "none", baseline)  # type: ignore[arg-type]
+        failed = torch.tensor(row).isnan()
+        assert (advantages[0, failed] == 0).all()
+        if kept:
+            alone = group_advantages(torch.tensor([kept]), "none", baseline)  # type: ignore[arg-type]
+            assert_close(advantages[0, ~failed], alone[0])
+
+
+def test_overlong_penalty_falls_to_minus_one() -> None:
+    penalties = overlong_penalties(torch.tensor([10, 80, 90, 100, 130]), 100, 20)
+    assert_close(penalties, torch.tensor([0.0, 0.0, -0.5, -1.0, -1.0]))
+    with pytest.raises(ConfigError, match="cache_length=0"):
+        overlong_penalties(torch.tensor([1]), 100, 0)
+
+
+def test_gae_of_two_steps() -> None:
+    # delta_1 = 1 - 0.5 = 0.5; delta_0 = 0.9 * 0.5 - 0.2 = 0.25; A_0 = 0.25 + 0.9 * 0.8 * 0.5
+    advantages, returns = gae_advantages(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[0.2, 0.5]]),
+        torch.ones(1, 2),
+        gamma=0.9,
+        lam=0.8,
+    )
+    assert_close(advantages, torch.tensor([[0.61, 0.5]]))
+    assert_close(returns, torch.tensor([[0.81, 1.0]]))
+
+
+def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
+    advantages, _ = gae_advantages(
+        torch.zeros(2, 1),
+        torch.zeros(2, 1),
+        torch.ones(2, 1),
+        gamma=0.5,
+        bootstrap_values_B=torch.tensor([4.0, 0.0]),
+    )
+    assert_close(advantages, torch.tensor([[2.0], [0.0]]))
+
+
+def gae_by_loop(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> torch.Tensor:
+    """The recursion of the paper, over the trained tokens of one rollout."""
+    advantages, advantage, next_value = torch.zeros_like(rewards), 0.0, 0.0
+    for position in reversed(mask.nonzero().flatten().tolist()):
+        delta = float(rewards[position]) + gamma * next_value - float(values[position])
+        advantage = delta + gamma * lam * advantage
+        advantages[position], next_value = advantage, float(values[position])
+    return advantages
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_positions=st.integers(1, 20),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_gae_is_the_recursion_over_trained_tokens(
+    seed: int, num_positions: int, gamma: float, lam: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 3, num_positions, generator=generator)
+    mask = torch.rand(3, num_positions, generator=generator) > 0.4
+    spoiled = values.masked_fill(~mask, NAN)
+    advantages, returns = gae_advantages(rewards, spoiled, mask, gamma=gamma, lam=lam)
+    for row in range(3):
+        expected = gae_by_loop(rewards[row], values[row], mask[row], gamma, lam)
+        assert_close(advantages[row], expected, rtol=1e-4, atol=1e-5)
+    assert_close(returns, (advantages + values).masked_fill(~mask, 0.0))
+
+
+def test_gae_of_a_failed_rollout_is_zero() -> None:
+    advantages, _ = gae_advantages(
+        torch.tensor([[0.0, NAN], [0.0, 1.0]]), torch.zeros(2, 2), torch.ones(2, 2), lam=1.0
+    )
+    assert_close(advantages, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+
+
+def test_bad_input_of_gae_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"lam=1\.5"):
+        gae_advantages(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), lam=1.5)
+    with pytest.raises(ConfigError, match="one shape"):
+        gae_advantages(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))

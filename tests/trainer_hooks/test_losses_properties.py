@@ -1,0 +1,179 @@
+"""What holds for every loss, whatever the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+from torch.testing import assert_close
+
+from tests.trainer_hooks.loss_batches import Batch, random_batch
+from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, policy_loss
+from trainer_hooks.losses import POLICY_LOSS_KINDS
+
+CORRECTIONS = [
+    OffPolicyCorrection(),
+    OffPolicyCorrection(mode="truncate"),
+    OffPolicyCorrection(mode="mask"),
+    OffPolicyCorrection(mode="truncate", level="sequence"),
+    OffPolicyCorrection(mode="mask", level="sequence"),
+    OffPolicyCorrection(mode="truncate", level="geometric"),
+    OffPolicyCorrection(mode="mask", level="geometric", low=0.9, high=1.2),
+    OffPolicyCorrection(mode="truncate", lag_decay=0.5),
+    OffPolicyCorrection(mode="mask", lag_decay=0.5, max_kv_lag=3.0),
+]
+configs = st.builds(
+    PolicyLossConfig,
+    kind=st.sampled_from(POLICY_LOSS_KINDS),
+    correction=st.sampled_from(CORRECTIONS),
+    kl_coefficient=st.sampled_from([0.0, 0.2]),
+    kl_estimator=st.sampled_from(["k2", "k3"]),
+    kl_importance_weighted=st.booleans(),
+)
+seeds = st.integers(0, 10_000)
+
+
+def run(
+    batch: Batch, config: PolicyLossConfig, proximal: bool = True, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    logprobs_BT = batch.logprobs_BT.clone().requires_grad_()
+    loss, metrics = policy_loss(
+        logprobs_BT,
+        batch.behaviour_BT,
+        batch.advantages_B1,
+        batch.mask_BT,
+        config,
+        reference_logprobs_BT=batch.reference_BT,
+        proximal_logprobs_BT=batch.proximal_BT if proximal else None,
+        policy_lag_BT=batch.policy_lag_BT,
+        kv_lag_BT=batch.kv_lag_BT,
+        **options,
+    )
+    loss.backward()
+    assert logprobs_BT.grad is not None
+    return loss.detach(), logprobs_BT.grad, metrics
+
+
+def changed(batch: Batch, change: Any) -> Batch:
+    """`change(name, value)` on every tensor of [B, T]."""
+    values = dict(vars(batch).items())
+    wide = {name: change(name, value) for name, value in values.items() if value.shape[1] > 1}
+    return Batch(**{**values, **wide})
+
+
+@given(seed=seeds, config=configs, proximal=st.booleans())
+def test_what_is_outside_the_mask_does_not_matter(
+    seed: int, config: PolicyLossConfig, proximal: bool
+) -> None:
+    batch = random_batch(seed)
+
+    def spoil(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name == "mask_BT":
+            return value
+        return value.float().masked_fill(~batch.mask_BT, math.nan)
+
+    loss, gradient_BT, metrics = run(batch, config, proximal)
+    other_loss, other_gradient_BT, other_metrics = run(changed(batch, spoil), config, proximal)
+    assert torch.equal(loss, other_loss)
+    assert torch.equal(gradient_BT, other_gradient_BT)
+    assert metrics == other_metrics
+    assert (gradient_BT[~batch.mask_BT] == 0).all()
+
+
+@given(seed=seeds, config=configs, proximal=st.booleans(), width=st.integers(1, 7))
+def test_padding_does_not_matter(
+    seed: int, config: PolicyLossConfig, proximal: bool, width: int
+) -> None:
+    batch = random_batch(seed)
+    padded = changed(batch, lambda _, value: pad(value, (0, width)))
+    loss, gradient_BT, _ = run(batch, config, proximal)
+    padded_loss, padded_gradient_BT, _ = run(padded, config, proximal)
+    assert_close(loss, padded_loss)
+    assert_close(pad(gradient_BT, (0, width)), padded_gradient_BT)
+
+
+@given(seed=seeds, config=configs, proximal=st.booleans())
+def test_the_order_of_rollouts_does_not_matter(
+    seed: int, config: PolicyLossConfig, proximal: bool
+) -> None:
+    batch = random_batch(seed)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    loss, gradient_BT, metrics = run(batch, config, proximal)
+    other_loss, other_gradient_BT, other_metrics = run(batch.select(order), config, proximal)
+    assert_close(loss, other_loss, rtol=1e-5, atol=1e-6)
+    assert_close(gradient_BT[order], other_gradient_BT)
+    assert metrics == pytest.approx(other_metrics, rel=1e-4, abs=1e-5)
+
+
+@given(seed=seeds, config=configs, proximal=st.booleans(), cut=st.integers(1, 5))
+def test_parts_with_the_denominator_of_the_whole_add_up_to_it(
+    seed: int, config: PolicyLossConfig, proximal: bool, cut: int
+) -> None:
+    batch = random_batch(seed)
+    by_token = config.resolved_aggregation == "token-mean"
+    denominator = int(batch.mask_BT.sum()) if by_token else 6
+    loss, gradient_BT, _ = run(batch, config, proximal)
+    parts = [
+        run(batch.select(rows), config, proximal, aggregation_denominator=denominator)
+        for rows in (slice(0, cut), slice(cut, 6))
+    ]
+    assert_close(parts[0][0] + parts[1][0], loss, rtol=1e-5, atol=1e-6)
+    assert_close(torch.cat([parts[0][1], parts[1][1]]), gradient_BT)
+
+
+@given(
+    seed=seeds,
+    kind=st.sampled_from(POLICY_LOSS_KINDS),
+    correction=st.sampled_from(CORRECTIONS),
+    proximal=st.booleans(),
+)
+def test_on_policy_every_correction_does_nothing(
+    seed: int, kind: str, correction: OffPolicyCorrection, proximal: bool
+) -> None:
+    batch = random_batch(seed)
+    values = {**vars(batch), "behaviour_BT": batch.logprobs_BT, "proximal_BT": batch.logprobs_BT}
+    # Where nothing is old, no token's KV is too old either.
+    batch = Batch(**{**values, "kv_lag_BT": torch.zeros_like(batch.kv_lag_BT)})
+    loss, gradient_BT, metrics = run(batch, PolicyLossConfig(kind=kind), proximal=False)
+    config = PolicyLossConfig(kind=kind, correction=correction)
+    corrected_loss, corrected_gradient_BT, corrected_metrics = run(batch, config, proximal)
+    assert_close(corrected_loss, loss)
+    assert_close(corrected_gradient_BT, gradient_BT)
+    assert metrics["eff_sample_size"] == pytest.approx(1.0)
+    assert metrics["clip_ratio/region_mean"] == metrics["approx_kl"] == 0.0
+    assert corrected_metrics.get("rollout_corr/rollout_is_mean", 1.0) == pytest.approx(1.0)
+
+
+@given(seed=seeds, kind=st.sampled_from(["grpo", "ppo", "dapo", "dr_grpo"]))
+def test_gradient_is_that_worked_out_by_hand(seed: int, kind: str) -> None:
+    # d/d log pi of -min(r A, clip(r) A): -r A, and 0 where the clip is the smaller
+    batch, config = random_batch(seed), PolicyLossConfig(kind=kind)
+    _, gradient_BT, _ = run(batch, config, proximal=False)
+    ratio_BT = (batch.logprobs_BT - batch.behaviour_BT).exp()
+    low, high = config.clip_range
+    up, down = batch.advantages_B1 > 0, batch.advantages_B1 < 0
+    free_BT = ~((ratio_BT > 1 + high) & up | (ratio_BT < 1 - low) & down) & batch.mask_BT
+    lengths_B1 = batch.mask_BT.sum(dim=1, keepdim=True)
+    scale = {
+        "token-mean": lengths_B1.sum(),
+        "seq-mean-token-sum": 6,
+        "seq-mean-token-mean": 6 * lengths_B1,
+    }[config.resolved_aggregation]
+    assert_close(gradient_BT, -ratio_BT * batch.advantages_B1 * free_BT / scale)
+
+
+@given(seed=seeds, high=st.floats(1.0, 5.0), lag=st.integers(0, 8))
+def test_the_weight_of_a_token_never_grows_with_its_lag(seed: int, high: float, lag: int) -> None:
+    batch = random_batch(seed)
+    weights = []
+    for policy_lag in (lag, lag + 1):
+        older = Batch(**{**vars(batch), "policy_lag_BT": torch.full((6, 9), policy_lag)})
+        correction = OffPolicyCorrection(mode="truncate", high=high, lag_decay=0.3)
+        _, _, metrics = run(older, PolicyLossConfig(correction=correction))
+        weights.append(metrics["rollout_corr/rollout_is_mean"])
+    assert weights[1] <= weights[0] + 1e-6
