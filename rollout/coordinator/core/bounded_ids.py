@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -14,7 +15,8 @@ class BoundedIds(Generic[K]):
     __slots__ = ("_ids", "_max_ids")
 
     def __init__(self, max_ids: int) -> None:
-        self._ids: dict[K, None] = {}
+        # Not a dict: to find its first key it passes over all that were deleted before.
+        self._ids: OrderedDict[K, None] = OrderedDict()
         self._max_ids = max_ids
 
     def __contains__(self, key: K) -> bool:
@@ -29,5 +31,5 @@ class BoundedIds(Generic[K]):
             return False
         self._ids[key] = None
         if len(self._ids) > self._max_ids:
-            del self._ids[next(iter(self._ids))]
+            self._ids.popitem(last=False)
         return True

@@ -67,6 +67,11 @@ class CommandDesk:
         """Whether engines are being asked."""
         return self._current is not None
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a command runs or waits."""
+        return self._current is not None or bool(self._queue)
+
     # ---- what comes
 
     def submit(self, client: ClientPeer, message: Command | UpdateWeights, now: float) -> None:

@@ -44,6 +44,7 @@ from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
 
 Outgoing = list[tuple[bytes, Message]]
+_FROM_ENGINES, _FROM_CLIENTS = ALLOWED[Role.ENGINE], ALLOWED[Role.CLIENT]
 
 
 class CoordinatorCore:
@@ -214,12 +215,12 @@ class CoordinatorCore:
         """Raises ProtocolError for what a peer may send, but not so."""
         if isinstance(peer, EnginePeer):
             peer.last_seen = now
-            if type(message) in ALLOWED[Role.ENGINE]:
+            if type(message) in _FROM_ENGINES:
                 self._from_engine(identity, peer, message, now)
                 return
         elif peer is not None:
             peer.last_seen = now
-            if type(message) in ALLOWED[Role.CLIENT]:
+            if type(message) in _FROM_CLIENTS:
                 self._from_client(identity, peer, message, now)
                 return
         elif isinstance(message, Connect):
@@ -284,14 +285,14 @@ class CoordinatorCore:
 
     def _settle(self, now: float) -> None:
         """Tell the running command who has left; between commands let engines in, and go on."""
-        departed = self._membership.departed
-        while True:
-            while departed:
-                self._commands.engine_left(departed.pop(0), now)
-            if self._commands.is_busy:
+        membership, commands = self._membership, self._commands
+        while commands.has_any or not membership.is_settled:
+            while membership.departed:
+                commands.engine_left(membership.departed.pop(0), now)
+            if commands.is_busy:
                 return
-            self._membership.settle(now)
-            if not self._commands.advance(now):
+            membership.settle(now)
+            if not commands.advance(now):
                 return
 
     def _take_outbox(self) -> Outgoing:

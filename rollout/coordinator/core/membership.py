@@ -62,6 +62,11 @@ class Membership:
         self._joining: dict[bytes, EnginePeer] = {}
         self.departed: list[EnginePeer] = []
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody has come or gone since, nor is about to."""
+        return not (self.departed or self._early or self._joining)
+
     # ---- coming
 
     def register(self, identity: bytes, message: Register, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError
 from rollout.requests.block_hash import compute_block_hashes_batched
+
+# Params that are read once for many requests: few differ. Larger ones are not kept.
+_MAX_REMEMBERED_BYTES = 4096
 
 
 class Placement:
@@ -88,7 +92,14 @@ class Placement:
         Without an engine it waits, up to the orphans' deadline.
         """
         books = self._books
-        waiting = books.requests.members(group, Phase.WAITING)
+        waiting: list[Request] = []
+        engine: EnginePeer | None = None
+        for server_id in group.request_ids:
+            request = books.requests.requests[server_id]
+            if request.phase is Phase.WAITING:
+                waiting.append(request)
+            elif engine is None and request.engine is not None and request.engine.is_ready:
+                engine = request.engine
         if waiting and not self._ready:
             books.requests.waiting_groups[group.group_id] = None
             if ("orphan", group.group_id) not in books.timers:
@@ -99,40 +110,38 @@ class Placement:
         books.timers.cancel(("orphan", group.group_id))
         if not waiting:
             return
-        placed = books.requests.members(group, Phase.ASSIGNED)
-        siblings = [request.engine for request in placed if request.engine is not None]
-        engine = next((engine for engine in siblings if engine.is_ready), None)
         if engine is None:
             engine = self._ready[self._policy.choose(group.hashes)]
         self._assign(waiting, group, engine)
 
     def _assign(self, requests: Sequence[Request], group: Group, engine: EnginePeer) -> None:
+        samples: list[Sample] = []
+        num_prompt_tokens = len(group.prompt_tokens)
         for request in requests:
             request.phase, request.engine = Phase.ASSIGNED, engine
             request.last_engine_id = engine.engine_id
             request.attempt += 1
             self._books.counters.num_reassigned += request.attempt > 0
-            request.num_tokens = len(group.prompt_tokens) + _num_new_tokens(
-                request.sampling_params, len(group.prompt_tokens)
-            )
+            packed = request.sampling_params
+            num_new_tokens = _num_new_tokens(packed, num_prompt_tokens)
+            request.num_tokens = num_prompt_tokens + num_new_tokens
             engine.server_ids[request.server_id] = None
             self._policy.assigned(engine.rank, group.hashes, request.num_tokens)
             if self._recorder is not None:
                 self._recorder.record(request.server_id, engine.rank, len(group.hashes))
-        samples = tuple(
-            Sample(
-                request_id=request.server_id,
-                attempt=request.attempt,
-                sampling_params=request.sampling_params,
-                seed=request.seed,
-                resumed=request.log.whole(),
+            samples.append(
+                Sample(
+                    request_id=request.server_id,
+                    attempt=request.attempt,
+                    sampling_params=packed,
+                    seed=request.seed,
+                    resumed=request.log.whole(),
+                )
             )
-            for request in requests
-        )
         self._books.send(
             engine,
             AssignRequest(
-                samples=samples,
+                samples=tuple(samples),
                 prompt_tokens=group.prompt_tokens,
                 prompt=group.prompt,
                 priority=group.priority,
@@ -170,10 +179,20 @@ class Placement:
 
 def _num_new_tokens(packed_params: bytes, num_prompt_tokens: int) -> int:
     """How many tokens the params allow after the prompt; 0 where they do not say."""
+    is_short = len(packed_params) <= _MAX_REMEMBERED_BYTES
+    limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed_params)
+    return max(0, limit - num_prompt_tokens if counts_prompt else limit)
+
+
+def _token_limit(packed_params: bytes) -> tuple[int, bool]:
+    """The most tokens that the params allow, and whether those of the prompt are among them."""
     try:
         params = unpack(packed_params)
         to_generate, total = params["num_tokens_to_generate"], params["num_tokens_total"]
-        return max(0, int(total) - num_prompt_tokens if to_generate is None else int(to_generate))
+        return (int(total), True) if to_generate is None else (int(to_generate), False)
     except (ProtocolError, LookupError, TypeError, ValueError, OverflowError):
         # Routing counts roughly; it is for the engine to read them.
-        return 0
+        return 0, False
+
+
+_remembered_limit = lru_cache(maxsize=256)(_token_limit)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.placement import Placement
 from rollout.coordinator.core.request_table import Phase, Request
@@ -138,9 +136,12 @@ class RequestDesk:
         """Answer a request with its engine's reply, under the client's name for it."""
         self._end(request, tell_engine=False)
         error = request.abort_error if request.is_overdue and reply.is_failed else reply.error
-        client_request_id = request.client_request_id
-        own = replace(
-            reply, request_id=client_request_id, attempt=0, error=error, generated_text=text
+        own = EngineReply(
+            request_id=request.client_request_id,
+            record=reply.record,
+            error=error,
+            is_failed=reply.is_failed,
+            generated_text=text,
         )
         self._answer(request, own)
 
