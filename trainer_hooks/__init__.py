@@ -20,7 +20,7 @@ from trainer_hooks.losses import (
 )
 from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.phase import GenerationPhase, generation_phase
-from trainer_hooks.weight_sync import InProcessWeightSync
+from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync
 
 __all__ = [
     "GenerationPhase",
@@ -29,6 +29,7 @@ __all__ = [
     "OffPolicyCorrection",
     "PolicyLossConfig",
     "RolloutBatch",
+    "SharedMemoryWeightSync",
     "TrainerState",
     "collate_rollouts",
     "effective_sample_size",

@@ -1,0 +1,63 @@
+"""LLMWeightSync: weights through the verb that every LLM has."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+
+NamedParameters = nn.Module | NamedTensors
+
+
+class UpdatesWeights(Protocol):
+    """The one verb of LLM that weights travel through; an asynchronous LLM returns an awaitable."""
+
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> Any:
+        """Verify all tensors, then commit them under `version`; returns a WeightUpdateReport."""
+        ...
+
+
+class LLMWeightSync:
+    """Pushes through the LLM's own verb. in_flight: while requests run, between two steps."""
+
+    def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
+        self._llm = llm
+        self._how = {"in_flight": True} if in_flight else {}
+
+    def push(
+        self, named_parameters: NamedParameters, version: int | None = None
+    ) -> WeightUpdateReport:
+        """Commit the weights under `version` (None: the next one above the current).
+
+        `named_parameters`: a module (a transformers model, say), its `named_parameters()`, or a
+        mapping of names to tensors. They are read only, and not kept.
+        Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
+        misshapen or not finite, or if `version` is not above the current one.
+        """
+        report: WeightUpdateReport = self._llm.update_weights(
+            _detached(named_parameters), version=version, **self._how
+        )
+        return report
+
+    async def apush(
+        self, named_parameters: NamedParameters, version: int | None = None
+    ) -> WeightUpdateReport:
+        """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
+        report = self._llm.update_weights(_detached(named_parameters), version=version, **self._how)
+        committed: WeightUpdateReport = await report if inspect.isawaitable(report) else report
+        return committed
+
+
+def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]]:
+    """Names and tensors without their graph; tied tensors come once from a module."""
+    if isinstance(named_parameters, nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    if isinstance(named_parameters, Mapping):
+        named_parameters = named_parameters.items()
+    return [(name, tensor.detach()) for name, tensor in named_parameters]
