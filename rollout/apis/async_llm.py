@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +21,15 @@ from rollout.apis.fleet_reports import (
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.text_output import finished_request
 from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.client.requests import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.protocol.messages import TokenRun
 from rollout.coordinator.publisher import WeightPublisher
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import ConfigError, EngineStateError
+from rollout.errors import ConfigError, EngineStateError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -72,7 +76,7 @@ class AsyncLLM:
         )
         self._seed = recipe.config.seed
         self._publisher = WeightPublisher()
-        self._update_turn = asyncio.Lock()
+        self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._client: InferenceClient | None = None
         self._is_shut_down = False
         self._state, self._weights_version = EngineState.RUNNING, weights_version
@@ -111,15 +115,35 @@ class AsyncLLM:
         await self._connected()
 
     async def _connected(self) -> InferenceClient:
-        if self._is_shut_down:
-            raise EngineStateError("this AsyncLLM is shut down; make a new one")
-        if self._client is None:
-            client = InferenceClient(self._fleet.address, seed=self._seed)
-            await client.start()
-            self._client = client
-            if client.coordinator is not None:
-                self._told(asdict(client.coordinator))
-        return self._client
+        async with self._start_turn:
+            if self._is_shut_down:
+                raise EngineStateError("this AsyncLLM is shut down; make a new one")
+            if self._client is None:
+                client = InferenceClient(self._fleet.address, seed=self._seed)
+                await client.start()
+                self._client = client
+                if client.coordinator is not None:
+                    self._told(asdict(client.coordinator))
+            return self._client
+
+    @contextmanager
+    def _until_shutdown(self) -> Iterator[None]:
+        """What a shutdown cuts short fails with that, whichever of its steps was noticed first."""
+        try:
+            yield
+        except RolloutError as error:
+            if not self._is_shut_down:
+                raise
+            task = asyncio.current_task()
+            if task is not None:
+                # To a caller who waits no more it is no news: asyncio need not report it.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise EngineStateError("this AsyncLLM was shut down before the answer came") from error
+
+    async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
+        client = await self._connected()
+        with self._until_shutdown():
+            return self._told(await order(client))
 
     # ---- generation
 
@@ -137,41 +161,43 @@ class AsyncLLM:
         client = await self._connected()
         batch, is_single = as_batch(prompts)
         groups = per_sample(sampling_params, len(batch), n)
-        futures = [
-            future
-            for prompt, params in zip(batch, groups, strict=True)
-            for future in client.add_group(prompt, params)
-        ]
+        futures: list[RequestFuture] = []
         try:
-            records = await asyncio.gather(*futures)
-        except BaseException:
+            for prompt, params in zip(batch, groups, strict=True):
+                futures += client.add_group(prompt, params)
+            with self._until_shutdown():
+                records = await asyncio.gather(*futures)
+        finally:
             for future in futures:
-                future.cancel()
-            raise
+                future.cancel()  # those that are not done
         requests = [finished_request(record, self.tokenizer) for record in records]
         return requests[0] if is_single and n == 1 else requests
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[list[int] | DynamicInferenceRequest]:
-        """Token ids as they come, each once, then the whole request."""
+        """Token ids as they come, each once, then the whole request. Closed early, it aborts."""
         client = await self._connected()
         stream = client.stream(prompt, sampling_params or SamplingParams())
-        async for item in stream:
-            if hasattr(item, "token_ids"):
-                yield item.token_ids.tolist()
-            else:
-                yield finished_request(item, self.tokenizer)
+        try:
+            with self._until_shutdown():
+                async for item in stream:
+                    if isinstance(item, TokenRun):
+                        yield item.token_ids.tolist()
+                    else:
+                        yield finished_request(item, self.tokenizer)
+        finally:
+            await stream.aclose()
 
     # ---- control
 
     async def pause(self) -> None:
         """Stop all engines at their next step."""
-        self._told(await (await self._connected()).pause_engines())
+        await self._order(lambda client: client.pause_engines())
 
     async def unpause(self) -> None:
         """Let generation go on."""
-        self._told(await (await self._connected()).unpause_engines())
+        await self._order(lambda client: client.unpause_engines())
 
     async def suspend(
         self,
@@ -180,18 +206,17 @@ class AsyncLLM:
         discard_weights: bool = False,
     ) -> SuspendReport:
         """Give memory back; unfinished requests stay. The engines must be paused."""
-        client = await self._connected()
         return suspend_report(
-            self._told(await client.suspend_engines(mode, release, discard_weights))
+            await self._order(lambda client: client.suspend_engines(mode, release, discard_weights))
         )
 
     async def resume(self, only: str | None = None) -> ResumeReport:
         """Have the memory again; once all is back the engines are paused."""
-        return resume_report(self._told(await (await self._connected()).resume_engines(only)))
+        return resume_report(await self._order(lambda client: client.resume_engines(only)))
 
     async def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights."""
-        self._told(await (await self._connected()).set_generation_epoch(version))
+        await self._order(lambda client: client.set_generation_epoch(version))
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -200,29 +225,32 @@ class AsyncLLM:
 
         The tensors must not change until this returns.
         """
-        client = await self._connected()
+        await self._connected()
         async with self._update_turn:
             start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)
             try:
-                results = await client.update_weights(source, version, in_flight)
+                results = await self._order(
+                    lambda client: client.update_weights(source, version, in_flight)
+                )
             except BaseException:
                 self._publisher.drop()
                 raise
             self._publisher.commit()
             seconds = time.perf_counter() - start
-            return weight_update_report(self._told(results), seconds)
+            return weight_update_report(results, seconds)
 
     async def stats(self) -> EngineStats:
         """Counters of all engines together."""
-        return engine_stats(self._told(await (await self._connected()).engine_stats()))
+        return engine_stats(await self._order(lambda client: client.engine_stats()))
 
     async def shutdown(self) -> None:
         """End all processes. From any state; twice is fine."""
         if self._is_shut_down:
             return
         self._is_shut_down, self._state = True, EngineState.STOPPED
-        client, self._client = self._client, None
+        async with self._start_turn:  # a start under way ends first
+            client, self._client = self._client, None
         try:
             if client is not None:
                 await client.shutdown_engines(deadline_s=5.0)

@@ -1,0 +1,182 @@
+"""Engine processes of a test's own, run by `run_engine`, which tell what they do and may die of it.
+
+No transformers here: each process imports this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rollout import InferenceConfig
+from rollout.apis.engine_process import run, run_engine
+from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    AssignRequest,
+    Commit,
+    Message,
+    Rollback,
+)
+
+_PROCESSES = multiprocessing.get_context("spawn")
+WAIT_S = 90.0
+
+
+class EngineChild:
+    """One engine process. `behaviour` is the name of one of BEHAVIOURS."""
+
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        config: InferenceConfig,
+        behaviour: str = "lives",
+        diary: Path | None = None,
+    ) -> None:
+        """`diary`: where it writes how many tokens it has of each request, after every step."""
+        self._words, theirs = _PROCESSES.Pipe(duplex=False)
+        self.process = _PROCESSES.Process(
+            target=_live, args=(theirs, address, model, config, behaviour, diary), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    async def word(self, expected: str) -> Any:
+        """What it tells next about `expected`; other words are passed over."""
+        passed = []
+        while await asyncio.to_thread(self._words.poll, WAIT_S):
+            word, told = self._words.recv()
+            if word == expected:
+                return told
+            passed.append((word, told))
+            assert word != "failed", passed
+        raise AssertionError(f"no {expected!r} for {WAIT_S:g} s after {passed}")
+
+    async def death(self) -> int | None:
+        """Wait for it; the exit code."""
+        await asyncio.to_thread(self.process.join, WAIT_S)
+        return self.process.exitcode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._words.close()
+
+
+@contextmanager
+def engine_child(*args: Any, **kwargs: Any) -> Iterator[EngineChild]:
+    child = EngineChild(*args, **kwargs)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+# ---- in the process
+
+
+def _live(
+    words: Connection,
+    address: str,
+    model: str,
+    config: InferenceConfig,
+    behaviour: str,
+    diary: Path | None,
+) -> None:
+    class Agent(_TellingAgent):
+        tell, book = staticmethod(words.send), _Diary(diary)
+
+    run.EngineAgent = Agent  # type: ignore[misc]
+    BEHAVIOURS[behaviour](Agent)
+    try:
+        run_engine(address, model, None, config, on_registered=lambda: words.send(("here", None)))
+    except Exception as error:
+        words.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+class _Diary:
+    """What is written survives a SIGKILL."""
+
+    def __init__(self, path: Path | None) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._file = None if path is None else os.open(path, flags)
+
+    def note(self, tokens_of: dict[int, int]) -> None:
+        if self._file is not None:
+            os.write(self._file, (json.dumps(tokens_of) + "\n").encode())
+
+
+class _TellingAgent(EngineAgent):
+    """Tells the version and checksum that it serves when work comes for the first time, and after
+    each commit and rollback.
+    """
+
+    tell: Callable[[tuple[str, Any]], None]
+    book: _Diary
+    has_worked = False
+
+    def handle(self, message: Message) -> Sequence[Message]:
+        if isinstance(message, AssignRequest) and not self.has_worked:
+            self.has_worked = True
+            self._tell_served("work")
+        answers = super().handle(message)
+        if isinstance(message, Commit | Rollback):
+            self._tell_served(type(message).__name__)
+        return answers
+
+    def _tell_served(self, word: str) -> None:
+        engine = self._engine
+        self.tell((word, (engine.weights_version, engine.weights_checksum())))
+
+    def step(self) -> Sequence[Message]:
+        outbox = super().step()
+        records = [self._engine.get_record(request_id) for request_id in self._requests._running]
+        self.book.note({r[0].seed: sum(len(s.generated_tokens) for s in r) for r in records})
+        return outbox
+
+
+def _die_voted(agent: type[EngineAgent]) -> None:
+    """Kill itself once its vote is with the coordinator, which an answered heartbeat says."""
+
+    class MortalLink(EngineLink):
+        def send(self, message: Message) -> None:
+            super().send(message)
+            if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
+                while self._outbox._waiting or self._outbox._sent:
+                    time.sleep(0.005)
+                _die()
+
+    run.EngineLink = MortalLink  # type: ignore[misc]
+
+
+def _die_committing(agent: type[EngineAgent]) -> None:
+    handle = agent.handle
+
+    def mortal_handle(self: EngineAgent, message: Message) -> Sequence[Message]:
+        if isinstance(message, Commit):
+            _die()
+        return handle(self, message)
+
+    agent.handle = mortal_handle  # type: ignore[method-assign]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+BEHAVIOURS: dict[str, Callable[[type[EngineAgent]], None]] = {
+    "lives": lambda agent: None,
+    "dies after its vote": _die_voted,
+    "dies at the commit": _die_committing,
+}
