@@ -20,7 +20,8 @@ class CoordinatorLimits:
     commit_grace_s: least time engines have for a commit, once it is decided.
     report_interval_tokens: most tokens of a request between two partial replies.
     max_requests, max_client_requests: unfinished ones and kept replies, of all and of one client.
-    max_kept_reply_bytes: of one client. Beyond these three, new requests are refused.
+    max_client_request_bytes: of one client's unfinished requests, their prompts above all.
+    max_kept_reply_bytes: of one client. Beyond these four, new requests are refused.
     max_answered_ids: acknowledged requests of a client that a late repetition is known by.
     max_answers: answered commands of a client that a repetition is answered from.
     max_queued_commands: of all clients.
@@ -40,6 +41,7 @@ class CoordinatorLimits:
     max_engines: int = 1024
     max_requests: int = 2**18
     max_client_requests: int = 2**16
+    max_client_request_bytes: int = 2**30
     max_kept_reply_bytes: int = 2**30
     max_answered_ids: int = 2**16
     max_answers: int = 256

@@ -12,6 +12,8 @@ from rollout.coordinator.core.sessions import ClientPeer, EnginePeer
 from rollout.coordinator.core.token_log import TokenLog
 from rollout.coordinator.protocol.messages import EngineReply, WireError
 
+_NO_TOKENS = np.empty(0, np.int32)
+
 
 class Phase(Enum):
     """Where a request is. An attempt counts from its assignment until the next one."""
@@ -28,6 +30,7 @@ class Group:
     """Samples of one prompt, which go to one rank. `request_ids`: the unfinished ones.
 
     prompt: its text, if it came as text. prompt_tokens: int32 [n]. hashes: of its whole blocks.
+    num_bytes: of prompt and params, as counted for its client; 0, and no prompt, once all ended.
     """
 
     group_id: int
@@ -35,6 +38,7 @@ class Group:
     prompt_tokens: npt.NDArray[np.int32]
     priority: int
     is_streaming: bool
+    num_bytes: int = 0
     hashes: list[int] = field(default_factory=list)
     request_ids: dict[int, None] = field(default_factory=dict)
 
@@ -96,6 +100,10 @@ class RequestTable:
         if not group.request_ids:
             self.groups.pop(group.group_id, None)
             self.waiting_groups.pop(group.group_id, None)
+            # A kept reply has its group, but needs nothing of it.
+            group.prompt, group.prompt_tokens, group.hashes = None, _NO_TOKENS, []
+            request.client.request_bytes -= group.num_bytes
+            group.num_bytes = 0
 
     def forget(self, request: Request) -> None:
         """Nothing more will be asked about it."""

@@ -14,8 +14,8 @@ from rollout.coordinator.protocol.messages import Ack, Attempt, EngineStatus, Na
 class ClientPeer:
     """One client, until its lease runs out. `identity` is where it is reached now.
 
-    server_ids: of its unfinished requests and kept replies, by its own ids. answered: its ids of
-    acknowledged requests. answers: by command id; None while the command waits or runs.
+    server_ids: of its unfinished requests and kept replies, by its own ids. request_bytes: of the
+    former, kept_bytes: of the latter. answered: its ids of acknowledged requests. answers: by command id; None while the command waits or runs.
     has_missed: something could not be delivered, so it gets everything again once it is heard.
     """
 
@@ -25,6 +25,7 @@ class ClientPeer:
     last_seen: float
     answered: BoundedIds[int]
     server_ids: dict[int, int] = field(default_factory=dict)
+    request_bytes: int = 0
     kept_bytes: int = 0
     answers: OrderedDict[int, Ack | Nack | None] = field(default_factory=OrderedDict)
     has_missed: bool = False

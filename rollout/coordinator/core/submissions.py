@@ -62,6 +62,11 @@ class Submissions:
                 f"unfinished or not acknowledged; at most {limits.max_client_requests} and "
                 f"{limits.max_requests} are taken"
             )
+        if client.request_bytes > limits.max_client_request_bytes:
+            return RolloutError(
+                f"{client.request_bytes} bytes of prompts are unanswered, more than "
+                f"{limits.max_client_request_bytes}"
+            )
         if client.kept_bytes > limits.max_kept_reply_bytes:
             return RolloutError(
                 f"{client.kept_bytes} bytes of replies wait to be acknowledged, more than "
@@ -80,7 +85,9 @@ class Submissions:
             prompt_tokens=np.empty(0, np.int32) if is_text else np.asarray(message.prompt),
             priority=message.priority,
             is_streaming=message.streaming,
+            num_bytes=_size_of(message),
         )
+        client.request_bytes += group.num_bytes
         for index, sample in enumerate(samples):
             request = Request(
                 server_id=table.next_id() if index else group.group_id,
@@ -120,3 +127,10 @@ class Submissions:
         group.prompt_tokens = result.prompt_tokens
         group.hashes = self._placement.hash_prompt(group.prompt_tokens)
         self._placement.place(group, now)
+
+
+def _size_of(message: SubmitRequest) -> int:
+    """Bytes of prompt and params. A character has up to 4, and 4 more as a token of its own."""
+    prompt = message.prompt
+    num_bytes = 8 * len(prompt) if isinstance(prompt, str) else prompt.nbytes
+    return num_bytes + sum(len(sample.sampling_params) for sample in message.samples)
