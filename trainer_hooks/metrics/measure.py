@@ -1,50 +1,64 @@
 """Metrics of one training step, computed from what the step already has.
 
-Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt.
+Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, N those that count.
+The names, with those of other systems: docs/metrics.md.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.metrics.histogram import histogram_columns
+from trainer_hooks.metrics.time_account import StepTimes
 from trainer_hooks.phase import PhaseTimings
 
 
-def rollout_metrics(batch: RolloutBatch, group_size: int) -> dict[str, float]:
+def rollout_metrics(
+    batch: RolloutBatch,
+    group_size: int,
+    *,
+    finish_reasons: Sequence[str | None] | None = None,
+    entropy: float | None = None,
+) -> dict[str, float]:
     """Reward, length and staleness of a batch whose rows are groups of `group_size` in turn.
 
     Failed rollouts count in `failed_fraction` only. `reward_std` is the deviation within a group,
-    averaged over groups. Staleness is in versions, over the tokens to be trained on:
-    `policy_staleness` is the age of the weights that sampled a token, `kv_cache_staleness` that of
-    the weights which wrote its KV entry. Raises ConfigError if the rows are not whole groups.
+    averaged over groups. `finish_reasons`: one per rollout ("length" means it was cut), for the
+    metrics of cut completions. `entropy`: the policy's, per token, where it is known.
+    Staleness is in versions, over the tokens to be trained on: `policy_staleness` is the age of the
+    weights that sampled a token, `kv_cache_staleness` that of the weights which wrote its KV entry,
+    `kv_lag` how much older than its sampler the KV was that it attended to.
+    Raises ConfigError if the rows are not whole groups, or not as many as the finish reasons.
     """
     if group_size < 1 or len(batch) % group_size:
         raise ConfigError(f"{len(batch)} rollouts are not groups of group_size={group_size}")
-    rewards_PG = batch.rewards_B.view(-1, group_size)
-    valid_PG = ~rewards_PG.isnan()
-    num_valid_P = valid_PG.sum(dim=1).clamp(min=1)
-    mean_P = rewards_PG.nansum(dim=1) / num_valid_P
-    deviation_PG = torch.where(valid_PG, rewards_PG - mean_P[:, None], 0.0)
-    std_P = (deviation_PG.square().sum(dim=1) / (num_valid_P - 1).clamp(min=1)).sqrt()
-    lengths_N = batch.completion_lengths_B[valid_PG.flatten()].float()
-    policy_staleness_N = batch.policy_lag_BT[batch.mask_BT].float()
-    kv_staleness_N = batch.kv_staleness_BT[batch.mask_BT].float()
-    return {
-        "reward": _mean(rewards_PG[valid_PG]),
-        "reward_std": _mean(std_P),
-        "failed_fraction": 1.0 - _mean(valid_PG.float()),
+    if finish_reasons is not None and len(finish_reasons) != len(batch):
+        raise ConfigError(f"{len(finish_reasons)} finish reasons for {len(batch)} rollouts")
+    valid_B = ~batch.rewards_B.isnan()
+    lengths_N = batch.completion_lengths_B[valid_B].float()
+    metrics = {
+        **_reward_metrics(batch.rewards_B.view(-1, group_size)),
         "prompts/num_tokens": int(batch.prompt_lengths_B.sum()),
         "completions/mean_length": _mean(lengths_N),
+        "completions/min_length": _min(lengths_N),
         "completions/max_length": _max(lengths_N),
         "completions/num_tokens": int(batch.completion_lengths_B.sum()),
-        "policy_staleness/mean": _mean(policy_staleness_N),
-        "policy_staleness/max": _max(policy_staleness_N),
-        "policy_staleness/stale_fraction": _mean((policy_staleness_N >= 1.0).float()),
-        "kv_cache_staleness/mean": _mean(kv_staleness_N),
-        "kv_cache_staleness/max": _max(kv_staleness_N),
+        **_lag_metrics("policy_staleness", batch.policy_lag_BT[batch.mask_BT]),
+        **_lag_metrics("kv_cache_staleness", batch.kv_staleness_BT[batch.mask_BT]),
+        **_lag_metrics("kv_lag", batch.kv_lag_BT[batch.mask_BT]),
     }
+    stale_N = batch.policy_lag_BT[batch.mask_BT] >= 1
+    metrics["policy_staleness/stale_fraction"] = _mean(stale_N.float())
+    if finish_reasons is not None:
+        is_cut_B = torch.tensor([reason == "length" for reason in finish_reasons])
+        metrics |= _cut_metrics(is_cut_B[valid_B], lengths_N)
+    if entropy is not None:
+        metrics["entropy"] = entropy
+    return metrics
 
 
 def timing_metrics(
@@ -61,8 +75,67 @@ def timing_metrics(
     }
 
 
+def step_metrics(
+    times: StepTimes, *, num_generated_tokens: int, num_trained_tokens: int
+) -> dict[str, float]:
+    """The time account of a step, and tokens per second of its whole wall time.
+
+    For jobs whose engines generate while the trainer trains: neither has the wall to itself.
+    """
+    wall_s = max(times.wall_s, 1e-9)
+    return {
+        **times.as_metrics(),
+        "completions/tokens_per_s": num_generated_tokens / wall_s,
+        "train/tokens_per_s": num_trained_tokens / wall_s,
+    }
+
+
+def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:
+    valid_PG = ~rewards_PG.isnan()
+    num_valid_P = valid_PG.sum(dim=1)
+    mean_P = rewards_PG.nansum(dim=1) / num_valid_P.clamp(min=1)
+    deviation_PG = torch.where(valid_PG, rewards_PG - mean_P[:, None], 0.0)
+    std_P = (deviation_PG.square().sum(dim=1) / (num_valid_P - 1).clamp(min=1)).sqrt()
+    rewards_N = rewards_PG[valid_PG]
+    has_valid_P = num_valid_P > 0
+    # Of equal rewards the mean may be off by a rounding, so a comparison with 0 would miss some.
+    is_flat_P = std_P <= 1e-6 * mean_P.abs().clamp(min=1.0)
+    return {
+        "reward": _mean(rewards_N),
+        "reward_std": _mean(std_P),
+        "reward/min": _min(rewards_N),
+        "reward/max": _max(rewards_N),
+        "frac_reward_zero_std": _mean(is_flat_P[has_valid_P].float()),
+        "failed_fraction": 1.0 - _mean(valid_PG.float()),
+    }
+
+
+def _cut_metrics(is_cut_N: torch.Tensor, lengths_N: torch.Tensor) -> dict[str, float]:
+    """How many completions the length limit cut, and the lengths of those that ended themselves."""
+    ended_N = lengths_N[~is_cut_N]
+    return {
+        "completions/clipped_ratio": _mean(is_cut_N.float()),
+        "completions/mean_terminated_length": _mean(ended_N),
+        "completions/min_terminated_length": _min(ended_N),
+        "completions/max_terminated_length": _max(ended_N),
+    }
+
+
+def _lag_metrics(name: str, lags_N: torch.Tensor) -> dict[str, float]:
+    values_N = lags_N.float()
+    return {
+        f"{name}/mean": _mean(values_N),
+        f"{name}/max": _max(values_N),
+        **histogram_columns(name, values_N),
+    }
+
+
 def _mean(values: torch.Tensor) -> float:
     return float(values.mean()) if values.numel() else 0.0
+
+
+def _min(values: torch.Tensor) -> float:
+    return float(values.min()) if values.numel() else 0.0
 
 
 def _max(values: torch.Tensor) -> float:

@@ -1,0 +1,209 @@
+"""Where the trainer's seconds went: exclusive categories on one timeline that add up to the wall.
+
+The engines have a timeline of their own, on which they compute or are idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rollout.engine.reports import EngineStats
+from rollout.errors import ConfigError, RolloutError
+from trainer_hooks.phase import PhaseTimings
+
+OTHER = "other"
+CATEGORIES = (
+    "generate",  # the trainer does nothing but run the engine, or wait until it has run
+    "wait",  # for rollouts of engines that run beside the trainer
+    "suspend",
+    "update",
+    "resume",
+    "train",
+    "reward",
+    "checkpoint",
+    "evaluate",
+    OTHER,  # whatever was not named
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One step: `seconds` of every category, which sum to `wall_s`, and their `shares` of it.
+
+    The shares sum to 1; a step without length is `other` altogether.
+    """
+
+    wall_s: float
+    seconds: Mapping[str, float]
+    shares: Mapping[str, float]
+
+    def as_metrics(self) -> dict[str, float]:
+        """`timing_s/*` and `timing_share/*` of every category, and `timing_s/step`, the wall."""
+        return {
+            "timing_s/step": self.wall_s,
+            **{f"timing_s/{name}": value for name, value in self.seconds.items()},
+            **{f"timing_share/{name}": value for name, value in self.shares.items()},
+        }
+
+
+class TimeAccount:
+    """Every moment belongs to one category: that of the innermost open block, or `other`.
+
+    An account is one timeline, the trainer's. Two threads or asyncio tasks with blocks open at once
+    would count the same second twice, so the second one is refused; it needs its own account.
+    One timeline may follow another when no block is open.
+    """
+
+    def __init__(
+        self,
+        categories: Sequence[str] = CATEGORIES,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._seconds = dict.fromkeys([*categories, OTHER], 0.0)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open_blocks: list[_Block] = []
+        self._step_start_s = self._charged_until_s = clock()
+
+    @contextmanager
+    def spend(self, category: str) -> Iterator[None]:
+        """Charge the time of the block to `category`, less that of blocks inside it.
+
+        Raises ConfigError for a category the account does not have, and RolloutError while another
+        thread or task has a block open.
+        """
+        self._check_category(category)
+        block = _Block(category, _current_timeline())
+        with self._lock:
+            self._check_timeline(block.timeline)
+            self._charge()
+            self._open_blocks.append(block)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                self._open_blocks.remove(block)
+
+    def reassign(self, source: str, target: str, seconds: float) -> float:
+        """Move `seconds` of this step from `source` to `target`: of a call that says itself what
+        it did. Returns how many were moved, which is no more than `source` has.
+        """
+        self._check_category(source)
+        self._check_category(target)
+        with self._lock:
+            self._check_timeline(_current_timeline())
+            self._charge()
+            moved = min(max(seconds, 0.0), self._seconds[source])
+            self._seconds[source] -= moved
+            self._seconds[target] += moved
+            return moved
+
+    def reassign_phase(self, timings: PhaseTimings) -> None:
+        """Split a generation phase, spent as `generate`, into its parts."""
+        self.reassign("generate", "update", timings.update_s)
+        self.reassign("generate", "resume", timings.resume_s)
+        self.reassign("generate", "suspend", timings.suspend_s)
+
+    def take(self) -> StepTimes:
+        """What the step cost that ends now; the next one begins. A block that is open goes on."""
+        with self._lock:
+            self._check_timeline(_current_timeline())
+            self._charge()
+            wall_s = self._charged_until_s - self._step_start_s
+            seconds = dict(self._seconds)
+            self._seconds = dict.fromkeys(seconds, 0.0)
+            self._step_start_s = self._charged_until_s
+        if wall_s > 0.0:
+            shares = {name: value / wall_s for name, value in seconds.items()}
+        else:
+            shares = {name: float(name == OTHER) for name in seconds}
+        return StepTimes(wall_s=wall_s, seconds=seconds, shares=shares)
+
+    def _charge(self) -> None:
+        now_s = self._clock()
+        category = self._open_blocks[-1].category if self._open_blocks else OTHER
+        self._seconds[category] += now_s - self._charged_until_s
+        self._charged_until_s = now_s
+
+    def _check_category(self, category: str) -> None:
+        if category not in self._seconds:
+            raise ConfigError(
+                f"category={category!r} is not in this time account; it has "
+                f"{', '.join(self._seconds)}"
+            )
+
+    def _check_timeline(self, timeline: _Timeline) -> None:
+        if self._open_blocks and self._open_blocks[-1].timeline != timeline:
+            block = self._open_blocks[-1]
+            raise RolloutError(
+                f"this time account is used from two timelines at once: {block.timeline} has "
+                f"{block.category!r} open, and {timeline} came; give each its own TimeAccount"
+            )
+
+
+class EngineUse:
+    """How much of their time the engines computed; `num_engines` ran beside the trainer."""
+
+    def __init__(
+        self, num_engines: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if num_engines < 1:
+            raise ConfigError(f"num_engines={num_engines} must be 1 or more")
+        self._num_engines = num_engines
+        self._clock = clock
+        self._last: tuple[float, EngineStats] | None = None
+
+    def take(self, stats: EngineStats) -> dict[str, float]:
+        """`engine/busy_share`, `engine/idle_share` and the engines' tokens per second since the
+        last call; nothing the first time. `stats`: of one engine, or the sum over all.
+        """
+        now_s, last = self._clock(), self._last
+        self._last = (now_s, stats)
+        if last is None:
+            return {}
+        wall_s = max(now_s - last[0], 1e-9)
+        busy_s = _growth(last[1].step_seconds, stats.step_seconds)
+        busy_share = min(busy_s / (wall_s * self._num_engines), 1.0)
+        num_tokens = _growth(last[1].num_sampled_tokens, stats.num_sampled_tokens)
+        return {
+            "engine/busy_share": busy_share,
+            "engine/idle_share": 1.0 - busy_share,
+            "engine/tokens_per_s": num_tokens / wall_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeline:
+    """A thread, or a task in it."""
+
+    thread: int
+    task: asyncio.Task[object] | None
+
+    def __str__(self) -> str:
+        name = next((t.name for t in threading.enumerate() if t.ident == self.thread), "ended")
+        return f"thread {name!r}" + (f" in task {self.task.get_name()!r}" if self.task else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    category: str
+    timeline: _Timeline
+
+
+def _current_timeline() -> _Timeline:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return _Timeline(threading.get_ident(), task)
+
+
+def _growth(before: float, after: float) -> float:
+    """How far a counter ran; engines that were restarted count from 0 again."""
+    return after - before if after >= before else after
