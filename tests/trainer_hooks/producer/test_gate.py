@@ -1,0 +1,73 @@
+"""The bound as arithmetic: no schedule of a trainer can make a batch too old."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.errors import ConfigError
+from trainer_hooks.producer.gate import AdmissionGate
+
+
+def admissible(gate: AdmissionGate, version: int) -> list[int]:
+    """Admit as many as may be; their numbers."""
+    admitted = []
+    while gate.may_admit(version):
+        admitted.append(gate.admit(version))
+    return admitted
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+def test_at_version_v_at_most_v_plus_s_plus_1_batches_were_admitted(bound: int) -> None:
+    gate = AdmissionGate(bound)
+    assert admissible(gate, 0) == list(range(bound + 1))
+    for version in range(1, 20):
+        gate.hand_over()
+        assert not gate.may_admit(version - 1), "a place is freed by the new version alone"
+        assert admissible(gate, version) == [version + bound]
+
+
+def test_without_staleness_a_batch_begins_only_after_the_update_of_the_one_before() -> None:
+    gate = AdmissionGate(0)
+    assert admissible(gate, 0) == [0]
+    gate.hand_over()
+    assert admissible(gate, 0) == []
+    assert admissible(gate, 1) == [1]
+
+
+@given(bound=st.integers(0, 4), schedule=st.lists(st.sampled_from("admit take push".split())))
+def test_no_timing_makes_a_batch_older_than_the_bound(bound: int, schedule: list[str]) -> None:
+    # "push" is the version of the batch taken last; it may come late, and more than once.
+    gate, version, waiting, held = AdmissionGate(bound), 0, [], None
+    for act in schedule * 3:
+        if act == "admit" and gate.may_admit(version):
+            waiting.append((gate.admit(version), version))
+        elif act == "take" and waiting and held is None:
+            held = waiting.pop(0)
+            gate.hand_over()
+            number, admitted_at = held
+            assert admitted_at >= number - bound
+            assert version - admitted_at <= bound, "batch k is trained at version k"
+            assert version == number
+        elif act == "push" and held is not None:
+            version, held = version + 1, None
+        assert gate.num_admitted <= version + bound + 1
+
+
+@given(bound=st.integers(0, 4), steps=st.lists(st.integers(0, 5), max_size=40))
+def test_batches_do_not_pile_up_however_many_versions_the_trainer_makes(
+    bound: int, steps: list[int]
+) -> None:
+    gate, version = AdmissionGate(bound), 0
+    for num_versions in steps:
+        version += num_versions
+        admissible(gate, version)
+        assert gate.num_admitted - gate.num_handed_over <= bound + 1
+        if gate.num_handed_over < gate.num_admitted:
+            gate.hand_over()
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_staleness_versions=-1 must be 0 or more"):
+        AdmissionGate(-1)

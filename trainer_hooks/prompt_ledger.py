@@ -1,0 +1,224 @@
+"""PromptLedger: every prompt exactly once per epoch, through crashes and resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import ConfigError
+from rollout.step.seeds import mix_seed, uniforms
+from trainer_hooks.prompt_item import PromptItem, as_prompt_item
+
+# Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
+_NUM_FINGERPRINTED = 64
+_SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
+
+
+class PromptRows(Protocol):
+    """A list, or a dataset with a length whose rows are read by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PromptTicket:
+    """One prompt of one epoch. Tickets are ordered as they are issued.
+
+    `position`: place in the epoch's order. `index`: row in the source.
+    """
+
+    epoch: int
+    position: int
+    index: int
+
+
+class PromptLedger:
+    """Issues prompts in a seeded order per epoch and keeps account of each one's fate.
+
+    A ticket is out until it is consumed, with a reason, or given back; one given back is issued
+    again before any new one. The state is small: a position, and what was not consumed before it.
+    `source`: rows as `as_prompt_item` takes them, in a list, in a dataset with `len` and `[index]`
+    (read when needed), or in anything that can be iterated again (read at once).
+    `num_epochs`: None goes on for ever.
+    """
+
+    def __init__(
+        self,
+        source: PromptRows | Iterable[Any],
+        seed: int = 0,
+        shuffle: bool = True,
+        num_epochs: int | None = None,
+    ) -> None:
+        """Raises ConfigError for a source that is empty, a single prompt, or used up by reading."""
+        self._rows = _as_rows(source)
+        if num_epochs is not None and num_epochs < 1:
+            raise ConfigError(f"num_epochs={num_epochs} must be at least 1, or None for no end")
+        self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
+        self._epoch, self._position = 0, 0
+        self._out: set[PromptTicket] = set()
+        self._returned: list[PromptTicket] = []  # a heap
+        self._orders: dict[int, NDArray[np.intp]] = {}
+        self._fingerprint = _fingerprint(self._rows)
+        self.consumed: Counter[str] = Counter()
+        self.given_back: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._rows)
+
+    @property
+    def num_out(self) -> int:
+        """Prompts that are issued, neither consumed nor given back."""
+        return len(self._out)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Nothing can be issued now; what is out may still be given back."""
+        is_over = self._num_epochs is not None and self._epoch >= self._num_epochs
+        return is_over and not self._returned
+
+    def item(self, ticket: PromptTicket) -> PromptItem:
+        """The ticket's prompt, as text or a list of ids, and columns.
+
+        Raises ConfigError if its row holds none.
+        """
+        return _item_of(self._rows, ticket.index)
+
+    def issue(self) -> PromptTicket | None:
+        """The next prompt, the earliest of those given back first; None if there is none left."""
+        if self._returned:
+            ticket = heapq.heappop(self._returned)
+        elif self.is_exhausted:
+            return None
+        else:
+            ticket = self._ticket(self._epoch, self._position)
+            self._position += 1
+            if self._position == len(self):
+                self._epoch, self._position = self._epoch + 1, 0
+        self._out.add(ticket)
+        return ticket
+
+    def consume(self, ticket: PromptTicket, reason: str = "trained") -> None:
+        """The prompt is done with for this epoch. Raises ConfigError for one that is not out."""
+        self._take_in(ticket)
+        self.consumed[reason] += 1
+
+    def give_back(self, ticket: PromptTicket, reason: str) -> None:
+        """The prompt is to be issued again. Raises ConfigError for one that is not out."""
+        self._take_in(ticket)
+        self.given_back[reason] += 1
+        heapq.heappush(self._returned, ticket)
+
+    def _take_in(self, ticket: PromptTicket) -> None:
+        if ticket not in self._out:
+            raise ConfigError(f"{ticket} is not out: it was consumed or given back already")
+        self._out.remove(ticket)
+
+    # ---- state
+
+    def state_dict(self, untrained: Iterable[PromptTicket] = ()) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON. Prompts that are out count as not consumed.
+
+        `untrained`: tickets consumed as "trained" that the checkpoint's weights do not know yet.
+        """
+        pending = {*self._out, *self._returned}
+        again = set(untrained) - pending
+        consumed = self.consumed - Counter({"trained": len(again)})
+        return {
+            "num_prompts": len(self),
+            "fingerprint": self._fingerprint,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+            "unfinished": [[t.epoch, t.position] for t in sorted(pending | again)],
+            "consumed": dict(consumed),
+            "given_back": dict(self.given_back),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: what it left unfinished is issued first, in its old order.
+
+        Raises ConfigError for a state of other prompts or of another order, and while prompts are
+        out.
+        """
+        if self._out:
+            raise ConfigError(f"{len(self._out)} prompts are out; load a state before any is")
+        own = self.state_dict()
+        different = [name for name in _SAME_SOURCE if state.get(name) != own[name]]
+        if different:
+            raise ConfigError(
+                "the state is that of other prompts: "
+                + ", ".join(f"{n}={state.get(n)!r} instead of {own[n]!r}" for n in different)
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._returned = [self._ticket(epoch, position) for epoch, position in state["unfinished"]]
+        heapq.heapify(self._returned)
+        self.consumed = Counter(state["consumed"])
+        self.given_back = Counter(state["given_back"])
+
+    # ---- order
+
+    def _ticket(self, epoch: int, position: int) -> PromptTicket:
+        if not self._shuffle:
+            return PromptTicket(epoch, position, position)
+        if epoch not in self._orders:
+            # Two epochs are in use around a change of epoch; an older one is rare, and made again.
+            while len(self._orders) > 1:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = _shuffled(len(self), mix_seed(self._seed, epoch))
+        return PromptTicket(epoch, position, int(self._orders[epoch][position]))
+
+
+def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:
+    """A permutation that is a pure function of its arguments, in all releases of numpy."""
+    seeds = np.full(num_prompts, seed, dtype=np.uint64)
+    return np.argsort(uniforms(seeds, np.arange(num_prompts)), kind="stable")
+
+
+def _as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
+    if isinstance(source, (str, bytes, Mapping, PromptItem)):
+        raise ConfigError(
+            f"prompts is one {type(source).__name__}; a sequence of prompts is wanted"
+        )
+    if isinstance(source, Iterator):
+        raise ConfigError(
+            "prompts is an iterator, which a resumed run could not read again; pass a list, a "
+            "dataset, or an object whose __iter__ starts anew"
+        )
+    has_rows = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    rows: PromptRows = source if has_rows else list(source)  # type: ignore[arg-type,assignment]
+    if not len(rows):
+        raise ConfigError("there are no prompts")
+    return rows
+
+
+def _item_of(rows: PromptRows, index: int) -> PromptItem:
+    try:
+        item = as_prompt_item(rows[index])
+    except ValueError as error:
+        raise ConfigError(f"row {index} of the prompts: {error}") from error
+    prompt: Any = item.prompt
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or not len(prompt):
+        raise ConfigError(f"row {index} of the prompts, {prompt!r}, is neither text nor token ids")
+    return PromptItem(prompt if isinstance(prompt, str) else list(prompt), item.columns)
+
+
+def _fingerprint(rows: PromptRows) -> str:
+    count = min(len(rows), _NUM_FINGERPRINTED)
+    digest = hashlib.sha256()
+    for i in range(count):
+        index = i * (len(rows) - 1) // max(count - 1, 1)
+        digest.update(repr(_item_of(rows, index).prompt).encode())
+    return digest.hexdigest()[:16]
