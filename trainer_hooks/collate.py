@@ -11,20 +11,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from trainer_hooks.rollouts import Rollout, as_rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutBatch:
     """One row per rollout, in the order it was given; CPU tensors.
 
-    `mask_BT` is True on the generated tokens of rollouts that did not fail. Log-probs, lags and
-    staleness are 0 outside generated tokens; column t belongs to token t.
+    `mask_BT` is True on the generated tokens, of all turns, of rollouts that did not fail; not on
+    prompts and tool output. Log-probs, lags and staleness are 0 where it is False; column t belongs
+    to token t. A completion is everything after the first turn's prompt.
     `policy_lag_BT`: train_version - version that sampled the token.
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
@@ -63,7 +64,7 @@ class RolloutBatch:
 
 
 def collate_rollouts(
-    requests: Sequence[DynamicInferenceRequest],
+    requests: Sequence[DynamicInferenceRequest | Rollout],
     rewards: Sequence[float | None] | torch.Tensor,
     train_version: int,
     temperature: float = 1.0,
@@ -71,9 +72,10 @@ def collate_rollouts(
 ) -> RolloutBatch:
     """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
 
-    `temperature` is the one the trainer divides its logits by: the engine's log-probs must be of
-    the same distribution, or ratios would not start from 1. A reward of None or NaN, like a
-    request that failed, marks a failed rollout: it is masked out, never scored 0.
+    A sample of several turns is a Rollout of their requests. `temperature` is the one the trainer
+    divides its logits by: the engine's log-probs must be of the same distribution, or ratios would
+    not start from 1. A reward of None or NaN, like a request that failed, marks a failed rollout:
+    it is masked out, never scored 0.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
     there is not one reward per request, and for a token sampled after `train_version`.
     """
@@ -82,18 +84,18 @@ def collate_rollouts(
             f"{len(requests)} requests and {len(rewards)} rewards; one reward per request, and at "
             "least one, is wanted"
         )
+    rollouts = [as_rollout(request) for request in requests]
     rewards_B = torch.tensor(
         [
-            _reward_or_nan(reward) if request.succeeded() else math.nan
-            for request, reward in zip(requests, rewards, strict=True)
+            _reward_or_nan(reward) if rollout.succeeded() else math.nan
+            for rollout, reward in zip(rollouts, rewards, strict=True)
         ]
     )
-    rows = [
-        _prompt_row(request)
-        if math.isnan(reward)
-        else _prompt_row(request) | _completion_row(request, train_version, temperature)
-        for request, reward in zip(requests, rewards_B.tolist(), strict=True)
-    ]
+    rows = [_untrained_row(rollout) for rollout in rollouts]
+    for row, rollout, reward in zip(rows, rollouts, rewards_B.tolist(), strict=True):
+        if not math.isnan(reward):
+            for turn in rollout.requests:
+                _mark_turn(row, turn, train_version, temperature)
     padded = {
         name: pad_sequence(
             [row[name] for row in rows],
@@ -102,20 +104,20 @@ def collate_rollouts(
         )
         for name in rows[0]
     }
+    prompt_lengths_B = torch.tensor([rollout.num_prompt_tokens for rollout in rollouts])
+    lengths_B = torch.tensor([rollout.num_tokens for rollout in rollouts])
     return RolloutBatch(
         **padded,
         rewards_B=rewards_B,
-        prompt_lengths_B=torch.tensor([len(request.prompt_tokens) for request in requests]),
-        completion_lengths_B=torch.tensor([len(request.generated_tokens) for request in requests]),
+        prompt_lengths_B=prompt_lengths_B,
+        completion_lengths_B=lengths_B - prompt_lengths_B,
         train_version=train_version,
     )
 
 
-def _prompt_row(request: DynamicInferenceRequest) -> dict[str, torch.Tensor]:
+def _untrained_row(rollout: Rollout) -> dict[str, torch.Tensor]:
     """One rollout, unpadded, with none of its tokens to be trained on."""
-    tokens_T = torch.cat(
-        [request.prompt_tokens, torch.tensor(request.generated_tokens, dtype=torch.int64)]
-    )
+    tokens_T = rollout.tokens_T
     num_tokens = len(tokens_T)
     return {
         "tokens_BT": tokens_T,
@@ -129,11 +131,13 @@ def _prompt_row(request: DynamicInferenceRequest) -> dict[str, torch.Tensor]:
     }
 
 
-def _completion_row(
-    request: DynamicInferenceRequest, train_version: int, temperature: float
-) -> dict[str, torch.Tensor]:
-    """What a rollout that did not fail has on its generated tokens; its prompt's part is 0."""
-    num_prompt_tokens = len(request.prompt_tokens)
+def _mark_turn(
+    row: dict[str, torch.Tensor],
+    request: DynamicInferenceRequest,
+    train_version: int,
+    temperature: float,
+) -> None:
+    """Write into `row` what the tokens carry that `request` generated."""
     versions = request.policy_versions
     if len(versions) and int(versions.max()) > train_version:
         raise ConfigError(
@@ -141,14 +145,12 @@ def _completion_row(
             f"sampled a token of request {request.request_id}; pass the version being trained"
         )
     kv_versions = torch.tensor(request.context_kv_version_mean, dtype=torch.float32)
-    values = {
-        "mask_BT": torch.ones(len(versions), dtype=torch.bool),
-        "behaviour_logprobs_BT": _behaviour_logprobs(request, temperature),
-        "policy_lag_BT": train_version - versions,
-        "kv_lag_BT": versions - kv_versions,
-        "kv_staleness_BT": request.staleness_at(train_version)[1][num_prompt_tokens:],
-    }
-    return {name: pad(value, (num_prompt_tokens, 0)) for name, value in values.items()}
+    start, end = len(request.prompt_tokens), request.num_tokens
+    row["mask_BT"][start:end] = True
+    row["behaviour_logprobs_BT"][start:end] = _behaviour_logprobs(request, temperature)
+    row["policy_lag_BT"][start:end] = train_version - versions
+    row["kv_lag_BT"][start:end] = versions - kv_versions
+    row["kv_staleness_BT"][start:end] = request.staleness_at(train_version)[1][start:]
 
 
 def check_logprobs_match(params: SamplingParams, temperature: float) -> None:
