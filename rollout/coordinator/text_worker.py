@@ -31,6 +31,7 @@ class TextWorker:
         self._tokenizer, self._waker = tokenizer, waker
         self._jobs: queue.SimpleQueue[TextJob | None] = queue.SimpleQueue()
         self._results: deque[TextResult] = deque()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="coordinator-text", daemon=True)
         self._thread.start()
 
@@ -43,11 +44,12 @@ class TextWorker:
 
     def close(self) -> None:
         """End after the job that is being done. Twice is fine."""
+        self._is_closing = True
         self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._is_closing:
             try:
                 result = run_text_job(job, self._tokenizer)
             except Exception as fault:  # the tokenizer is the user's: one text must not end all

@@ -9,7 +9,7 @@ from rollout.coordinator.core.counters import Counters
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.request_table import RequestTable
 from rollout.coordinator.core.sessions import Peer, Sessions
-from rollout.coordinator.core.text_jobs import TextJob
+from rollout.coordinator.core.text_queue import TextQueue
 from rollout.coordinator.core.timers import Timers
 from rollout.coordinator.protocol.messages import Message
 
@@ -30,7 +30,7 @@ class Books:
     requests: RequestTable = field(default_factory=RequestTable)
     sessions: Sessions = field(init=False)
     outbox: list[tuple[bytes, Message]] = field(default_factory=list)
-    text_jobs: list[TextJob] = field(default_factory=list)
+    text_jobs: TextQueue = field(default_factory=TextQueue)
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(max_ranks=self.limits.max_engines)

@@ -162,12 +162,12 @@ class CoordinatorCore:
         return self._take_outbox()
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Jobs to be done by `run_text_job`; each result goes to `text_done`."""
-        jobs, self._books.text_jobs = self._books.text_jobs, []
-        return jobs
+        """Jobs to be done by `run_text_job`; each result goes to `text_done`, and more come."""
+        return self._books.text_jobs.take()
 
     def text_done(self, result: TextResult, now: float) -> Outgoing:
         """A text job has ended."""
+        self._books.text_jobs.done()
         if isinstance(result, Tokenized):
             self._submissions.tokenized(result, now)
         else:

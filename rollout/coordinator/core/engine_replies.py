@@ -64,7 +64,8 @@ class EngineReplies:
         if self._has_tokenizer and message.record is not None:
             self._placement.release(request)
             request.phase, request.reply = Phase.DETOKENIZING, message
-            self._books.text_jobs.append(Detokenize(request.server_id, message.record))
+            job = Detokenize(request.server_id, message.record)
+            self._books.text_jobs.add(request.server_id, job)
         else:
             self._desk.finish(request, message)
 

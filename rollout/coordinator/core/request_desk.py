@@ -158,7 +158,11 @@ class RequestDesk:
             self._tell_engine_to_abort(request)
         self._placement.release(request)
         self._books.requests.leave_group(request)
+        # Its text need not be done any more. Members of a group may still wait for their prompt.
+        if request.phase is Phase.DETOKENIZING:
+            self._books.text_jobs.drop(request.server_id)
         if not request.group.request_ids:
+            self._books.text_jobs.drop(request.group.group_id)
             self._books.timers.cancel(("deadline", request.group.group_id))
             self._books.timers.cancel(("orphan", request.group.group_id))
         self._books.timers.cancel(("grace", request.server_id))

@@ -15,8 +15,9 @@ class ClientPeer:
     """One client, until its lease runs out. `identity` is where it is reached now.
 
     server_ids: of its unfinished requests and kept replies, by its own ids. request_bytes: of the
-    former, kept_bytes: of the latter. answered: its ids of acknowledged requests. answers: by command id; None while the command waits or runs.
-    has_missed: something could not be delivered, so it gets everything again once it is heard.
+    former, kept_bytes: of the latter. answered: its ids of acknowledged requests. answers: by
+    command id; None while the command waits or runs. has_missed: something could not be
+    delivered, so it gets everything again once it is heard.
     """
 
     client_id: bytes

@@ -105,7 +105,8 @@ class Submissions:
             self._books.timers.set(("deadline", group.group_id), now + message.deadline_s)
         if group.prompt is not None:
             params = {i: table.requests[i].sampling_params for i in group.request_ids}
-            self._books.text_jobs.append(Tokenize(group.group_id, group.prompt, params))
+            job = Tokenize(group.group_id, group.prompt, params)
+            self._books.text_jobs.add(group.group_id, job)
             return
         group.hashes = self._placement.hash_prompt(group.prompt_tokens)
         self._placement.place(group, now)

@@ -1,0 +1,124 @@
+"""Clients that do only what is legal, to the coordinator's harm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from rollout import SamplingParams
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import (
+    Disconnect,
+    Heartbeat,
+    Sample,
+    SubmitRequest,
+    encode,
+    pack_params,
+)
+from tests.coordinator.fake_client import FakeClient
+from tests.coordinator.hostile_peers import HostilePeer, client_greeting, rss_mib
+from tests.coordinator.test_coordinator_process import (
+    Line,
+    coordinator_process,
+    lines,
+    until,
+)
+
+pytestmark = pytest.mark.distributed
+PARAMS = pack_params(SamplingParams(num_tokens_to_generate=1))
+
+
+class SlowTokenizer:
+    """A text takes a tenth of a second."""
+
+    eos_id = None
+    bos_id = None
+    vocab_size = 50000
+
+    def encode(self, text: str) -> list[int]:
+        time.sleep(0.1)
+        return [1]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def submit(request_id: int, prompt: Any) -> SubmitRequest:
+    sample = Sample(request_id=request_id, sampling_params=PARAMS, seed=1)
+    return SubmitRequest(samples=(sample,), prompt=prompt)
+
+
+def answered_s(line: Line, sequence: int) -> float:
+    """How long a heartbeat of an honest client takes."""
+    start = time.monotonic()
+    line.send(Heartbeat(sequence=sequence))
+    until(lambda: Heartbeat(sequence=sequence) in line.peer.seen, line)
+    return time.monotonic() - start
+
+
+def test_texts_of_clients_that_have_left_are_not_kept() -> None:
+    """They come, submit what is slow to tokenize, leave, and come again."""
+    text, num_rounds = "a" * 500_000, 400
+    with (
+        coordinator_process(tokenizer=SlowTokenizer()) as (process, address),
+        lines(address) as (client, _),
+        zmq.Context() as context,
+    ):
+        before = rss_mib(process.pid)
+        peer = HostilePeer(context, address, client_greeting(1), reads=True)
+        for number in range(num_rounds):
+            peer.send([encode(submit(number, text))])
+            peer.send([encode(Disconnect(reason="done"))])
+            peer.greet()
+        peer.socket.send(encode(Heartbeat(sequence=5)))
+        while peer.socket.recv() != encode(Heartbeat(sequence=5)):
+            pass
+        after = rss_mib(process.pid)
+        print(f"\n{num_rounds} texts of 0.5 MB left behind; RSS {before:.1f}, then {after:.1f} MiB")
+        peer.socket.close(linger=0)
+        process.terminate()
+        until(lambda: any(isinstance(m, Disconnect) for m in client.peer.seen), client)
+    assert after - before < 48
+
+
+def test_a_client_that_does_not_read_delays_nobody() -> None:
+    """It has many kept replies, does not read them, and asks for them again and again."""
+    limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)
+    num_kept, num_asked = 3000, 300
+    with (
+        coordinator_process(limits=limits, tokenizer=None) as (process, address),
+        lines(address) as (client, engines),
+        zmq.Context() as context,
+    ):
+        before = rss_mib(process.pid)
+        peer = HostilePeer(context, address, client_greeting(1), reads=False)
+        prompt = np.ones(4, np.int32)
+        for number in range(num_kept):
+            peer.send([encode(submit(number, prompt))])
+        own = client.peer
+        assert isinstance(own, FakeClient)
+        client.send(own.submission([3]))  # behind all of them
+        until(lambda: own.asked[0].replies, client, *engines)
+        slowest_s = 0.0
+        for number in range(num_asked):
+            peer.greet()
+            peer.send([encode(Heartbeat(sequence=number))])
+            if number % 30 == 0:
+                slowest_s = max(slowest_s, answered_s(client, number))
+        slowest_s = max(slowest_s, answered_s(client, num_asked))
+        after = rss_mib(process.pid)
+        print(
+            f"\n{num_asked} times {num_kept} kept replies asked for, none read: an honest "
+            f"heartbeat took {slowest_s:.2f} s at most; RSS {before:.1f}, then {after:.1f} MiB"
+        )
+        peer.socket.close(linger=0)
+        client.send(own.command(Headers.SHUTDOWN))
+        until(lambda: any(isinstance(m, Disconnect) for m in own.seen), client, *engines)
+    assert slowest_s < 2.0
+    assert after - before < 48
