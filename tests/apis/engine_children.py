@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollout import InferenceConfig
+from rollout import InferenceConfig, WeightUpdateError
 from rollout.apis.engine_process import run, run_engine
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.link import EngineLink
@@ -119,7 +119,7 @@ class _Diary:
 
 class _TellingAgent(EngineAgent):
     """Tells the version and checksum that it serves when work comes for the first time, and after
-    each commit and rollback.
+    each commit and rollback; and why it could not enter the fleet.
     """
 
     tell: Callable[[tuple[str, Any]], None]
@@ -130,7 +130,11 @@ class _TellingAgent(EngineAgent):
         if isinstance(message, AssignRequest) and not self.has_worked:
             self.has_worked = True
             self._tell_served("work")
-        answers = super().handle(message)
+        try:
+            answers = super().handle(message)
+        except WeightUpdateError as error:
+            self.tell(("missed", str(error)))
+            raise
         if isinstance(message, Commit | Rollback):
             self._tell_served(type(message).__name__)
         return answers

@@ -172,6 +172,29 @@ def test_what_one_engine_refuses_no_engine_takes(fleet: Fleet) -> None:
     fleet.run(work)
 
 
+def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committed(
+    fleet: Fleet,
+) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        version = llm.weights_version + 1
+        checksum = await update(llm, version)
+        published = llm._publisher._committed
+        assert published is not None
+        entry = published.source.manifest["model.norm.weight"]
+        bytes_before = os.pread(published.descriptor, 4, entry.offset)
+        os.pwrite(published.descriptor, b"\0\0\0\x42", entry.offset)
+        load = Load(llm, width=6, num_tokens=20, rest_s=0.1)
+        with engine_child(llm.address, directory(), CONFIG) as child:
+            assert f"not {checksum}" in await child.word("missed")
+            await load.more(6)
+            assert len(await served(llm)) == 2
+            os.pwrite(published.descriptor, bytes_before, entry.offset)
+            assert await child.word("work") == (version, checksum)
+            check_all(await load.end())
+
+    fleet.run(work)
+
+
 def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version = llm.weights_version + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from rollout.coordinator.core.command_rules import next_version
@@ -110,7 +111,9 @@ class WeightCommit(Operation):
     def _commit(self, checksum: str, now: float) -> Outcome | None:
         self._is_decided = True
         self.results = {}
-        self.parts.fleet.weights = CommittedWeights(self._version, checksum, self._message.source)
+        # Whoever comes later must have fetched what the members have.
+        source = replace(self._message.source, checksum=checksum)
+        self.parts.fleet.weights = CommittedWeights(self._version, checksum, source)
         self.parts.books.counters.num_weight_commits += 1
         logger.info("version %d is committed on %d engines", self._version, len(self.members))
         grace_s = self.parts.books.limits.commit_grace_s

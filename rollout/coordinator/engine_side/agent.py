@@ -182,14 +182,19 @@ class EngineAgent:
     def _prepare(self, message: Prepare) -> Mapping[str, Any]:
         self._prepared = None
         self._engine.check_update(message.version, message.in_flight)
-        staged = self._engine.stage_weights(self._fetch(message.source))
-        if message.source.checksum not in ("", staged.checksum):
-            raise WeightUpdateError(
-                f"the tensors at {message.source.address!r} have the checksum {staged.checksum}, "
-                f"not {message.source.checksum} as announced; the serving weights are kept"
-            )
+        staged = self._staged(message.source)
         self._prepared = _Prepared(message, staged)
         return {"checksum": staged.checksum}
+
+    def _staged(self, source: WeightsSource) -> StagedWeights:
+        """Raises WeightUpdateError if they cannot be had, or are not those that were announced."""
+        staged = self._engine.stage_weights(self._fetch(source))
+        if source.checksum not in ("", staged.checksum):
+            raise WeightUpdateError(
+                f"the tensors at {source.address!r} have the checksum {staged.checksum}, "
+                f"not {source.checksum} as announced; the serving weights are kept"
+            )
+        return staged
 
     def _enter(self, message: RegisterAck) -> Sequence[Message]:
         """Hold the attempts, serve the weights and be in the state that the coordinator says."""
@@ -202,8 +207,8 @@ class EngineAgent:
             elif engine.state is EngineState.SUSPENDED:
                 engine.resume()  # its weights need memory to be put into
             self._prepared = None
-            tensors = self._fetch(message.weights)
-            self._note_served(engine.update_weights(tensors, message.weights_version))
+            staged = self._staged(message.weights)
+            self._note_served(engine.commit_weights(staged, message.weights_version))
         target = EngineState[message.state]
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
