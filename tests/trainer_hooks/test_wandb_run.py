@@ -1,18 +1,52 @@
-"""The real wandb package, offline."""
+"""The real wandb package, offline: what is read back from its file is what the JSONL holds."""
 
+import math
 from pathlib import Path
 
 import pytest
 
-from trainer_hooks import MetricsLogger
-from trainer_hooks.metrics import start_wandb_run
+from tests.trainer_hooks.fakes import finished_request
+from tests.trainer_hooks.wandb_files import read_history
+from trainer_hooks import MetricsLogger, collate_rollouts
+from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
+from trainer_hooks.metrics.time_account import TimeAccount
+
+pytest.importorskip("wandb")
 
 
 def test_an_offline_run_is_written_below_the_given_directory(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
     run = start_wandb_run(
         project="test", name="offline", directory=tmp_path / "run", config={"seed": 0}
     )
     with MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run) as logger:
         logger.log({"reward": 0.5}, step=1, version=2)
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_an_offline_run_read_back_holds_every_metric_of_the_jsonl(tmp_path: Path) -> None:
+    run = start_wandb_run(project="test", name="offline", directory=tmp_path / "run", config={})
+    account = TimeAccount()
+    with MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run) as logger:
+        for step in (1, 2):
+            requests = [
+                finished_request([1], [2, 3, 4], versions=[0, 0, step]),
+                finished_request([1], [2], versions=[step]),
+            ]
+            batch = collate_rollouts(requests, [1.0, 0.0], train_version=step)
+            logger.log(
+                {
+                    **rollout_metrics(batch, 2, finish_reasons=["length", "stop"], entropy=1.5),
+                    **step_metrics(account.take(), num_generated_tokens=4, num_trained_tokens=4),
+                    "train/loss": math.nan,
+                },
+                step=step,
+                version=step,
+            )
+            logger.log({"engine/num_running": step})
+    written = read_jsonl(tmp_path / "m.jsonl")
+    read_back = read_history(tmp_path / "run")
+    assert len(written) == len(read_back) == 4
+    for row, drawn in zip(written, read_back, strict=True):
+        assert {name: drawn[name] for name in row} == row
+    parts = {part: read_back[2][f"policy_staleness/hist/{part}"] for part in ("values", "bins")}
+    assert parts == {"values": [2, 0, 2], "bins": [-0.5, 0.5, 1.5, 2.5]}

@@ -2,19 +2,26 @@
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.curve import write_reward_curve
+from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
 from trainer_hooks.metrics.logger import MetricsLogger
-from trainer_hooks.metrics.measure import rollout_metrics, timing_metrics
+from trainer_hooks.metrics.measure import rollout_metrics, step_metrics, timing_metrics
+from trainer_hooks.metrics.time_account import EngineUse, StepTimes, TimeAccount
 from trainer_hooks.metrics.wandb_run import start_wandb_run
 
 __all__ = [
     "DEFAULT_COLUMNS",
+    "EngineUse",
     "JsonlWriter",
     "MetricsLogger",
     "ProgressView",
+    "StepTimes",
+    "TimeAccount",
+    "read_histogram",
     "read_jsonl",
     "rollout_metrics",
     "start_wandb_run",
+    "step_metrics",
     "timing_metrics",
     "write_reward_curve",
 ]

@@ -9,4 +9,5 @@ AXIS_OF_METRIC = {
     "engine/*": ROLLOUT_VERSION,
     "policy_staleness/*": ROLLOUT_VERSION,
     "kv_cache_staleness/*": ROLLOUT_VERSION,
+    "kv_lag/*": ROLLOUT_VERSION,
 }

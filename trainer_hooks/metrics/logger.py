@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.jsonl import JsonlWriter
+from trainer_hooks.metrics.wandb_run import with_histograms
 
 
 class WandbRun(Protocol):
@@ -39,7 +40,8 @@ class MetricsLogger:
     """Writes each row of metrics to a JSONL file and, where given, to a wandb run and a view.
 
     Also serves as `metrics_writer` of an InferenceConfig: rows logged without a step or version,
-    as the engine's are, take those of the latest row that had them.
+    as the engine's are, take those of the latest row that had them. Histogram columns also go to
+    wandb as histograms.
     As a context manager it closes everything, after an exception too.
     `resume_step`: the step a resumed run goes on from; None starts the JSONL file anew.
     """
@@ -67,7 +69,7 @@ class MetricsLogger:
         row = {**self._axes, **metrics}
         self._jsonl.log(row)
         if self._wandb is not None:
-            self._wandb.log(row)
+            self._wandb.log(with_histograms(row))
         if self._console is not None:
             self._console.show(row)
 

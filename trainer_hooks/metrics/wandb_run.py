@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import AXIS_OF_METRIC, ROLLOUT_VERSION, TRAINER_STEP
+from trainer_hooks.metrics.histogram import NUM_BINS, read_histograms
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -53,3 +54,25 @@ def declare_axes(run: Any) -> None:
         run.define_metric(axis)
     for glob, axis in AXIS_OF_METRIC.items():
         run.define_metric(glob, step_metric=axis)
+
+
+def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row`, and for its columns `<name>/hist/<bin>` one `wandb.Histogram` as `<name>/hist`.
+
+    The columns stay: they are what can be compared and read back. Without wandb, `row` as it is.
+    """
+    histograms = read_histograms(row)
+    if not histograms:
+        return dict(row)
+    try:
+        import wandb
+    except ImportError:
+        return dict(row)
+    drawn = {}
+    for name, counts in histograms.items():
+        bins = range(min(max(counts), NUM_BINS) + 1)
+        edges = [i - 0.5 for i in (*bins, bins.stop)]
+        drawn[f"{name}/hist"] = wandb.Histogram(
+            np_histogram=([counts.get(i, 0) for i in bins], edges)
+        )
+    return {**row, **drawn}

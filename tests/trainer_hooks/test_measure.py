@@ -1,0 +1,121 @@
+"""The metrics of a step under other systems' names, and the page that lists them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.errors import ConfigError
+from tests.trainer_hooks.fakes import finished_request
+from tests.trainer_hooks.test_time_account import stats_of
+from trainer_hooks import RolloutBatch, collate_rollouts
+from trainer_hooks.metrics import (
+    EngineUse,
+    TimeAccount,
+    read_histogram,
+    rollout_metrics,
+    step_metrics,
+)
+from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
+from trainer_hooks.metrics.names import markdown_table, metric_name
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def two_groups() -> RolloutBatch:
+    requests = [
+        finished_request([1], [2, 3, 4], versions=[0, 1, 2], kv_versions=[0, 0, 1.6]),
+        finished_request([1], [2], versions=[2]),
+        finished_request([1], [2, 3], versions=[2, 2]),
+        finished_request([1], [2, 3], versions=[0, 0]),
+    ]
+    return collate_rollouts(requests, [1.0, 0.5, 0.25, 0.25], train_version=2)
+
+
+def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
+    reasons = ["length", "stop", "stop", "stop"]
+    metrics = rollout_metrics(two_groups(), 2, finish_reasons=reasons, entropy=1.25)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/min_length"] == 1.0
+    assert metrics["completions/mean_terminated_length"] == pytest.approx(5 / 3)
+    assert metrics["completions/min_terminated_length"] == 1.0
+    assert metrics["completions/max_terminated_length"] == 2.0
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.25, 1.0)
+    assert metrics["entropy"] == 1.25
+
+
+def test_failed_rollouts_are_in_no_group_statistics() -> None:
+    batch = collate_rollouts(
+        [finished_request([1], [2], versions=[0]) for _ in range(4)],
+        [None, None, 0.5, math.nan],
+        train_version=0,
+    )
+    metrics = rollout_metrics(batch, 2, finish_reasons=["length", "length", "stop", "length"])
+    assert metrics["failed_fraction"] == 0.75
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["completions/clipped_ratio"] == 0.0
+
+
+def test_equal_rewards_that_floats_cannot_hold_are_flat_all_the_same() -> None:
+    requests = [finished_request([1], [2], versions=[0]) for _ in range(7)]
+    metrics = rollout_metrics(collate_rollouts(requests, [0.1] * 7, train_version=0), 7)
+    assert metrics["frac_reward_zero_std"] == 1.0
+
+
+def test_finish_reasons_are_one_per_rollout() -> None:
+    with pytest.raises(ConfigError, match="1 finish reasons for 4 rollouts"):
+        rollout_metrics(two_groups(), 2, finish_reasons=["stop"])
+
+
+def test_lag_histograms_count_every_token_and_can_be_read_back() -> None:
+    metrics = rollout_metrics(two_groups(), 2)
+    assert read_histogram(metrics, "policy_staleness") == {0: 4, 1: 1, 2: 3}
+    assert read_histogram(metrics, "kv_lag") == {0: 7, 1: 1}
+    assert sum(read_histogram(metrics, "kv_cache_staleness").values()) == 8
+    assert metrics["kv_lag/max"] == 1.0
+
+
+def test_the_last_bin_of_a_histogram_is_open_and_no_values_have_none() -> None:
+    columns = histogram_columns("lag", torch.tensor([0, 3, NUM_BINS, 500]))
+    assert columns["lag/hist/16+"] == 2
+    assert columns["lag/hist/1"] == 0
+    assert sum(columns.values()) == 4
+    assert read_histogram(columns, "lag")[NUM_BINS] == 2
+    assert histogram_columns("lag", torch.tensor([])) == {}
+
+
+def test_rates_are_by_the_wall_of_the_step() -> None:
+    ticks = iter([0.0, 4.0])
+    times = TimeAccount(clock=lambda: next(ticks)).take()
+    metrics = step_metrics(times, num_generated_tokens=100, num_trained_tokens=40)
+    assert metrics["completions/tokens_per_s"] == 25.0
+    assert metrics["train/tokens_per_s"] == 10.0
+    assert metrics["timing_share/other"] == 1.0
+
+
+def test_every_metric_of_a_step_is_on_the_page() -> None:
+    use = EngineUse()
+    use.take(stats_of(0.0, 0))
+    metrics = {
+        **rollout_metrics(two_groups(), 2, finish_reasons=["stop"] * 4, entropy=1.0),
+        **step_metrics(TimeAccount().take(), num_generated_tokens=1, num_trained_tokens=1),
+        **use.take(stats_of(0.0, 0)),
+        **stats_of(0.0, 0).as_metrics(),
+    }
+    assert [name for name in metrics if metric_name(name) is None] == []
+    assert metric_name("unheard/of") is None
+
+
+def test_the_page_holds_the_table_of_the_code() -> None:
+    assert markdown_table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_axes_in_the_table_are_those_of_a_wandb_run() -> None:
+    axes = {name: metric_name(name).axis for name in ("reward", "kv_lag/mean", "engine/idle_share")}  # type: ignore[union-attr]
+    assert axes == {
+        "reward": "trainer/step",
+        "kv_lag/mean": "rollout/version",
+        "engine/idle_share": "rollout/version",
+    }
