@@ -1,0 +1,299 @@
+"""What each correction for old tokens does to the gradient and to learning, where both are exact.
+
+    python benchmarks/lag_corrections.py            # about a minute on one core
+    python benchmarks/lag_corrections.py --small    # seconds: shows that it runs
+
+Prints two Markdown tables and draws docs/images/lag_corrections.png; docs/losses.md explains them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.lag_problem import (
+    NUM_POSITIONS,
+    Parameters,
+    all_kv_lags,
+    all_sequences,
+    expected_rewards,
+    lagged_logprobs,
+    logprobs,
+    rewards,
+    sample,
+)
+from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, group_advantages, policy_loss
+
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "lag_corrections.png"
+LAGS = (0, 1, 2, 4, 6, 8)
+BATCH_SIZE = 32
+LEARNING_RATE = 8.0
+# The histories behind the gradient figures: exact ascent plus a random step per version, as batches
+# make it, looked at half way up.
+ASCENT_RATE, DRIFT, VERSION, NUM_HISTORIES = 1.0, 0.15, 24, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A correction, and what its ratio is taken to: behaviour, proximal or present policy."""
+
+    name: str
+    anchor: str
+    correction: OffPolicyCorrection
+
+    @property
+    def config(self) -> PolicyLossConfig:
+        # Its sum over tokens has the policy gradient itself as its mean, without a scale.
+        return PolicyLossConfig(kind="dr_grpo", correction=self.correction)
+
+
+TRUNCATE = {"mode": "truncate", "high": 2.0}
+CONTESTANTS = tuple(
+    Contestant(name=name, anchor=anchor, correction=OffPolicyCorrection(**fields))
+    for name, anchor, fields in (
+        ("none", "present", {"mode": "none"}),
+        ("PPO clip", "behaviour", {"mode": "none"}),
+        ("TIS", "present", TRUNCATE),
+        ("IcePop", "present", {"mode": "mask", "low": 0.5, "high": 2.0}),
+        ("sequence TIS", "present", {**TRUNCATE, "level": "sequence"}),
+        ("decoupled PPO", "proximal", TRUNCATE),
+        ("lag-aware TIS", "present", {**TRUNCATE, "lag_decay": 0.25}),
+        ("TIS, KV lag <= 1", "present", {**TRUNCATE, "max_kv_lag": 1.0}),
+    )
+)
+
+
+def token_weights(
+    contestant: Contestant,
+    logprobs_BT: torch.Tensor,
+    behaviour_BT: torch.Tensor,
+    proximal_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    policy_lag: int,
+    kv_lag_BT: torch.Tensor,
+) -> torch.Tensor:
+    """What A d log pi is multiplied with per token [B, T]: the loss, differentiated."""
+    leaf_BT = logprobs_BT.detach().requires_grad_()
+    anchor_BT = {"present": None, "behaviour": None, "proximal": proximal_BT}[contestant.anchor]
+    if contestant.correction.mode == "none" and contestant.anchor == "present":
+        anchor_BT = logprobs_BT.detach()  # else it would be the behaviour policy
+    loss, _ = policy_loss(
+        leaf_BT,
+        behaviour_BT,
+        advantages_B[:, None],
+        torch.ones_like(leaf_BT),
+        contestant.config,
+        proximal_logprobs_BT=anchor_BT,
+        policy_lag_BT=torch.full_like(kv_lag_BT, policy_lag),
+        kv_lag_BT=kv_lag_BT,
+        aggregation_denominator=1.0,
+    )
+    return -torch.autograd.grad(loss, leaf_BT)[0] / advantages_B[:, None]
+
+
+def ascend(num_versions: int, seed: int) -> list[Parameters]:
+    """The versions of ascent with random steps, from the uniform policy."""
+    generator = torch.Generator().manual_seed(seed)
+    history = [Parameters.zeros(1)]
+    for _ in range(num_versions):
+        policy = history[-1].requiring_grad()
+        exact = policy.stepped(expected_rewards(policy).sum(), ASCENT_RATE)
+        history.append(exact.drifted(DRIFT, generator))
+    return history
+
+
+def score_functions(policy: Parameters, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """d log pi of every token to the parameters, [B, T, P]."""
+    onehot_BTV = torch.nn.functional.one_hot(tokens_BT, policy.own_STV.shape[-1]).float()
+    columns = []
+    for position in range(NUM_POSITIONS):
+        previous_B = tokens_BT[:, max(position - 1, 0)]
+        logits_BV = policy.own_STV[0, position].expand(len(tokens_BT), -1)
+        own_BTV = torch.zeros_like(onehot_BTV)
+        context_BVV = torch.zeros(len(tokens_BT), *policy.context_SVV.shape[1:])
+        if position > 0:
+            logits_BV = logits_BV + policy.context_SVV[0, previous_B]
+        slope_BV = onehot_BTV[:, position] - logits_BV.softmax(-1)
+        own_BTV[:, position] = slope_BV
+        if position > 0:
+            context_BVV[torch.arange(len(tokens_BT)), previous_B] = slope_BV
+        columns.append(torch.cat([own_BTV.flatten(1), context_BVV.flatten(1)], dim=1))
+    return torch.stack(columns, dim=1)
+
+
+def gradient_figures(history: list[Parameters], policy_lag: int) -> dict[str, dict[str, float]]:
+    """Exact bias, noise and ESS of each contestant's gradient, in the second step on a batch.
+
+    The batch was sampled `policy_lag` versions before the last but one, which is the proximal
+    policy; the last one is the present policy.
+    """
+    policy, proximal = history[-1], history[-2]
+    sequences, patterns = all_sequences(), all_kv_lags()
+    tokens_BT = sequences.repeat_interleave(len(patterns), dim=0)
+    kv_lag_BT = patterns.repeat(len(sequences), 1)
+    behaviour_BT = lagged_logprobs(history[:-1], policy_lag, tokens_BT[None], kv_lag_BT[None])[0]
+    probability_B = behaviour_BT.sum(dim=1).exp() / len(patterns)
+    rewards_B = rewards(tokens_BT)
+    advantages_B = rewards_B - (probability_B * rewards_B).sum()
+    scores_BTP = score_functions(policy, tokens_BT)
+    leaf = policy.requiring_grad()
+    exact = torch.autograd.grad(expected_rewards(leaf).sum(), (leaf.own_STV, leaf.context_SVV))
+    exact_P = torch.cat([part.flatten() for part in exact])
+    figures = {}
+    for contestant in CONTESTANTS:
+        weights_BT = token_weights(
+            contestant,
+            logprobs(policy, policy, tokens_BT[None])[0],
+            behaviour_BT,
+            logprobs(proximal, proximal, tokens_BT[None])[0],
+            advantages_B,
+            policy_lag,
+            kv_lag_BT,
+        )
+        gradient_BP = torch.einsum("BT,B,BTP->BP", weights_BT, advantages_B, scores_BTP)
+        mean_P = probability_B @ gradient_BP
+        variance = probability_B @ (gradient_BP - mean_P).square().sum(dim=1)
+        first, second = probability_B @ weights_BT, probability_B @ weights_BT.square()
+        bias = (mean_P - exact_P).norm() / exact_P.norm()
+        noise = (variance / BATCH_SIZE).sqrt() / exact_P.norm()
+        figures[contestant.name] = {
+            "bias": float(bias),
+            "noise": float(noise),
+            "error": float((bias.square() + noise.square()).sqrt()),
+            "ess": float(first.sum().square() / (second.sum() * NUM_POSITIONS)),
+        }
+    return figures
+
+
+def mean_figures(figures: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The mean over histories of every figure of every contestant."""
+    return {
+        name: {key: fmean(each[name][key] for each in figures) for key in row}
+        for name, row in figures[0].items()
+    }
+
+
+def learning_curve(
+    contestant: Contestant, policy_lag: int, num_updates: int, num_seeds: int
+) -> torch.Tensor:
+    """Mean exact return after each update, [updates + 1], over `num_seeds` policies side by side.
+
+    Each update takes two steps on one batch; every contestant sees the same random numbers.
+    """
+    generator = torch.Generator().manual_seed(policy_lag)
+    history = [Parameters.zeros(num_seeds)]
+    returns = [expected_rewards(history[0])]
+    for _ in range(num_updates):
+        tokens_SBT, kv_lag_SBT = sample(history, policy_lag, BATCH_SIZE, generator)
+        behaviour_BT = lagged_logprobs(history, policy_lag, tokens_SBT, kv_lag_SBT).flatten(0, 1)
+        proximal = history[-1]
+        proximal_BT = logprobs(proximal, proximal, tokens_SBT).flatten(0, 1)
+        # A reward equal to its group's mean has advantage 0, and no weight could be told from it.
+        advantages_B = group_advantages(rewards(tokens_SBT), "none").flatten() + 1e-12
+        policy = proximal
+        for _ in range(2):
+            policy = policy.requiring_grad()
+            present_BT = logprobs(policy, policy, tokens_SBT).flatten(0, 1)
+            weights_BT = token_weights(
+                contestant,
+                present_BT,
+                behaviour_BT,
+                proximal_BT,
+                advantages_B,
+                policy_lag,
+                kv_lag_SBT.flatten(0, 1),
+            )
+            gain_BT = weights_BT * advantages_B[:, None] * present_BT
+            policy = policy.stepped(gain_BT.sum() / BATCH_SIZE, LEARNING_RATE / 2)
+        history = [*history[-max(LAGS) - 2 :], policy]
+        returns.append(expected_rewards(policy))
+    return torch.stack(returns).mean(dim=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="few updates, two seeds")
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    arguments = parser.parse_args(argv)
+    num_updates, num_seeds, num_histories = (
+        (4, 2, 1) if arguments.small else (40, 32, NUM_HISTORIES)
+    )
+    torch.set_num_threads(1)
+    histories = [ascend(VERSION + 1, seed) for seed in range(num_histories)]
+    figures = {
+        lag: mean_figures([gradient_figures(history, lag) for history in histories]) for lag in LAGS
+    }
+    curves = {
+        lag: {
+            contestant.name: learning_curve(contestant, lag, num_updates, num_seeds)
+            for contestant in CONTESTANTS
+        }
+        for lag in (0, 4, max(LAGS))
+    }
+    print(as_markdown(figures, curves))
+    draw(figures, curves[max(LAGS)], arguments.plot)
+
+
+def as_markdown(figures: dict[int, Any], curves: dict[int, Any]) -> str:
+    """The tables of docs/losses.md."""
+    lines = [
+        "| correction | bias, lag 0 | lag 4 | lag 8 | noise, lag 0 | lag 4 | lag 8 "
+        "| error, lag 8 | ESS, lag 8 |",
+        "|---|" + "---|" * 8,
+    ]
+    for contestant in CONTESTANTS:
+        rows = [figures[lag][contestant.name] for lag in (0, 4, 8)]
+        cells = [row[name] for name in ("bias", "noise") for row in rows]
+        cells += [rows[-1]["error"], rows[-1]["ess"]]
+        lines.append(f"| {contestant.name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    num_updates = len(next(iter(curves[0].values()))) - 1
+    early = num_updates // 4
+    lines += ["", f"| correction | return after {early} and {num_updates} updates, lag 0"]
+    lines[-1] += " | lag 4 | lag 8 |"
+    lines += ["|---|---|---|---|"]
+    for contestant in CONTESTANTS:
+        pairs = [curves[lag][contestant.name][[early, -1]].tolist() for lag in (0, 4, 8)]
+        cells = [f"{first:.2f}, {last:.2f}" for first, last in pairs]
+        lines.append(f"| {contestant.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(figures: dict[int, Any], curves: dict[str, torch.Tensor], path: Path) -> None:
+    """Bias, noise and ESS over the lag; learning at the largest lag."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    titles = {
+        "bias": "bias of the gradient / its length",
+        "noise": f"noise of a batch of {BATCH_SIZE} / its length",
+        "ess": "effective sample size / n",
+    }
+    panels = dict(zip(titles, axes.flat, strict=False))
+    for index, contestant in enumerate(CONTESTANTS):
+        style = {"color": f"C{index}", "label": contestant.name, "marker": "os^vDPX*"[index]}
+        for name, panel in panels.items():
+            panel.plot(LAGS, [figures[lag][contestant.name][name] for lag in LAGS], **style)
+        axes[1, 1].plot(curves[contestant.name], color=f"C{index}", label=contestant.name)
+    for name, panel in panels.items():
+        panel.set(title=titles[name], xlabel="policy lag, versions (KV lag 0 or 2 on top)")
+    axes[1, 1].set(title=f"return while learning, policy lag {max(LAGS)}", xlabel="update")
+    for panel in axes.flat:
+        panel.grid(alpha=0.3)
+    axes[1, 1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
