@@ -2,6 +2,7 @@
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.curve import write_reward_curve
+from trainer_hooks.metrics.dashboard import Dashboard
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
 from trainer_hooks.metrics.logger import MetricsLogger
@@ -11,6 +12,7 @@ from trainer_hooks.metrics.wandb_run import start_wandb_run
 
 __all__ = [
     "DEFAULT_COLUMNS",
+    "Dashboard",
     "EngineUse",
     "JsonlWriter",
     "MetricsLogger",
