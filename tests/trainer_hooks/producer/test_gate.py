@@ -36,7 +36,7 @@ def test_without_staleness_a_batch_begins_only_after_the_update_of_the_one_befor
     assert admissible(gate, 1) == [1]
 
 
-@given(bound=st.integers(0, 4), schedule=st.lists(st.sampled_from("admit take push".split())))
+@given(bound=st.integers(0, 4), schedule=st.lists(st.sampled_from(["admit", "take", "push"])))
 def test_no_timing_makes_a_batch_older_than_the_bound(bound: int, schedule: list[str]) -> None:
     # "push" is the version of the batch taken last; it may come late, and more than once.
     gate, version, waiting, held = AdmissionGate(bound), 0, [], None

@@ -1,0 +1,110 @@
+"""An asynchronous LLM that samples by a script of delays, and a clock that never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rollout.requests import DynamicInferenceRequest, Status
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
+from tests.trainer_hooks.fakes import finished_request
+
+Result = TypeVar("Result")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Jumps to the next timer instead of waiting for it; fails if there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        select = self._selector.select
+
+        def jump(timeout: float | None) -> Any:
+            events = select(0)
+            if not events:
+                assert timeout is not None, "deadlock: nothing is due, and nothing will be"
+                self._now_s += max(0.0, timeout)
+            return events
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self._now_s
+
+
+def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`; its sleeps take no time. No task may be left over."""
+    loop = VirtualLoop()
+    try:
+        result = loop.run_until_complete(work)
+        left = [task for task in asyncio.all_tasks(loop) if not task.done()]
+        assert not left, f"tasks left over: {left}"
+        return result
+    finally:
+        loop.close()
+
+
+class FakeLLM:
+    """Each token takes `delay_s()` seconds and is stamped with the version served when it came.
+
+    Tokens are a function of seed, position and version. `fails(seed)`: whether a request comes back
+    FAILED. `weights_version` is told `lag_s()` seconds after the engines serve it.
+    """
+
+    tokenizer = None
+
+    def __init__(
+        self,
+        delay_s: Callable[[], float] = lambda: 1.0,
+        *,
+        num_tokens: int = 3,
+        fails: Callable[[int], bool] = lambda seed: False,
+        weights_version: int = 0,
+    ) -> None:
+        self._delay_s, self._num_tokens, self._fails = delay_s, num_tokens, fails
+        self.weights_version = self.served_version = weights_version
+        self.num_running = self.num_started = self.num_cancelled = 0
+        self.seeds: list[int] = []
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+    ) -> Any:
+        params = sampling_params or SamplingParams()
+        seeds = [mix_seed(params.seed or 0, 0, sample) for sample in range(n)]
+        requests = await asyncio.gather(*(self._one(prompts, params, seed) for seed in seeds))
+        return requests[0] if n == 1 else list(requests)
+
+    async def _one(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int
+    ) -> DynamicInferenceRequest:
+        self.num_running += 1
+        self.num_started += 1
+        self.seeds.append(seed)
+        try:
+            tokens, versions = [], []
+            for position in range(self._num_tokens):
+                await asyncio.sleep(self._delay_s())
+                versions.append(self.served_version)
+                tokens.append(mix_seed(seed, position, self.served_version) % 100)
+            status = Status.FAILED if self._fails(seed) else Status.COMPLETED
+            return finished_request(prompt, tokens, versions=versions, params=params, status=status)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+
+    async def push(self, lag_s: float = 0.0) -> None:
+        """Serve the next version; tell of it a little later, as a fleet does."""
+        self.served_version += 1
+        await asyncio.sleep(lag_s)
+        self.weights_version = self.served_version
+
+
+def random_delays(rng: random.Random, longest_s: float) -> Callable[[], float]:
+    """Mostly short, sometimes very long."""
+    return lambda: rng.choice([0.0, rng.random(), rng.random() * longest_s])

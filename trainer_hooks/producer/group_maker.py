@@ -1,0 +1,144 @@
+"""GroupMaker: from one prompt to its samples and their rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rollout.requests import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
+from rollout.text import Tokenizer
+from trainer_hooks.producer.group import ScoredGroup
+from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptTicket
+from trainer_hooks.rewards import RewardRunner
+from trainer_hooks.rollouts import Rollout, as_rollout
+
+Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
+RolloutFunction = Callable[[ScopedLLM, Any], Awaitable[Turns]]
+Result = TypeVar("Result")
+
+
+class GroupMaker:
+    """Generates `group_size` samples of a prompt, scores them, and tries again if too many failed.
+
+    Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, prompt index,
+    attempt), and `generate` mixes the sample's index in.
+    """
+
+    def __init__(
+        self,
+        llm: GeneratesAsync,
+        reward: RewardRunner,
+        *,
+        group_size: int,
+        sampling_params: SamplingParams,
+        seed: int,
+        rollout_fn: RolloutFunction | None,
+        tokenizer: Tokenizer | None,
+        min_valid_samples: int,
+        max_attempts: int,
+    ) -> None:
+        self._llm, self._reward = llm, reward
+        self._group_size, self._params, self._seed = group_size, sampling_params, seed
+        self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
+        self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
+        # An LLM without a tokenizer takes token ids alone.
+        self._encodes = getattr(llm, "tokenizer", None) is None
+
+    @property
+    def last_reward_error(self) -> BaseException | None:
+        """Why the reward function failed last."""
+        return self._reward.last_error
+
+    async def make(
+        self, ticket: PromptTicket, item: PromptItem, on_retry: Callable[[], None]
+    ) -> ScoredGroup | None:
+        """The group; None if no attempt had enough valid samples. Raises what generation raises."""
+        for attempt in range(self._max_attempts):
+            if attempt:
+                on_retry()
+            group = await self._attempt(ticket, item, attempt)
+            if len(group.valid_rewards) >= self._min_valid_samples:
+                return group
+        return None
+
+    async def _attempt(self, ticket: PromptTicket, item: PromptItem, attempt: int) -> ScoredGroup:
+        loop = asyncio.get_running_loop()
+        seed = mix_seed(self._seed, ticket.epoch, ticket.index, attempt)
+        start_s = loop.time()
+        rollouts = await self._generate(item, replace(self._params, seed=seed))
+        generated_s = loop.time()
+        rewards = await self._score(item, rollouts)
+        return ScoredGroup(
+            ticket=ticket,
+            item=item,
+            rollouts=rollouts,
+            rewards=rewards,
+            generate_s=generated_s - start_s,
+            reward_s=loop.time() - generated_s,
+        )
+
+    async def _generate(self, item: PromptItem, params: SamplingParams) -> list[Rollout]:
+        prompt = item.prompt
+        if isinstance(prompt, str) and self._encodes and self._tokenizer is not None:
+            prompt = self._tokenizer.encode(prompt)
+        if self._rollout_fn is not None:
+            samples = [self._run_turns(prompt, item, params, i) for i in range(self._group_size)]
+            return await _all_or_none(samples)
+        requests = await self._llm.generate(prompt, params, self._group_size)
+        # One request comes bare where there is one sample.
+        return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
+
+    async def _run_turns(
+        self, prompt: Any, item: PromptItem, params: SamplingParams, sample_index: int
+    ) -> Rollout:
+        assert self._rollout_fn is not None
+        scoped = ScopedLLM(self._llm, params, item, sample_index, self._tokenizer)
+        turns = self._rollout_fn(scoped, prompt)
+        if inspect.isawaitable(turns):
+            turns = await turns
+        if isinstance(turns, (Rollout, DynamicInferenceRequest)):
+            return as_rollout(turns)
+        return Rollout(list(turns))
+
+    async def _score(self, item: PromptItem, rollouts: Sequence[Rollout]) -> list[float]:
+        """NaN for failed rollouts; the reward function never sees them."""
+        valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
+        rewards = [math.nan] * len(rollouts)
+        if valid:
+            scores = await self._reward.score(
+                [item.prompt] * len(valid),
+                [completion_of(rollouts[i], self._tokenizer) for i in valid],
+                [rollouts[i].completion_ids for i in valid],
+                {name: [value] * len(valid) for name, value in item.columns.items()},
+            )
+            for i, score in zip(valid, scores, strict=True):
+                rewards[i] = score
+        return rewards
+
+
+def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
+    """What a reward function judges: text, or ids where nobody can make text of them."""
+    if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
+        return rollout.requests[0].generated_text
+    ids = rollout.completion_ids
+    return ids if tokenizer is None else tokenizer.decode(ids)
+
+
+async def _all_or_none(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results. If one fails, or the caller is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

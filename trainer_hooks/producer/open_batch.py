@@ -1,0 +1,167 @@
+"""OpenBatch: an admitted batch while its groups are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_hooks.producer.errors import ProducerError
+from trainer_hooks.producer.group import ScoredGroup
+from trainer_hooks.producer.group_maker import GroupMaker
+from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
+
+Task = asyncio.Task[ScoredGroup | None]
+Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """`num_extra_groups` are begun beside `num_groups`; those that finish last are given up."""
+
+    num_groups: int
+    num_extra_groups: int
+    drop_zero_variance: bool
+    max_refills: int
+
+
+class OpenBatch:
+    """Runs a task per prompt, and refills until it has its groups. Every ticket that it was issued
+    is in one of its groups, in a task, consumed, or given back.
+
+    `counts` by fate: trained is not among them, the others are aborted, failed, filtered, stale,
+    error, retried, refilled. `error`: what stopped it, until somebody takes it.
+    """
+
+    def __init__(
+        self,
+        rules: BatchRules,
+        ledger: PromptLedger,
+        maker: GroupMaker,
+        spawn: Spawn,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._rules, self._ledger, self._maker = rules, ledger, maker
+        self._spawn, self._on_change = spawn, on_change
+        self._groups: list[ScoredGroup] = []
+        self._running: dict[Task, PromptTicket] = {}
+        self._num_refills = 0  # since the last error
+        self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """Those that are done, in the order in which their prompts were issued first.
+
+        So without over-sampling a batch that was alone with the ledger does not depend on timing:
+        it has the first prompts that passed.
+        """
+        return sorted(self._groups, key=lambda group: group.ticket)
+
+    @property
+    def is_complete(self) -> bool:
+        """It has its groups, or those that the last prompts gave."""
+        is_full = len(self._groups) >= self._rules.num_groups
+        no_more = not self._running and self._ledger.is_exhausted
+        return self.error is None and (is_full or no_more)
+
+    def fill(self) -> None:
+        """Begin the groups that are missing, as far as there are prompts."""
+        while self.error is None and self._num_missing() > 0:
+            ticket = self._ledger.issue()
+            if ticket is None:
+                return
+            task = self._spawn(self._make(ticket))
+            self._running[task] = ticket
+            task.add_done_callback(self._take)
+
+    def _num_missing(self) -> int:
+        if len(self._groups) >= self._rules.num_groups:
+            return 0
+        wanted = self._rules.num_groups + self._rules.num_extra_groups
+        return wanted - len(self._groups) - len(self._running)
+
+    async def _make(self, ticket: PromptTicket) -> ScoredGroup | None:
+        item = self._ledger.item(ticket)
+        return await self._maker.make(ticket, item, lambda: self.counts.update(["retried"]))
+
+    def _take(self, task: Task) -> None:
+        """A task has ended."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        ticket = self._running.pop(task, None)
+        if ticket is None:  # it was given up
+            return
+        if error is None:
+            self._judge(ticket, task.result())
+        else:
+            self._return(ticket, "error")
+            if task.cancelled():
+                error = ProducerError("a rollout was cancelled by somebody else")
+            self.error = self.error or error
+        self.fill()
+        self._on_change()
+
+    def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
+        if group is None:
+            self._consume(ticket, "failed")
+        elif self._rules.drop_zero_variance and not group.has_spread:
+            self._consume(ticket, "filtered")
+        else:
+            self._groups.append(group)
+            if len(self._groups) == self._rules.num_groups:
+                self._give_up_running("aborted")
+
+    def _consume(self, ticket: PromptTicket, reason: str) -> None:
+        self._ledger.consume(ticket, reason)
+        self.counts[reason] += 1
+        self._count_refill()
+
+    def _return(self, ticket: PromptTicket, reason: str) -> None:
+        self._ledger.give_back(ticket, reason)
+        self.counts[reason] += 1
+
+    def _count_refill(self) -> None:
+        self._num_refills += 1
+        self.counts["refilled"] += 1
+        if self._num_refills > self._rules.max_refills:
+            self.error = ProducerError(
+                f"a batch of {self._rules.num_groups} groups needed more than max_refills="
+                f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "
+                f"filtered for equal rewards, {self.counts['failed']} failed at every attempt, "
+                f"{self.counts['stale']} grew too old; the last failure of the reward function "
+                f"was {self._maker.last_reward_error!r}"
+            )
+
+    def _give_up_running(self, reason: str) -> None:
+        running, self._running = self._running, {}
+        for task, ticket in running.items():
+            task.cancel()
+            self._return(ticket, reason)
+
+    # ---- what the producer asks for
+
+    def drop_older_than(self, version: int) -> int:
+        """Give back the groups with a token sampled before `version`, and refill. How many."""
+        stale = [g for g in self._groups if (seen := g.version_range()) and seen[0] < version]
+        for group in stale:
+            self._groups.remove(group)
+            self._return(group.ticket, "stale")
+            self._count_refill()
+        self.fill()
+        return len(stale)
+
+    def take_error(self) -> BaseException | None:
+        """What stopped it, once; with the next `fill` it goes on."""
+        error, self.error = self.error, None
+        if error is not None:
+            self._num_refills = 0
+        return error
+
+    def give_up(self, reason: str) -> None:
+        """Cancel everything and give all prompts back."""
+        self._give_up_running(reason)
+        for group in self._groups:
+            self._return(group.ticket, reason)
+        self._groups.clear()

@@ -1,0 +1,285 @@
+"""AsyncRolloutProducer: batches of rollouts for a trainer, made while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rollout.sampling_params import SamplingParams
+from rollout.text import as_tokenizer
+from trainer_hooks.collate import check_logprobs_match
+from trainer_hooks.producer.batch import TrainingBatch, batch_metrics, collate_groups
+from trainer_hooks.producer.checks import check_options
+from trainer_hooks.producer.errors import ProducerError
+from trainer_hooks.producer.gate import AdmissionGate
+from trainer_hooks.producer.group import ScoredGroup
+from trainer_hooks.producer.group_maker import GroupMaker, RolloutFunction
+from trainer_hooks.producer.open_batch import BatchRules, OpenBatch, Task
+from trainer_hooks.producer.scoped_llm import GeneratesAsync
+from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
+from trainer_hooks.rewards import RewardRunner
+from trainer_hooks.rewards.calling import RewardFunction
+
+TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
+
+
+class AsyncRolloutProducer:
+    """Makes batches beside the training that uses them; no token is older than the bound.
+
+        async with AsyncRolloutProducer(llm, prompts, reward_fn, 8, 16, 1) as producer:
+            async for batch in producer:
+                ...  # a training step on batch.rollouts
+                await weight_sync.apush(policy)
+
+    A batch is `batch_groups` prompts with `group_size` samples each (fewer prompts at the end of
+    the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
+    each token of a batch was sampled at most S versions before the one that trains on it, and S + 1
+    batches are open at most. Batches come in the order in which they were begun. A rollout that is
+    under way when weights change goes on under the new ones.
+    """
+
+    def __init__(
+        self,
+        llm: GeneratesAsync,
+        prompts: PromptLedger | PromptRows | Iterable[Any],
+        reward_fn: RewardFunction | RewardRunner,
+        group_size: int,
+        batch_groups: int,
+        max_staleness_versions: int,
+        rollout_fn: RolloutFunction | None = None,
+        *,
+        sampling_params: SamplingParams = TRAINABLE,
+        tokenizer: Any | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_epochs: int | None = None,
+        temperature: float | None = None,
+        min_valid_samples: int = 2,
+        max_attempts: int = 3,
+        oversample_groups: int = 0,
+        drop_zero_variance: bool = False,
+        max_refills: int | None = None,
+        version_timeout_s: float = 0.0,
+        pad_id: int = 0,
+    ) -> None:
+        """`llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
+        `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
+        `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
+        `temperature`: the trainer's; None takes that of `sampling_params`.
+        `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
+        `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
+        `drop_zero_variance`: replace groups whose rewards are all equal.
+        `max_refills`: replacements per batch before an error; None is 10 * batch_groups.
+        `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
+        Raises ConfigError for values out of range, log-probs that cannot be trained against, and an
+        `llm` whose `generate` cannot be awaited.
+        """
+        check_options(
+            llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
+        )
+        self._temperature = sampling_params.temperature if temperature is None else temperature
+        check_logprobs_match(sampling_params, self._temperature)
+        self._llm, self._group_size, self._pad_id = llm, group_size, pad_id
+        self._version_timeout_s = version_timeout_s
+        is_ledger = isinstance(prompts, PromptLedger)
+        self.ledger: PromptLedger = (
+            prompts if is_ledger else PromptLedger(prompts, seed, shuffle, num_epochs)  # type: ignore
+        )
+        self._owns_reward = not isinstance(reward_fn, RewardRunner)
+        self._reward = reward_fn if isinstance(reward_fn, RewardRunner) else RewardRunner(reward_fn)
+        tokenizer = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
+        self._maker = GroupMaker(
+            llm,
+            self._reward,
+            group_size=group_size,
+            sampling_params=sampling_params,
+            seed=seed,
+            rollout_fn=rollout_fn,
+            tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
+            min_valid_samples=min(min_valid_samples, group_size),
+            max_attempts=max_attempts,
+        )
+        self._rules = BatchRules(
+            num_groups=batch_groups,
+            num_extra_groups=oversample_groups,
+            drop_zero_variance=drop_zero_variance,
+            max_refills=10 * batch_groups if max_refills is None else max_refills,
+        )
+        self._gate = AdmissionGate(max_staleness_versions)
+        self._open: deque[tuple[int, OpenBatch]] = deque()  # (version at admission, batch)
+        self._tasks: set[Task] = set()
+        self._changed = asyncio.Event()
+        # `_told_version` is that of all engines; a token may show that one of them is ahead.
+        self._start_version, self._told_version, self._version = 0, 0, 0
+        self._is_running = False
+        self._last_tickets: list[PromptTicket] = []
+
+    # ---- life
+
+    async def __aenter__(self) -> AsyncRolloutProducer:
+        if self._is_running or self._gate.num_admitted:
+            raise ProducerError("a producer runs once; make a new one and load the state into it")
+        self._start_version = self._llm.weights_version
+        self._told_version = self._version = self._start_version
+        self._is_running = True
+        self.note_version()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort all rollouts, wait until they are gone, and give their prompts back. Twice is fine.
+
+        `state_dict` may still be called.
+        """
+        self._is_running = False
+        for _, batch in self._open:
+            batch.give_up("closed")
+        self._open.clear()
+        self._changed.set()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._owns_reward:
+            self._reward.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, ScoredGroup | None]) -> Task:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- state
+
+    def state_dict(self, last_batch_trained: bool = True) -> dict[str, Any]:
+        """For the trainer's checkpoint, as JSON: which prompts are done with, and which are next.
+
+        Rollouts under way are not in it; their prompts are issued again after a load. Call it when
+        the weights know the batch handed over last, or say that they do not.
+        """
+        return self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; before `async with`. Raises ConfigError for other prompts."""
+        self.ledger.load_state_dict(state)
+
+    # ---- versions
+
+    @property
+    def version(self) -> int:
+        """The newest weights version that was seen, told by the llm or on a token."""
+        return self._version
+
+    def note_version(self, version: int | None = None) -> int:
+        """Look at the weights version, and begin the batches that it allows; returns it.
+
+        Asking for a batch does this, too; call it after an update if the next batch is asked for
+        much later. `version`: one that the llm does not tell.
+        """
+        self._told_version = max(self._told_version, self._llm.weights_version, version or 0)
+        self._version = max(self._version, self._told_version)
+        since_start = self._told_version - self._start_version
+        while (
+            self._is_running and not self.ledger.is_exhausted and self._gate.may_admit(since_start)
+        ):
+            self._gate.admit(since_start)
+            batch = OpenBatch(self._rules, self.ledger, self._maker, self._spawn, self._changed.set)
+            self._open.append((self._told_version, batch))
+            batch.fill()
+        return self._told_version
+
+    # ---- batches
+
+    def __aiter__(self) -> AsyncRolloutProducer:
+        return self
+
+    async def __anext__(self) -> TrainingBatch:
+        """The oldest batch, once it is complete. Cancelled, it loses nothing.
+
+        Raises ProducerError if none can come until new weights do, and for a batch that needed too
+        many replacements; whatever ended a rollout's task (its prompt is issued again if one goes
+        on); StopAsyncIteration after the last epoch.
+        """
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        while True:
+            if not self._is_running:
+                raise ProducerError("the producer is not running; use it in `async with`")
+            self._changed.clear()
+            self.note_version()
+            self._raise_errors()
+            if not self._open:
+                if self.ledger.is_exhausted:
+                    raise StopAsyncIteration
+                await self._wait_for_version(asked_s + self._version_timeout_s)
+                continue
+            for _, batch in self._open:
+                batch.fill()
+            _, oldest = self._open[0]
+            if oldest.is_complete and self._is_young(oldest):
+                if oldest.groups:
+                    return self._hand_over(loop.time() - asked_s)
+                self._gate.hand_over()  # the last prompts gave nothing
+                self._open.popleft()
+                continue
+            await self._changed.wait()
+
+    def _raise_errors(self) -> None:
+        for _, batch in self._open:
+            if (error := batch.take_error()) is not None:
+                raise error
+
+    def _is_young(self, batch: OpenBatch) -> bool:
+        """Whether every token keeps the bound; what does not goes back to the ledger.
+
+        The gate sees to it as long as one batch makes one version. A token newer than what the llm
+        has told so far shows that the next version is in force already.
+        """
+        newest = [seen[1] for group in batch.groups if (seen := group.version_range())]
+        self._version = max([self._version, *newest])
+        return not batch.drop_older_than(self._version - self._gate.max_staleness_versions)
+
+    async def _wait_for_version(self, until_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        left_s = until_s - loop.time()
+        if left_s <= 0:
+            bound = self._gate.max_staleness_versions
+            raise ProducerError(
+                f"no batch can come at version {self._version}: with max_staleness_versions={bound}"
+                f" no more than {self._gate.num_admitted} batches may be begun before newer weights"
+                " are pushed, and all were handed over; push weights after each batch, or raise "
+                "max_staleness_versions"
+            )
+        # Nobody tells of a version, so it is looked at again.
+        await asyncio.sleep(min(0.01, left_s))
+
+    def _hand_over(self, waited_s: float) -> TrainingBatch:
+        admitted_at, batch = self._open[0]
+        groups = batch.groups
+        rollouts = collate_groups(groups, self._version, self._temperature, self._pad_id)
+        self._open.popleft()
+        index = self._gate.num_handed_over
+        self._gate.hand_over()
+        self._last_tickets = [group.ticket for group in groups]
+        for ticket in self._last_tickets:
+            self.ledger.consume(ticket, "trained")
+        num_waiting = sum(other.is_complete for _, other in self._open)
+        return TrainingBatch(
+            index=index,
+            groups=groups,
+            rollouts=rollouts,
+            group_size=self._group_size,
+            version=self._version,
+            admitted_at_version=admitted_at,
+            metrics=batch_metrics(
+                groups, batch.counts, waited_s=waited_s, num_waiting_batches=num_waiting
+            ),
+        )

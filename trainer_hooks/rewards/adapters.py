@@ -1,0 +1,94 @@
+"""Other conventions of reward functions, brought to this one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer_hooks.rewards.calling import RewardFunction, arguments_for, is_async, name_of
+
+
+class WeightedRewards:
+    """Several reward functions as one: the weighted sum of what they give, in TRL's convention.
+
+    A None or NaN of one function is left out of a sample's sum; if all give none, so does this.
+    The functions are called one after another; each gets the columns that it names. They must not
+    be async, so that the sum can be computed in a process of its own.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Sequence[RewardFunction],
+        reward_weights: Sequence[float] | None = None,
+    ) -> None:
+        """Raises ConfigError unless there is one weight per function, and for async ones."""
+        if reward_weights is None:
+            reward_weights = [1.0] * len(reward_funcs)
+        if not reward_funcs or len(reward_weights) != len(reward_funcs):
+            raise ConfigError(
+                f"{len(reward_weights)} reward_weights for {len(reward_funcs)} reward_funcs; one "
+                "for each, and at least one, is wanted"
+            )
+        waiting = [name_of(function) for function in reward_funcs if is_async(function)]
+        if waiting:
+            raise ConfigError(f"{', '.join(waiting)} are async; await them in one async function")
+        self._functions, self._weights = list(reward_funcs), list(reward_weights)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """One sum per completion."""
+        totals: list[float | None] = [None] * len(completions)
+        for function, weight in zip(self._functions, self._weights, strict=True):
+            args, named = arguments_for(function, prompts, completions, completion_ids, columns)
+            for i, reward in enumerate(function(*args, **named)):
+                if reward is not None and not math.isnan(reward):
+                    totals[i] = (totals[i] or 0.0) + weight * float(reward)
+        return totals
+
+
+class VerlReward:
+    """A `compute_score(data_source, solution_str, ground_truth, extra_info)` in verl's convention.
+
+    It returns a number, or a mapping with "score". The columns are those of verl's rows:
+    data_source, extra_info, and reward_model with "ground_truth" in it (or ground_truth itself).
+    A sample whose call raises has no reward; the others keep theirs.
+    """
+
+    def __init__(self, compute_score: Callable[..., float | Mapping[str, Any]]) -> None:
+        self._compute_score = compute_score
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        data_source: Sequence[Any] | None = None,
+        reward_model: Sequence[Mapping[str, Any]] | None = None,
+        ground_truth: Sequence[Any] | None = None,
+        extra_info: Sequence[Any] | None = None,
+    ) -> list[float | None]:
+        """One score per completion. Raises ConfigError without a ground truth."""
+        if ground_truth is None:
+            if reward_model is None:
+                raise ConfigError("verl's rewards need a column ground_truth or reward_model")
+            ground_truth = [model["ground_truth"] for model in reward_model]
+        nothing = [None] * len(completions)
+        sources, infos = data_source or nothing, extra_info or nothing
+        return [
+            self._score(*sample)
+            for sample in zip(sources, completions, ground_truth, infos, strict=True)
+        ]
+
+    def _score(self, source: Any, solution: str, truth: Any, info: Any) -> float | None:
+        try:
+            score = self._compute_score(
+                data_source=source, solution_str=solution, ground_truth=truth, extra_info=info
+            )
+        except Exception:  # the user's function; a sample that it cannot judge has no reward
+            return None
+        return float(score["score"] if isinstance(score, Mapping) else score)

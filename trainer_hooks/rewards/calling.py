@@ -1,0 +1,64 @@
+"""What a reward function is given: of all there is, what its signature names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+
+RewardFunction = Callable[..., Any]
+_STANDARD = ("prompts", "completions", "completion_ids")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def arguments_for(
+    reward_fn: RewardFunction,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments for `reward_fn(prompts, completions, completion_ids, ...)`.
+
+    They go by name where the function names any of the three, in this order otherwise. Of the
+    columns it gets those that it names, or all with `**columns`.
+    Raises ConfigError if it needs a column that the prompts do not have.
+    """
+    standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))
+    try:
+        parameters = list(inspect.signature(reward_fn).parameters.values())
+    except ValueError:  # a builtin
+        return tuple(standard.values()), dict(columns)
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    positional: tuple[Any, ...] = ()
+    if not any(p.name in standard for p in parameters):
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(places) >= len(standard):
+            positional, standard = tuple(standard.values()), {}
+            parameters = [p for p in parameters if p not in places[:3]]
+    offered = {**columns, **standard}
+    named = {p.name for p in parameters if p.kind in _BY_NAME}
+    missing = [
+        p.name
+        for p in parameters
+        if p.kind in _BY_NAME and p.default is p.empty and p.name not in offered
+    ]
+    if missing:
+        raise ConfigError(
+            f"the reward function {name_of(reward_fn)} needs {', '.join(missing)}; the prompts' "
+            f"columns are: {', '.join(sorted(columns)) or 'none'}"
+        )
+    return positional, {k: v for k, v in offered.items() if takes_all or k in named}
+
+
+def name_of(reward_fn: RewardFunction) -> str:
+    """For messages."""
+    return str(getattr(reward_fn, "__name__", type(reward_fn).__name__))
+
+
+def is_async(reward_fn: RewardFunction) -> bool:
+    """Whether its calls are to be awaited."""
+    call = getattr(reward_fn, "__call__", None)  # noqa: B004 - its kind is asked for
+    return inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)
