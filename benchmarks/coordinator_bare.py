@@ -35,6 +35,7 @@ from rollout.coordinator.router import Router
 _BATCH = 256
 _WAIT_MS = 20_000  # for one message; longer is a fault
 _HELLO = b""  # of an engine to the relay
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # From here on all ids have nine bytes on the wire.
 _FIRST_ID = 2**40
 
@@ -42,7 +43,8 @@ _FIRST_ID = 2**40
 def serve_relay(pipe: Connection, num_engines: int) -> None:
     """One ROUTER that passes on what it gets: engines in turn, their answers to who asked.
 
-    With the socket options and the loop of the coordinator; opens no frame. Ends with the pipe.
+    With the coordinator's socket options, and its way to call the socket; opens no frame. Ends with
+    the pipe.
     """
     router = Router("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
     socket = router.socket
@@ -50,23 +52,28 @@ def serve_relay(pipe: Connection, num_engines: int) -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(pipe.fileno(), zmq.POLLIN)
+    receive, send = socket.recv, socket.send
     engines: list[bytes] = []
     turn = 0
     while pipe.fileno() not in dict(poller.poll()):
         for _ in range(_BATCH):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                identity = receive(_NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) == 3:
-                socket.send_multipart(frames[1:], zmq.NOBLOCK)
-            elif frames[1] == _HELLO:
-                engines.append(frames[0])
+            first = receive(_NOBLOCK, copy=False)
+            if first.more:
+                send(first.bytes, _MORE)
+                send(receive(_NOBLOCK), _NOBLOCK)
+            elif first.bytes == _HELLO:
+                engines.append(identity)
                 if len(engines) == num_engines:
                     pipe.send("ready")
             else:
                 turn = (turn + 1) % num_engines
-                socket.send_multipart((engines[turn], *frames), zmq.NOBLOCK)
+                send(engines[turn], _MORE)
+                send(identity, _MORE)
+                send(first.bytes, _NOBLOCK)
     router.close()
 
 
@@ -219,5 +226,3 @@ def _waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
         except zmq.Again:
             break
     return messages
-
-

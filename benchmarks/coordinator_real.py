@@ -77,5 +77,3 @@ async def _ask(client: InferenceClient, num_requests: int, latencies: list[float
         start = time.monotonic()
         await client.add_request(tokens, PARAMS)
         latencies.append(time.monotonic() - start)
-
-

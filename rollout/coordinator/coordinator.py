@@ -167,6 +167,8 @@ class DataParallelInferenceCoordinator:
                 ready = self._wait(poller)
                 if sentinel in ready or self._is_adopted():
                     self.stop("the coordinator's parent has gone")
+                if self._waker in ready:
+                    self._waker.drain()
                 self._turn(has_frames=self._router.socket in ready)
         except Exception:
             logger.exception("the coordinator failed")
@@ -215,7 +217,6 @@ class DataParallelInferenceCoordinator:
         if has_frames:
             for identity, frame in self._router.receive(_BATCH):
                 self._send(self._core.handle(identity, frame, now), now)
-        self._waker.drain()
         if self._text_worker is not None:
             for result in self._text_worker.take_results():
                 self._send(self._core.text_done(result, now), now)
@@ -225,6 +226,8 @@ class DataParallelInferenceCoordinator:
                 self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
+        if not outgoing:
+            return
         waiting = deque(outgoing)
         while waiting:
             identity, message = waiting.popleft()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import zmq
 
@@ -65,6 +66,8 @@ class EngineLink:
         self._outbox = Outbox(max_queued, self._waker.wake)
         self._num_taken = 0  # RegisterAcks that the engine's thread has got
         self._is_closing, self._close_reason = False, ""
+        self._poller = zmq.Poller()  # of the waker, and of this socket for these events
+        self._polled: tuple[zmq.Socket[bytes] | None, int] = (None, 0)
         try:
             self._session = EngineSession(
                 self._context,
@@ -165,12 +168,17 @@ class EngineLink:
     def _turn(self) -> None:
         """Wait until there is something to do, and do it."""
         session = self._session
-        poller = zmq.Poller()
-        poller.register(self._waker, zmq.POLLIN)
-        poller.register(session.socket, session.events)
+        socket, events = session.socket, session.events
+        # By identity: a new socket may lie where the closed one did, and pass for it.
+        if socket is not self._polled[0] or events != self._polled[1]:
+            self._poller, self._polled = zmq.Poller(), (socket, events)
+            self._poller.register(self._waker, zmq.POLLIN)
+            self._poller.register(socket, events)
         left_s = session.due_at - time.monotonic()
-        ready = dict(poller.poll(None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))))
-        self._waker.drain()
+        timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
+        ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
+        if self._waker in ready:
+            self._waker.drain()
         session.turn(ready.get(session.socket, 0))
 
     def _end(self, reason: RolloutError) -> None:

@@ -14,6 +14,7 @@ DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
 DEFAULT_MAX_ITEMS = 2**18
 # Below this a claim is worth at most 32 MiB for a moment (1024 levels of lists of this length).
 _NO_WALK_BYTES = 4096
+_LONG_RUN = 64
 
 _FIXED = 0  # the size is known: (_FIXED, bytes after the first)
 _PAYLOAD = 1  # a length of so many bytes, then as many bytes: (_PAYLOAD, bytes of the length)
@@ -80,14 +81,31 @@ def _walk(packed: bytes | memoryview, max_items: int) -> None:
                 position += number + (kind == _EXTENSION)
                 continue
             number *= 2 if kind == _MAP else 1
-        num_left += number
         num_items += number
         if num_items > max_items:
             raise ProtocolError(f"claims {num_items} items or more, at most {max_items} are read")
+        run = _num_bytes_of_run(packed, position, number) if number >= _LONG_RUN else 0
+        if run:
+            position += run
+        else:
+            num_left += number
     if num_left or position > end:
         raise ProtocolError(f"cut short after {end} bytes")
     if position < end:
         raise ProtocolError(f"a value of {position} bytes and {end - position} bytes more")
+
+
+def _num_bytes_of_run(packed: bytes | memoryview, start: int, count: int) -> int:
+    """The bytes of `count` floats, or of as many small integers, if that is what is at `start`;
+    else 0. Both fill most of a long record, and a look at all of them together costs nothing.
+    """
+    for width in (1, 9):
+        end = start + width * count
+        if end <= len(packed):
+            heads = bytes(packed[start:end:width])
+            if heads.isascii() if width == 1 else heads == b"\xcb" * count:
+                return width * count
+    return 0
 
 
 def _first_bytes() -> Sequence[tuple[int, int]]:

@@ -1,0 +1,228 @@
+"""The coordinator beside a bare relay: requests per second, latency and processor time. Loopback.
+
+    python -m benchmarks.coordinator            # ten minutes
+    python -m benchmarks.coordinator --small    # seconds: shows that it runs, not how fast
+
+Clients and engines talk in three ways, which take turns in every round:
+
+- relay: bare DEALERs through one ROUTER that passes frames on. It opens none, keeps nothing and
+  acknowledges nothing; a request is four frames passing two sockets.
+- bare: the same DEALERs and bytes through the coordinator, a process of its own. What is on top is
+  its own work: decoding and checking, tables, routing, encoding, and the acknowledgement of replies
+  on both sides, one frame for each batch of them. This is what is compared with the relay.
+- real: InferenceClients on asyncio and EngineLinks through a coordinator. On top of that, clients
+  check and pack what they submit and build a record of each reply, and engines hand messages from
+  the socket's thread to their own and back.
+
+Engines answer at once, with a record that was packed before: no model is run. Clients are spread
+over up to two processes, every engine has its own; prompts of 128 ids, routed in turn.
+*Throughput*: as many requests under way as the case says, over all clients. *Latency*: one request
+at a time in each process of clients. CPU seconds are those of the process in the middle, with all
+its threads. Also the cost of a routing decision, as benchmarks/routing.py measures it. Writes a
+Markdown page and a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import routing
+from benchmarks.coordinator_fleet import WAYS, Fleet, fleets, preload
+from benchmarks.coordinator_load import Load, reply_record
+from benchmarks.coordinator_report import as_markdown
+from benchmarks.machine import describe, kind
+from benchmarks.one_thread import restart_with_one_thread
+from rollout import InferenceConfig
+
+ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Replies of one size. `num_under_way`: requests, over all clients. The numbers of requests per
+    measurement are over all clients, too; of real ones fewer, since those take longer."""
+
+    name: str
+    num_tokens: int
+    num_under_way: int
+    num_bare: int
+    num_real: int
+    num_single: int  # for the latency
+
+
+SIZES = (
+    Size(
+        name="16 tokens",
+        num_tokens=16,
+        num_under_way=64,
+        num_bare=3072,
+        num_real=1024,
+        num_single=128,
+    ),
+    Size(
+        name="8k tokens",
+        num_tokens=8192,
+        num_under_way=16,
+        num_bare=192,
+        num_real=32,
+        num_single=32,
+    ),
+)
+SMALL_SIZES = (
+    Size(name="16 tokens", num_tokens=16, num_under_way=8, num_bare=32, num_real=16, num_single=8),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One way in one round. Seconds; loaded: of the requests that the throughput was counted by."""
+
+    requests_per_s: float
+    cpu_s: float
+    loaded_p50_s: float
+    loaded_p99_s: float
+    p50_s: float
+    p99_s: float
+
+
+def play(fleet: Fleet, way: str, size: Size, num_clients: int) -> Sample:
+    """Measure a fleet once: under load, then one request at a time."""
+    total = size.num_real if way == "real" else size.num_bare
+    window = max(1, size.num_under_way // num_clients)
+    loaded = fleet.measure(Load(num_requests=max(1, total // num_clients), window=window))
+    single = fleet.measure(Load(num_requests=max(2, size.num_single // num_clients), window=0))
+    return Sample(
+        requests_per_s=loaded.requests_per_s,
+        cpu_s=loaded.cpu_s,
+        loaded_p50_s=statistics.median(loaded.latencies),
+        loaded_p99_s=_p99(loaded.latencies),
+        p50_s=statistics.median(single.latencies),
+        p99_s=_p99(single.latencies),
+    )
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def measure_case(
+    size: Size, num_clients: int, num_engines: int, rounds: int, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """All rounds of one case, each with all ways, begun with another one each time."""
+    samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
+    with fleets(num_clients, num_engines, reply_record(size.num_tokens)) as by_way:
+        for way in WAYS:  # warm up
+            play(by_way[way], way, size, num_clients)
+        for index in range(rounds):
+            first = index % len(WAYS)
+            for way in WAYS[first:] + WAYS[:first]:
+                samples[way].append(play(by_way[way], way, size, num_clients))
+            advance()
+    return {
+        "reply": size.name,
+        "num_clients": num_clients,
+        "num_engines": num_engines,
+        "rounds": {way: [asdict(sample) for sample in samples[way]] for way in WAYS},
+        "medians": {way: _medians(samples[way]) for way in WAYS},
+        "throughput_of_relay": _ratios(samples, "requests_per_s"),
+        "cpu_of_relay": _ratios(samples, "cpu_s"),
+        "p50_above_relay_s": {
+            way: statistics.median(
+                own.p50_s - relay.p50_s
+                for own, relay in zip(samples[way], samples["relay"], strict=True)
+            )
+            for way in ("bare", "real")
+        },
+    }
+
+
+def _medians(samples: Sequence[Sample]) -> dict[str, float]:
+    rows = [asdict(sample) for sample in samples]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
+    """Medians over the rounds of what a way has over what the relay has in the same round."""
+    return {
+        way: statistics.median(
+            getattr(own, name) / getattr(relay, name)
+            for own, relay in zip(samples[way], samples["relay"], strict=True)
+        )
+        for way in ("bare", "real")
+    }
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All figures, as plain values."""
+    counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    cases = []
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        num_rounds = len(arguments.sizes) * len(counts) * arguments.rounds
+        task = progress.add_task("coordinator and relay", total=num_rounds)
+        for size in arguments.sizes:
+            for clients, engines in counts:
+                name = f"{size.name}, {clients} clients, {engines} engines"
+                progress.update(task, description=name)
+                cases.append(
+                    measure_case(
+                        *(size, clients, engines, arguments.rounds),
+                        lambda: progress.advance(task),
+                    )
+                )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "rounds": arguments.rounds,
+        "cases": cases,
+        "routing": routing.measure(arguments.routing, console),
+    }
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="one case, few requests")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be at least 1")
+    arguments.sizes, arguments.clients, arguments.engines = SIZES, (1, 4, 16), (1, 4)
+    arguments.routing = routing.parse_arguments([])
+    if arguments.small:
+        arguments.sizes, arguments.clients, arguments.engines = SMALL_SIZES, (2,), (2,)
+        arguments.rounds, arguments.routing = 2, routing.parse_arguments(["--small"])
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print and write. Returns what was measured."""
+    arguments = parse_arguments(argv)
+    logging.getLogger("rollout").setLevel(logging.ERROR)
+    preload()
+    console = Console(stderr=True)
+    results = measure(arguments, console)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    page = arguments.output / f"{results['date']}-coordinator-{kind(results['machine'])}.md"
+    page.write_text(as_markdown(results))
+    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    Console().print(Markdown(as_markdown(results)))
+    console.print(f"written: {page} and its JSON", highlight=False)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()
