@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,10 +13,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.grpo.evaluate import mean_reward
 from examples.grpo.run import Run
-from examples.grpo.task import Problem
+from examples.grpo.settings import WarmupSettings
+from examples.grpo.task import Problem, ProblemStream
 from rollout.errors import RolloutError
 
 IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupStep:
+    """`reward`: the mean sampled reward after this step, None where it was not measured."""
+
+    step: int
+    loss: float
+    reward: float | None
 
 
 def warm_up(run: Run) -> None:
@@ -24,30 +35,49 @@ def warm_up(run: Run) -> None:
     Raises RolloutError if `max_steps` do not get there, KeyboardInterrupt if told to stop.
     """
     settings = run.settings.warmup
-    optimizer = torch.optim.AdamW(run.policy.parameters(), lr=settings.learning_rate)
+
+    def sampled_reward() -> float:
+        with run.phase():
+            return mean_reward(run, run.stream.take(settings.check_prompts), run.sampler.params)
+
     run.view.start_stage("warm-up", settings.max_steps, "warmup/step")
     start_s = time.perf_counter()
-    reward = -math.inf
-    for step in range(1, settings.max_steps + 1):
+    for done in supervise(run.policy, run.tokenizer, run.stream, settings, sampled_reward):
+        row = {"warmup/step": done.step, "warmup/loss": done.loss}
+        if done.reward is not None:
+            row["warmup/reward"] = done.reward
+        row["timing_s/warmup"] = time.perf_counter() - start_s
+        run.logger.log(row, step=0, version=run.llm.weights_version)
         if run.stop.is_set():
             raise KeyboardInterrupt
-        loss = answer_loss(run.policy, run.tokenizer, run.stream.take(settings.batch_size))
+
+
+def supervise(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    stream: ProblemStream,
+    settings: WarmupSettings,
+    sampled_reward: Callable[[], float],
+) -> Iterator[WarmupStep]:
+    """Supervised steps until `sampled_reward()` is at least `settings.target_reward`.
+
+    Raises RolloutError if `max_steps` do not get there.
+    """
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
+    latest = -math.inf
+    for step in range(1, settings.max_steps + 1):
+        loss = answer_loss(policy, tokenizer, stream.take(settings.batch_size))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        row = {"warmup/step": step, "warmup/loss": loss.item()}
+        reward = None
         if step >= settings.first_check and step % settings.check_interval == 0:
-            with run.phase():
-                reward = mean_reward(
-                    run, run.stream.take(settings.check_prompts), run.sampler.params
-                )
-            row["warmup/reward"] = reward
-        row["timing_s/warmup"] = time.perf_counter() - start_s
-        run.logger.log(row, step=0, version=run.llm.weights_version)
-        if reward >= settings.target_reward:
+            reward = latest = sampled_reward()
+        yield WarmupStep(step, loss.item(), reward)
+        if latest >= settings.target_reward:
             return
     raise RolloutError(
-        f"the warm-up reached a sampled reward of {reward:.3f} in {settings.max_steps} steps, not "
+        f"the warm-up reached a sampled reward of {latest:.3f} in {settings.max_steps} steps, not "
         f"warmup.target_reward={settings.target_reward}; raise warmup.max_steps or lower the target"
     )
 

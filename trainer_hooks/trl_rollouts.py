@@ -1,0 +1,108 @@
+"""TRLRollouts: TRL's GRPOTrainer generates with an LLM of ours, and corrects by its log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from rollout import LLM, DynamicInferenceRequest, SamplingParams
+from rollout.errors import RolloutError
+from trainer_hooks.phase import generation_phase
+from trainer_hooks.weight_sync.llm_sync import LLMWeightSync
+
+
+class TRLRollouts:
+    """The `rollout_func` of a trl.GRPOTrainer (TRL 1.x):
+
+        rollouts = TRLRollouts(llm)
+        trainer = GRPOTrainer(..., rollout_func=rollouts)
+        rollouts.attach(trainer)
+
+    The trainer's weights are pushed once per training step, when it first generates in it; between
+    two generations the engine is suspended, its KV memory given back. Attached, the trainer takes
+    it for its vLLM: `vllm_importance_sampling_correction` and `sampling/*` metrics then compare its
+    own log-probs with those of the engine's tokens.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._weight_sync = LLMWeightSync(llm)
+        self._are_weights_old = True
+
+    def attach(self, trainer: Any) -> None:
+        """Have `trainer` push weights, and use the behaviour log-probs. Once, before it trains."""
+        trainer.use_vllm, trainer.vllm_generation = True, self
+        trainer._last_loaded_step = -1
+
+    def sync_weights(self) -> None:
+        """What the trainer calls when its weights have changed; they are pushed at the next
+        generation.
+        """
+        self._are_weights_old = True
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
+        """One completion for each of `prompts`, text or chat messages; neighbours that are equal
+        share their prompt's KV. Raises RolloutError if one cannot run.
+        """
+        groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
+        params = sampling_params_of(trainer)
+        push: tuple[Any, ...] = ()
+        if self._are_weights_old:
+            push = (self._weight_sync, trainer.accelerator.unwrap_model(trainer.model))
+        with generation_phase(self._llm, *push):
+            self._are_weights_old = False
+            group_ids = [
+                self._llm.submit([_token_ids(prompt, trainer)], params, n=count)[0]
+                for prompt, count in groups
+            ]
+            finished = {group.group_id: group.requests for group in self._llm.collect()}
+        requests = [request for group_id in group_ids for request in finished[group_id]]
+        return _as_output(requests)
+
+
+def sampling_params_of(trainer: Any) -> SamplingParams:
+    """How a GRPOTrainer wants its completions sampled. Its loss divides logits by the temperature
+    and truncates nothing, and so do the log-probs.
+    """
+    return SamplingParams(
+        temperature=trainer.temperature,
+        top_p=trainer.top_p or 0.0,
+        top_k=trainer.top_k or 0,
+        min_p=trainer.min_p or 0.0,
+        num_tokens_to_generate=trainer.max_completion_length,
+        termination_id=trainer.processing_class.eos_token_id,
+        return_log_probs=True,
+        logprobs_mode="temperature",
+    )
+
+
+def _token_ids(prompt: Any, trainer: Any) -> list[int]:
+    """As the trainer itself tokenizes its prompts."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    )
+
+
+def _as_output(requests: Sequence[DynamicInferenceRequest]) -> dict[str, list[list[Any]]]:
+    for request in requests:
+        if not request.succeeded():
+            raise RolloutError(
+                f"request {request.request_id} failed ({request.finish_reason}): a GRPOTrainer "
+                "wants a completion for every prompt; is max_sequence_length of the engine at "
+                "least the longest prompt + max_completion_length?"
+            )
+    return {
+        "prompt_ids": [request.prompt_tokens.tolist() for request in requests],
+        "completion_ids": [list(request.generated_tokens) for request in requests],
+        "logprobs": [
+            torch.as_tensor(request.generated_log_probs).tolist() for request in requests
+        ],
+    }
