@@ -64,7 +64,7 @@ def answered_s(line: Line, sequence: int) -> float:
 
 def test_texts_of_clients_that_have_left_are_not_kept() -> None:
     """They come, submit what is slow to tokenize, leave, and come again."""
-    text, num_rounds = "a" * 500_000, 400
+    text, num_rounds = "a" * 500_000, 200
     with (
         coordinator_process(tokenizer=SlowTokenizer()) as (process, address),
         lines(address) as (client, _),
@@ -90,7 +90,7 @@ def test_texts_of_clients_that_have_left_are_not_kept() -> None:
 def test_a_client_that_does_not_read_delays_nobody() -> None:
     """It has many kept replies, does not read them, and asks for them again and again."""
     limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)
-    num_kept, num_asked = 3000, 300
+    num_kept, num_asked = 2000, 150
     with (
         coordinator_process(limits=limits, tokenizer=None) as (process, address),
         lines(address) as (client, engines),
@@ -122,3 +122,25 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
         until(lambda: any(isinstance(m, Disconnect) for m in own.seen), client, *engines)
     assert slowest_s < 2.0
     assert after - before < 48
+
+
+def test_a_message_of_many_large_parts_is_dropped_and_its_memory_given_back() -> None:
+    """Each part is of a legal size; a message of ours has one."""
+    with (
+        coordinator_process(tokenizer=None, max_frame_bytes=2**20) as (process, address),
+        lines(address) as (client, _),
+        zmq.Context() as context,
+    ):
+        before = rss_mib(process.pid)
+        peer = HostilePeer(context, address, client_greeting(1), reads=True)
+        for number in range(5):
+            peer.send([bytes(1_000_000)] * 60)
+            peer.socket.send(encode(Heartbeat(sequence=number)))
+            while peer.socket.recv() != encode(Heartbeat(sequence=number)):
+                pass
+        after = rss_mib(process.pid)
+        print(f"\n5 messages of 60 parts of 1 MB; RSS {before:.1f}, then {after:.1f} MiB")
+        peer.socket.close(linger=0)
+        process.terminate()
+        until(lambda: any(isinstance(m, Disconnect) for m in client.peer.seen), client)
+    assert after - before < 80
