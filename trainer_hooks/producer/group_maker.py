@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptTicket
-from trainer_hooks.rewards import RewardRunner
+from trainer_hooks.rewards import RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 
 Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
@@ -75,7 +74,7 @@ class GroupMaker:
         start_s = loop.time()
         rollouts = await self._generate(item, replace(self._params, seed=seed))
         generated_s = loop.time()
-        rewards = await self._score(item, rollouts)
+        rewards = await score_rollouts(self._reward, item, rollouts, self._tokenizer)
         return ScoredGroup(
             ticket=ticket,
             item=item,
@@ -107,29 +106,6 @@ class GroupMaker:
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)
         return Rollout(list(turns))
-
-    async def _score(self, item: PromptItem, rollouts: Sequence[Rollout]) -> list[float]:
-        """NaN for failed rollouts; the reward function never sees them."""
-        valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
-        rewards = [math.nan] * len(rollouts)
-        if valid:
-            scores = await self._reward.score(
-                [item.prompt] * len(valid),
-                [completion_of(rollouts[i], self._tokenizer) for i in valid],
-                [rollouts[i].completion_ids for i in valid],
-                {name: [value] * len(valid) for name, value in item.columns.items()},
-            )
-            for i, score in zip(valid, scores, strict=True):
-                rewards[i] = score
-        return rewards
-
-
-def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
-    """What a reward function judges: text, or ids where nobody can make text of them."""
-    if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
-        return rollout.requests[0].generated_text
-    ids = rollout.completion_ids
-    return ids if tokenizer is None else tokenizer.decode(ids)
 
 
 async def _all_or_none(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

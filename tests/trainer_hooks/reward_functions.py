@@ -1,0 +1,45 @@
+"""Reward functions that a spawned process can import."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+def lengths(completions: Sequence[str], **columns: Any) -> list[float]:
+    """TRL's way to name only what is wanted."""
+    return [float(len(completion)) for completion in completions]
+
+
+def matches(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str],
+) -> list[float | None]:
+    """1 for the answer, nothing for an empty completion."""
+    return [
+        None if not completion else float(completion == wanted)
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def unruly(completions: Sequence[str]) -> list[float]:
+    """Does what it is told."""
+    for completion in completions:
+        if completion == "die":
+            os._exit(3)
+        if completion == "hang":
+            time.sleep(600)
+        if completion == "raise":
+            raise RuntimeError("told to")
+    return [float(os.getpid()) for _ in completions]
+
+
+def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+    """verl's convention; it cannot judge an empty solution."""
+    if data_source == "detailed":
+        return {"score": solution_str == ground_truth, "length": len(solution_str)}
+    return float(solution_str.index(ground_truth))

@@ -1,0 +1,185 @@
+"""Reward functions of several conventions, and what their failures are."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.tiny_models import IS_LONG
+from tests.trainer_hooks.reward_functions import judge, lengths, matches, unruly
+from trainer_hooks.rewards import RewardRunner, VerlReward, WeightedRewards
+
+COLUMNS = {"answer": ["a", "b", "c"], "level": [1, 2, 3]}
+
+
+def score(
+    reward_fn: Callable[..., Any],
+    completions: Sequence[str] = ("a", "x", ""),
+    columns: dict[str, Any] = COLUMNS,
+    **options: Any,
+) -> list[float]:
+    async def work() -> list[float]:
+        with RewardRunner(reward_fn, **options) as runner:
+            ids = [[len(completion)] for completion in completions]
+            return await runner.score(["?"] * len(completions), completions, ids, columns)
+
+    return asyncio.run(work())
+
+
+def same(given: Sequence[float], wanted: Sequence[float]) -> bool:
+    return [None if math.isnan(x) else x for x in given] == [
+        None if math.isnan(x) else x for x in wanted
+    ]
+
+
+def test_a_function_gets_the_columns_that_it_names() -> None:
+    assert same(score(matches), [1.0, 0.0, math.nan])
+    assert score(lengths) == [1.0, 1.0, 0.0]
+    seen = {}
+
+    def takes_all(**everything: Any) -> list[int]:
+        seen.update(everything)
+        return [0] * len(everything["completions"])
+
+    score(takes_all)
+    assert sorted(seen) == ["answer", "completion_ids", "completions", "level", "prompts"]
+
+
+def test_other_names_go_by_position() -> None:
+    assert score(lambda p, c, ids: [i[0] for i in ids]) == [1.0, 1.0, 0.0]
+    assert score(lambda p, c, ids, level: level) == [1.0, 2.0, 3.0]
+
+
+def test_an_async_function_is_awaited_and_so_is_a_partial_of_one() -> None:
+    async def slow(completions: Sequence[str], bonus: float = 0.0) -> list[float]:
+        await asyncio.sleep(0.001)
+        return [bonus + len(completion) for completion in completions]
+
+    assert score(slow) == [1.0, 1.0, 0.0]
+    assert score(functools.partial(slow, bonus=2.0)) == [3.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_no_number_is_a_failed_rollout_and_never_zero(bad: float | None) -> None:
+    assert same(score(lambda completions: [bad, 1, 0.5]), [math.nan, 1.0, 0.5])
+
+
+def test_a_function_that_raises_or_takes_too_long_fails_its_rollouts() -> None:
+    def breaks(completions: Sequence[str]) -> list[float]:
+        raise ZeroDivisionError("of the user")
+
+    async def hangs(completions: Sequence[str]) -> list[float]:
+        await asyncio.sleep(600)
+        return []
+
+    def blocks(completions: Sequence[str]) -> list[float]:
+        time.sleep(1.0)
+        return [0.0] * len(completions)
+
+    for function in (breaks, hangs, blocks):
+        assert all(math.isnan(reward) for reward in score(function, timeout_s=0.05))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda completions: [1.0], "1 rewards for 3 completions"),
+        (lambda completions: 1.0, "not iterable"),
+        (lambda completions: ["a", "b", "c"], "could not convert"),
+        (lambda completions, difficulty: [], "needs difficulty; the prompts' columns are: answer"),
+    ],
+)
+def test_a_wrong_function_is_no_failed_rollout(wrong: Callable[..., Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        score(wrong)
+
+
+def test_a_blocking_function_blocks_no_event_loop_and_runs_once_at_a_time() -> None:
+    num_inside, most = 0, 0
+
+    def blocks(completions: Sequence[str]) -> list[float]:
+        nonlocal num_inside, most
+        assert threading.current_thread() is not threading.main_thread()
+        num_inside += 1
+        most = max(most, num_inside)
+        time.sleep(0.02)
+        num_inside -= 1
+        return [0.0]
+
+    async def work() -> int:
+        runner, num_turns = RewardRunner(blocks), 0
+        calls = [asyncio.ensure_future(runner.score(["?"], ["x"], [[1]], {})) for _ in range(4)]
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        assert [call.result() for call in calls] == [[0.0]] * 4
+        return num_turns
+
+    assert asyncio.run(work()) > 8
+    assert most == 1
+
+
+def test_workers_outlive_what_functions_do_to_them() -> None:
+    async def work() -> None:
+        with RewardRunner(unruly, workers=1, timeout_s=1.0) as runner:
+
+            async def one(completion: str) -> float:
+                return (await runner.score(["?"], [completion], [[1]], {}))[0]
+
+            first = await one("fine")
+            assert math.isnan(await one("raise"))
+            assert await one("fine") == first, "an exception costs no process"
+            assert math.isnan(await one("die"))
+            second = await one("fine")
+            assert not math.isnan(second)
+            assert second != first
+            if IS_LONG:
+                assert math.isnan(await one("hang"))
+                assert await one("fine") not in (first, second)
+                waiting = asyncio.ensure_future(one("hang"))
+                await asyncio.sleep(0.2)
+                waiting.cancel()
+                assert not math.isnan(await one("fine")), "a cancelled call gives its place back"
+            assert "process ended" in str(runner.last_error) or IS_LONG
+
+    asyncio.run(work())
+
+
+def test_workers_want_functions_that_travel_and_block() -> None:
+    async def waits(completions: Sequence[str]) -> list[float]:
+        return []
+
+    with pytest.raises(ConfigError, match="async"):
+        RewardRunner(waits, workers=1)
+    with pytest.raises(ConfigError, match="define it at the top of a module"):
+        RewardRunner(lambda completions: [], workers=1)
+    with pytest.raises(ConfigError, match="workers=-1"):
+        RewardRunner(lengths, workers=-1)
+
+
+def test_several_functions_are_summed_by_weight_without_those_that_give_nothing() -> None:
+    both = WeightedRewards([matches, lengths], [2.0, 0.5])
+    assert score(both) == [2.5, 0.5, 0.0]
+    assert same(score(WeightedRewards([matches])), [1.0, 0.0, math.nan])
+    with pytest.raises(ConfigError, match="1 reward_weights for 2 reward_funcs"):
+        WeightedRewards([matches, lengths], [1.0])
+
+
+def test_verls_compute_score_judges_one_sample_at_a_time() -> None:
+    rows = {
+        "data_source": ["detailed", "plain", "plain"],
+        "reward_model": [{"style": "rule", "ground_truth": word} for word in "abc"],
+        "level": [1, 2, 3],
+    }
+    # The last one is not in its completion: index() raises, for this sample alone.
+    assert same(score(VerlReward(judge), ["a", "xb", "?"], rows), [1.0, 1.0, math.nan])
+    with pytest.raises(ConfigError, match="ground_truth or reward_model"):
+        score(VerlReward(judge), ["a"], {})

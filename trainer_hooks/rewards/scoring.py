@@ -1,0 +1,43 @@
+"""Rewards of the samples of one prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rollout.text import Tokenizer
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.rewards.runner import RewardRunner
+from trainer_hooks.rollouts import Rollout
+
+
+async def score_rollouts(
+    reward: RewardRunner,
+    item: PromptItem,
+    rollouts: Sequence[Rollout],
+    tokenizer: Tokenizer | None,
+) -> list[float]:
+    """One reward per rollout; NaN for those that failed, which the function never sees.
+
+    Completions are texts; ids where nobody can make text of them. A completion of several turns
+    holds what tools said, too. Raises what RewardRunner.score raises.
+    """
+    valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
+    rewards = [math.nan] * len(rollouts)
+    if valid:
+        scores = await reward.score(
+            [item.prompt] * len(valid),
+            [_completion_of(rollouts[i], tokenizer) for i in valid],
+            [rollouts[i].completion_ids for i in valid],
+            {name: [value] * len(valid) for name, value in item.columns.items()},
+        )
+        for i, score in zip(valid, scores, strict=True):
+            rewards[i] = score
+    return rewards
+
+
+def _completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
+    if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
+        return rollout.requests[0].generated_text
+    ids = rollout.completion_ids
+    return ids if tokenizer is None else tokenizer.decode(ids)

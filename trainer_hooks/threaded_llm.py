@@ -1,0 +1,132 @@
+"""ThreadedLLM: an awaitable `generate` over an LLM in this process, which a thread steps."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from rollout import LLM, EngineState, EngineStateError, SamplingParams
+from rollout.requests import DynamicInferenceRequest
+
+_LOOK_EVERY_S = 0.01  # for new requests, between steps and while the engine is paused
+
+Result = Future[list[DynamicInferenceRequest]]
+Job = tuple[Any, SamplingParams | None, int, Result]
+
+
+class ThreadedLLM:
+    """An LLM for AsyncRolloutProducer and `evaluate`. An async context manager.
+
+    Control verbs stay those of the LLM: they may be called from any thread, and hold the caller for
+    as long as they take (`asyncio.to_thread` keeps an event loop free). While this is in use nobody
+    else may call generate, submit or collect. Leaving it aborts what is unfinished; the LLM stays.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.tokenizer = llm.tokenizer
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._open: dict[int, Result] = {}  # by group id
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def weights_version(self) -> int:
+        return self._llm.weights_version
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """`n` samples of one prompt. One gives a request, else a list. Cancelling aborts them.
+
+        Raises InvalidRequestError for a malformed prompt, EngineStateError after the end, and what
+        ended the engine.
+        """
+        result: Result = Future()
+        self._jobs.put((prompts, sampling_params, n, result))
+        if not self._thread.is_alive():
+            self._refuse_new()
+        requests = await asyncio.wrap_future(result)
+        return requests[0] if n == 1 else requests
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished and end the thread. Twice is fine."""
+        self._is_ending = True
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> ThreadedLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        error: Exception = EngineStateError("this ThreadedLLM was closed before the answer came")
+        try:
+            while not self._is_ending:
+                self._take_jobs()
+                self._abort([i for i, result in self._open.items() if result.cancelled()])
+                self._work()
+            self._llm.abort(list(self._open))
+        except Exception as fault:  # whatever ends the thread, those who wait must hear of it
+            error = fault
+        for result in self._open.values():
+            _fail(result, error)
+        self._refuse_new()
+
+    def _refuse_new(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                *_, result = self._jobs.get_nowait()
+                _fail(result, EngineStateError("this ThreadedLLM has ended; make a new one"))
+
+    def _take_jobs(self) -> None:
+        """Submit what is new; without anything to do, wait a moment for it."""
+        with suppress(queue.Empty):
+            while True:
+                prompt, params, n, result = (
+                    self._jobs.get_nowait() if self._open else self._jobs.get(timeout=_LOOK_EVERY_S)
+                )
+                try:
+                    (group_id,) = self._llm.submit([prompt], params, n)
+                    self._open[group_id] = result
+                except Exception as fault:  # of this prompt alone
+                    _fail(result, fault)
+
+    def _work(self) -> None:
+        if self._open and self._llm.state is not EngineState.RUNNING:
+            threading.Event().wait(_LOOK_EVERY_S)
+        elif self._open:
+            try:
+                groups = self._llm.collect(num_groups=1, timeout_s=_LOOK_EVERY_S)
+            except EngineStateError:
+                if self._llm.state in (EngineState.RUNNING, EngineState.STOPPED):
+                    raise
+                return  # it was paused meanwhile
+            for group in groups:
+                with suppress(InvalidStateError):  # cancelled at this very moment
+                    self._open.pop(group.group_id).set_result(group.requests)
+
+    def _abort(self, group_ids: list[int]) -> None:
+        if group_ids:
+            self._llm.abort(group_ids)
+        for group_id in group_ids:
+            del self._open[group_id]
+
+
+def _fail(result: Result, error: Exception) -> None:
+    with suppress(InvalidStateError):
+        result.set_exception(error)
