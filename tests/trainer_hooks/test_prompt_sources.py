@@ -1,0 +1,251 @@
+"""Prompts from files and generators: what they hold, how they are read, and what is refused."""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_sources import (
+    JsonlPrompts,
+    ParquetPrompts,
+    ReasoningGymPrompts,
+    load_prompts,
+)
+from trainer_hooks.settings import DataSettings
+
+MESSAGES = [{"role": "user", "content": "2 + 2"}]
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return path
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 3) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return path
+
+
+def verl_row(i: int) -> dict[str, Any]:
+    return {
+        "data_source": "made/up",
+        "prompt": [{"role": "user", "content": f"question {i}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"index": i, "split": "train"},
+    }
+
+
+def joined(messages: Sequence[Any]) -> str:
+    return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+# ---- JSONL
+
+
+def test_a_line_is_a_prompt_and_its_columns(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": [5, 6], "answer": 2, "tags": ["x"]}]
+    prompts = JsonlPrompts(write_rows(tmp_path / "p.jsonl", rows))
+    assert list(prompts) == [
+        PromptItem("a", {"answer": 1}),
+        PromptItem([5, 6], {"answer": 2, "tags": ["x"]}),
+    ]
+
+
+def test_lines_are_read_at_random_across_files_without_empty_ones(tmp_path: Path) -> None:
+    first = write_lines(tmp_path / "a.jsonl", "\n", {"q": "ä0"}, "\n", "  \n", {"q": "1"})
+    empty = write_lines(tmp_path / "b.jsonl")
+    second = write_lines(tmp_path / "c.jsonl", {"q": "2"}, "\n", {"q": "3"}, "\n")
+    prompts = JsonlPrompts([first, empty, str(second)], prompt_column="q")
+    expected = ["ä0", "1", "2", "3"]
+    assert len(prompts) == 4
+    for index in random.Random(0).choices(range(-4, 4), k=20):
+        assert prompts[index].prompt == expected[index]
+    assert [item.prompt for item in prompts[1:3]] == ["1", "2"]
+    with pytest.raises(IndexError, match="prompt 4 of 4"):
+        prompts[4]
+
+
+def test_messages_become_text_through_a_callable_or_a_tokenizer(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": MESSAGES}])
+    assert JsonlPrompts(path, chat_template=joined)[0].prompt == "<user>2 + 2<assistant>"
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            assert options == {"tokenize": False, "add_generation_prompt": True}
+            return joined(messages)
+
+    assert JsonlPrompts(path, chat_template=Tokenizer())[0].prompt == "<user>2 + 2<assistant>"
+
+
+def test_a_transformers_tokenizer_writes_the_template(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": MESSAGES}])
+    assert JsonlPrompts(path, chat_template=tokenizer)[0].prompt == "[user]2 + 2[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', r"p\.jsonl, line 2 is not JSON"),
+        ("[1]", r"line 2 is a list; an object is wanted"),
+        ('{"question": "a", "answer": 1}', r"line 2 has no column 'prompt'; it has question, ans"),
+        ('{"prompt": null}', r"line 2, column 'prompt' is None; text, token ids or messages"),
+        ('{"prompt": ""}', r"line 2, column 'prompt' is ''"),
+        ('{"prompt": [1, true]}', r"line 2, column 'prompt' is \[1, True\]"),
+        (json.dumps({"prompt": MESSAGES}), r"line 2, column 'prompt' holds chat.*chat_template"),
+    ],
+)
+def test_a_bad_line_is_named_when_it_is_read(tmp_path: Path, line: str, message: str) -> None:
+    prompts = JsonlPrompts(write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}\n', line, "\n"))
+    assert prompts[0].prompt == "a"
+    with pytest.raises(ConfigError, match=message):
+        prompts[1]
+
+
+def test_a_file_that_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read: No such file"):
+        JsonlPrompts(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="no file"):
+        JsonlPrompts([])
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}])
+    prompts = JsonlPrompts(path)
+    write_rows(path, [{"prompt": "bb"}])
+    with pytest.raises(ConfigError, match=r"p\.jsonl was changed"):
+        prompts[0]
+
+
+def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chat_template='chatml'"):
+        JsonlPrompts(write_rows(tmp_path / "p", [{"prompt": "a"}]), chat_template="chatml")
+
+
+# ---- parquet
+
+
+def test_verls_columns_come_with_the_ground_truth_beside_them(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", [verl_row(i) for i in range(8)])
+    prompts = ParquetPrompts(path, chat_template=joined)
+    assert len(prompts) == 8
+    item = prompts[7]
+    assert item.prompt == "<user>question 7<assistant>"
+    assert item.columns["ground_truth"] == "7"
+    assert item.columns["extra_info"] == {"index": 7, "split": "train"}
+    assert (item.columns["data_source"], item.columns["ability"]) == ("made/up", "math")
+
+
+def test_rows_are_read_at_random_across_row_groups_and_files(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "answer": i, "unread": "x"} for i in range(10)]
+    paths = [
+        write_parquet(tmp_path / "a.parquet", rows[:7]),
+        write_parquet(tmp_path / "b.parquet", rows[7:]),
+    ]
+    prompts = ParquetPrompts(paths, columns=["answer"])
+    for index in random.Random(0).choices(range(10), k=40):
+        assert prompts[index] == PromptItem(f"p{index}", {"answer": index})
+
+
+def test_a_parquet_without_the_column_a_prompt_or_sense_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
+    with pytest.raises(ConfigError, match=r"p\.parquet has no column 'question'; it has prompt"):
+        ParquetPrompts(path, prompt_column="question")
+    with pytest.raises(ConfigError, match=r"p\.parquet has no column 'answer'"):
+        ParquetPrompts(path, columns=["answer"])
+    with pytest.raises(ConfigError, match=r"p\.parquet, row 1, column 'prompt' is None"):
+        ParquetPrompts(path)[1]
+    bad = write_lines(tmp_path / "bad.parquet", "no parquet")
+    with pytest.raises(ConfigError, match=r"bad\.parquet cannot be read as parquet"):
+        ParquetPrompts(bad)
+    with pytest.raises(ConfigError, match=r"none\.parquet cannot be read as parquet"):
+        ParquetPrompts(tmp_path / "none.parquet")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[data\]'"):
+        ParquetPrompts(tmp_path / "p.parquet")
+
+
+# ---- reasoning-gym
+
+
+def test_reasoning_gym_items_carry_what_their_verifier_wants() -> None:
+    pytest.importorskip("reasoning_gym")
+    prompts = ReasoningGymPrompts("palindrome_generation", size=4, seed=1, max_length=5)
+    item = prompts[3]
+    assert len(prompts) == 4
+    assert "palindrome" in item.prompt
+    answer, entry = item.columns["answer"], item.columns["entry"]
+    assert prompts.dataset.score_answer(answer, entry=entry) == 1.0
+    assert ReasoningGymPrompts(prompts.dataset)[3] == item
+
+
+def test_reasoning_gym_refusals_name_the_dataset_and_its_settings() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match=r"'nope'.*not registered"):
+        ReasoningGymPrompts("nope", size=1)
+    with pytest.raises(ConfigError, match=r"'palindrome_generation'.*max_lenth"):
+        ReasoningGymPrompts("palindrome_generation", size=1, max_lenth=3)
+
+
+# ---- settings
+
+
+def test_settings_open_every_kind_of_source(tmp_path: Path) -> None:
+    jsonl = write_rows(tmp_path / "p.jsonl", [{"q": "a"}])
+    settings = DataSettings(kind="jsonl", files=(str(jsonl),), prompt_column="q")
+    assert load_prompts(settings)[0].prompt == "a"
+    parquet = write_parquet(tmp_path / "p.parquet", [{"prompt": MESSAGES}])
+    settings = DataSettings(kind="parquet", files=(str(parquet),))
+    assert load_prompts(settings, joined)[0].prompt == "<user>2 + 2<assistant>"
+    pytest.importorskip("reasoning_gym")
+    settings = DataSettings(
+        kind="reasoning_gym", dataset="chain_sum", size=2, dataset_config={"max_terms": 2}
+    )
+    assert len(load_prompts(settings)) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "jsonl"}, "kind='jsonl' needs files"),
+        ({"kind": "jsonl", "files": ("a",), "dataset": "x"}, "dataset='x'"),
+        ({"kind": "reasoning_gym", "size": 3}, "needs dataset"),
+        ({"kind": "reasoning_gym", "dataset": "x"}, "size=0"),
+        ({"kind": "reasoning_gym", "dataset": "x", "size": 1, "files": ("a",)}, "files"),
+        (
+            {"kind": "reasoning_gym", "dataset": "x", "size": 1, "dataset_config": {"seed": 1}},
+            "dataset_config holds seed",
+        ),
+    ],
+)
+def test_settings_that_contradict_themselves_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataSettings(**values)

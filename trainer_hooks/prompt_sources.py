@@ -1,0 +1,290 @@
+"""Prompts from JSONL and parquet files and from reasoning-gym, read when they are asked for.
+
+Each source is a Sequence of PromptItem. Every error names file, line or row, and column.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, overload
+
+from rollout.errors import ConfigError
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.settings import DataSettings
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Messages = Sequence[Mapping[str, Any]]
+# From chat messages to the text, or the token ids, that the model goes on from.
+ChatTemplate = Callable[[Messages], str | Sequence[int]]
+
+
+class _LazyPrompts(Sequence[PromptItem]):
+    """A Sequence over `_read`; a slice is a list."""
+
+    @abstractmethod
+    def _read(self, index: int) -> PromptItem: ...
+
+    @overload
+    def __getitem__(self, index: int) -> PromptItem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptItem]: ...
+
+    def __getitem__(self, index: int | slice) -> PromptItem | list[PromptItem]:
+        if isinstance(index, slice):
+            return [self._read(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"prompt {index} of {len(self)}")
+        return self._read(index % len(self))
+
+
+class JsonlPrompts(_LazyPrompts):
+    """One JSON object per line: the prompt in `prompt_column`, the rest as columns.
+
+    Only the offsets of the lines are kept, 16 bytes each; empty lines are left out. The prompt is
+    text, token ids or, with a `chat_template` (a callable or a transformers tokenizer), messages.
+    Raises ConfigError for a file that cannot be read, and, when the line is asked for, for one that
+    is no object with a prompt, or a file that was changed.
+    """
+
+    def __init__(
+        self, paths: Paths, prompt_column: str = "prompt", chat_template: Any | None = None
+    ) -> None:
+        self._files = [_index_lines(path) for path in _as_paths(paths)]
+        self._ends = list(accumulate(len(file.offsets) for file in self._files))
+        self._prompt_column = prompt_column
+        self._template = as_chat_template(chat_template)
+
+    def __len__(self) -> int:
+        """Number of prompts in all files."""
+        return self._ends[-1]
+
+    def _read(self, index: int) -> PromptItem:
+        which, row = _locate(self._ends, index)
+        file = self._files[which]
+        place = f"{file.path}, line {file.line_numbers[row]}"
+        with file.path.open("rb") as stream:
+            if _stamp(stream.fileno()) != file.stamp:
+                raise ConfigError(f"{file.path} was changed while it was in use; open it again")
+            stream.seek(file.offsets[row])
+            line = stream.readline()
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{place} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{place} is a {type(values).__name__}; an object is wanted")
+        return _as_item(values, self._prompt_column, self._template, place)
+
+
+class ParquetPrompts(_LazyPrompts):
+    """Rows of parquet files, as verl's datasets have them: the prompt and any other columns.
+
+    `reward_model.ground_truth` is also a column of its own, `ground_truth`. One row group is held
+    in memory: shuffled access is quick where row groups are small or all rows are in one.
+    `columns`: what to read besides the prompt; None reads all.
+    Raises ConfigError if pyarrow is missing, for a file that cannot be read, for a column that is
+    not there, and, when the row is asked for, for one without a prompt.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        prompt_column: str = "prompt",
+        columns: Sequence[str] | None = None,
+        chat_template: Any | None = None,
+    ) -> None:
+        self._parquet = _import_parquet()
+        self._columns = None if columns is None else [prompt_column, *columns]
+        self._groups: list[tuple[Path, int]] = []
+        self._first_rows: list[int] = []  # of each group, in its file
+        sizes = []
+        for path in _as_paths(paths):
+            file_sizes = self._row_group_sizes(path, prompt_column)
+            self._groups += [(path, group) for group in range(len(file_sizes))]
+            self._first_rows += [end - n for end, n in zip(accumulate(file_sizes), file_sizes)]  # noqa: B905
+            sizes += file_sizes
+        self._ends = list(accumulate(sizes)) or [0]
+        self._prompt_column = prompt_column
+        self._template = as_chat_template(chat_template)
+        self._held: tuple[int, Any] | None = None  # replaced as one, so threads may read
+
+    def __len__(self) -> int:
+        """Number of rows in all files."""
+        return self._ends[-1]
+
+    def _read(self, index: int) -> PromptItem:
+        group, row = _locate(self._ends, index)
+        path, group_in_file = self._groups[group]
+        held = self._held
+        if held is None or held[0] != group:
+            with self._parquet.ParquetFile(path) as file:
+                held = (group, file.read_row_group(group_in_file, columns=self._columns))
+            self._held = held
+        values = held[1].slice(row, 1).to_pylist()[0]
+        place = f"{path}, row {self._first_rows[group] + row}"
+        return _as_item(values, self._prompt_column, self._template, place)
+
+    def _row_group_sizes(self, path: Path, prompt_column: str) -> list[int]:
+        try:
+            with self._parquet.ParquetFile(path) as file:
+                present, metadata = file.schema_arrow.names, file.metadata
+                sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
+        for column in self._columns or [prompt_column]:
+            if column not in present:
+                raise ConfigError(f"{path} has no column {column!r}; it has {', '.join(present)}")
+        return sizes
+
+
+class ReasoningGymPrompts(_LazyPrompts):
+    """A reasoning-gym dataset; columns `answer` and `entry`, which its `score_answer` wants.
+
+    `dataset`: one that was made already, or a name with its `size`, `seed` and own `settings`.
+    """
+
+    def __init__(self, dataset: Any, size: int = 0, seed: int = 0, **settings: Any) -> None:
+        if isinstance(dataset, str):
+            dataset = _create_reasoning_gym(dataset, {**settings, "size": size, "seed": seed})
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self.dataset)
+
+    def _read(self, index: int) -> PromptItem:
+        entry = self.dataset[index]
+        return PromptItem(entry["question"], {"answer": entry["answer"], "entry": entry})
+
+
+def load_prompts(settings: DataSettings, chat_template: Any | None = None) -> Sequence[PromptItem]:
+    """The source that a config names."""
+    if settings.kind == "reasoning_gym":
+        return ReasoningGymPrompts(
+            settings.dataset, settings.size, settings.seed, **settings.dataset_config
+        )
+    if settings.kind == "jsonl":
+        return JsonlPrompts(settings.files, settings.prompt_column, chat_template)
+    return ParquetPrompts(settings.files, settings.prompt_column, chat_template=chat_template)
+
+
+def as_chat_template(source: Any | None) -> ChatTemplate | None:
+    """A callable as it is; a transformers tokenizer as its template, up to the answer's start.
+
+    It makes text: the engine's tokenizer adds no special tokens to those the template wrote.
+    """
+    if source is None or not hasattr(source, "apply_chat_template"):
+        if source is not None and not callable(source):
+            raise ConfigError(
+                f"chat_template={source!r} is neither a callable nor a transformers tokenizer"
+            )
+        return source
+    return lambda messages: source.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _IndexedFile:
+    path: Path
+    stamp: tuple[int, int]  # size and time of change
+    offsets: Sequence[int]
+    line_numbers: Sequence[int]
+
+
+def _index_lines(path: Path) -> _IndexedFile:
+    offsets, line_numbers = array("Q"), array("Q")
+    offset = 0
+    try:
+        with path.open("rb") as stream:
+            stamp = _stamp(stream.fileno())
+            for number, line in enumerate(stream, start=1):
+                if not line.isspace():
+                    offsets.append(offset)
+                    line_numbers.append(number)
+                offset += len(line)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    return _IndexedFile(path=path, stamp=stamp, offsets=offsets, line_numbers=line_numbers)
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _as_paths(paths: Paths) -> list[Path]:
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise ConfigError("no file is given; prompts need one or more")
+    return [Path(path) for path in given]
+
+
+def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """Which part `index` is in, and where in it; `ends`: running sum of the parts' lengths."""
+    part = bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
+
+
+def _as_item(
+    values: dict[str, Any], prompt_column: str, template: ChatTemplate | None, place: str
+) -> PromptItem:
+    if prompt_column not in values:
+        raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
+    columns = {name: value for name, value in values.items() if name != prompt_column}
+    scoring = columns.get("reward_model")
+    if isinstance(scoring, Mapping) and "ground_truth" in scoring:
+        columns.setdefault("ground_truth", scoring["ground_truth"])
+    place = f"{place}, column {prompt_column!r}"
+    return PromptItem(_as_prompt(values[prompt_column], template, place), columns)
+
+
+def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | Sequence[int]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            return value
+        if all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
+            if template is None:
+                raise ConfigError(
+                    f"{place} holds chat messages; pass chat_template, a callable or a "
+                    "transformers tokenizer"
+                )
+            return template(value)
+    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    raise ConfigError(
+        f"{place} is {shown}; text, token ids or messages with role and content are wanted"
+    )
+
+
+def _import_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "reading parquet needs pyarrow: pip install 'rollout-engine[data]'"
+        ) from error
+    return pyarrow.parquet
+
+
+def _create_reasoning_gym(name: str, settings: dict[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            "reasoning-gym prompts need the package: pip install 'rollout-engine[data]'"
+        ) from error
+    try:
+        return reasoning_gym.create_dataset(name, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"reasoning-gym dataset {name!r} with {settings}: {error}") from error

@@ -1,0 +1,115 @@
+"""Settings of asynchronous jobs: one frozen dataclass per config group of conf/.
+
+Each is refused by name, when it is made, for what cannot work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerSettings:
+    """How far rollouts may run ahead of training; the fields are AsyncRolloutProducer's.
+
+    `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
+    after each update.
+    `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
+    `drop_zero_variance`: replace groups whose rewards are all equal, at most `max_refills` of a
+    batch (None: ten times its groups).
+    `min_valid_samples`, `max_attempts`: a group with fewer rewards is made again, so many times.
+    `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
+    `num_epochs`: passes over the prompts; None goes on for ever.
+    """
+
+    max_staleness_versions: int = 1
+    oversample_groups: int = 0
+    drop_zero_variance: bool = False
+    max_refills: int | None = None
+    min_valid_samples: int = 2
+    max_attempts: int = 3
+    version_timeout_s: float = 0.0
+    shuffle: bool = True
+    num_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_staleness_versions", "oversample_groups", "version_timeout_s"):
+            _check_at_least(name, getattr(self, name), 0)
+        for name in ("min_valid_samples", "max_attempts", "num_epochs"):
+            _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("max_refills", self.max_refills, 0)
+        if self.max_refills is not None and not self.drop_zero_variance:
+            raise ConfigError(
+                f"max_refills={self.max_refills} bounds what drop_zero_variance replaces; set "
+                "drop_zero_variance=true, or leave max_refills out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncSettings:
+    """How new weights reach the engines.
+
+    `mode`: `in_flight` commits at a step edge, while requests go on; `suspend` pauses and suspends
+    the engines around the commit, which frees what `release` names for the trainer.
+    `interval`: training steps between two pushes.
+    """
+
+    mode: Literal["in_flight", "suspend"] = "in_flight"
+    release: tuple[str, ...] = ()
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_at_least("interval", self.interval, 1)
+        if unknown := sorted(set(self.release) - {"kv_cache", "weights"}):
+            raise ConfigError(f"release={unknown} is not known; choose of 'kv_cache', 'weights'")
+        if self.release and self.mode == "in_flight":
+            raise ConfigError(
+                f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
+                "mode='suspend', or leave release out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Where prompts come from; `trainer_hooks.prompt_sources.load_prompts` opens it.
+
+    `files`: of kind jsonl or parquet, one after another. `prompt_column`: text or chat messages.
+    `dataset`, `dataset_config`: of kind reasoning_gym, its name and its own settings, of which
+    `size` and `seed` stand here.
+    """
+
+    kind: Literal["jsonl", "parquet", "reasoning_gym"]
+    files: tuple[str, ...] = ()
+    prompt_column: str = "prompt"
+    dataset: str = ""
+    dataset_config: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        is_generated = self.kind == "reasoning_gym"
+        if is_generated and (not self.dataset or self.size < 1):
+            raise ConfigError(
+                f"kind='reasoning_gym' needs dataset, its name, and size, above 0; they are "
+                f"dataset={self.dataset!r} and size={self.size}"
+            )
+        if both := sorted({"size", "seed"} & set(self.dataset_config)):
+            raise ConfigError(f"dataset_config holds {', '.join(both)}, which stand beside it")
+        if is_generated and self.files:
+            raise ConfigError(f"files={list(self.files)} with kind='reasoning_gym'; leave them out")
+        if not is_generated and not self.files:
+            raise ConfigError(f"kind={self.kind!r} needs files, one or more")
+        if not is_generated and (self.dataset or self.dataset_config):
+            raise ConfigError(
+                f"dataset={self.dataset!r} and dataset_config belong to kind='reasoning_gym', not "
+                f"to kind={self.kind!r}; leave them out"
+            )
+
+
+def _check_at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(f"{name}={value} must be {least} or more")
