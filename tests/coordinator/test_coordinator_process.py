@@ -38,7 +38,7 @@ from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
 
 pytestmark = pytest.mark.distributed
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class LetterTokenizer:
