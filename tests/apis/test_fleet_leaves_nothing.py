@@ -1,0 +1,113 @@
+"""However the process of an AsyncLLM ends, nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from itertools import cycle, islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from rollout import AsyncLLM
+from tests.apis.fleets import CONFIG, directory, params, weights
+from tests.apis.leftovers import (
+    MARK,
+    census,
+    holders,
+    listens,
+    shared_memory,
+    unused,
+    wait_until_gone,
+)
+from tests.tiny_models import IS_LONG, prompt_of
+
+pytestmark = pytest.mark.distributed
+# Of what is imported already; this process has no thread that a fork would lose.
+_PROCESSES = multiprocessing.get_context("fork")
+SIGNALS = {"killed": signal.SIGKILL, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+ENDS = ["exits", "killed", "raises", "Ctrl-C", "killed", "SIGTERM"]
+WAIT_S = 120.0
+
+
+@pytest.mark.parametrize("end", list(islice(cycle(ENDS), 50 if IS_LONG else len(ENDS))))
+def test_nothing_is_left(end: str, tmp_path: Path) -> None:
+    mark, log = uuid.uuid4().hex, tmp_path / "log"
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    directory(), weights()
+    shm_before = shared_memory()
+    ours, theirs = _PROCESSES.Pipe()
+    process = _PROCESSES.Process(target=_user, args=(end, theirs, mark, folder, log))
+    start = time.monotonic()
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(WAIT_S), log.read_text()
+        port = ours.recv()
+        started_s = time.monotonic() - start
+        alive = census(mark, process.pid or 0)
+        assert alive.ports == {port}
+        assert len(alive.pids) >= 3, "the user's, the coordinator's and the engine's"
+        assert len(alive.memory_files) == 1, "of the last weights"
+        ours.send("end")
+        if end in SIGNALS:
+            # Ctrl-C goes to all that a terminal has in the foreground.
+            send = os.killpg if end == "Ctrl-C" else os.kill
+            send(process.pid or 0, SIGNALS[end])
+        process.join(WAIT_S)
+        expected = -SIGNALS[end] if end in ("killed", "SIGTERM") else 0
+        assert process.exitcode == expected, log.read_text()
+        gone_s = wait_until_gone(mark)
+    finally:
+        process.kill()
+        process.join()
+    assert not listens(port)
+    assert not holders(alive.memory_files)
+    assert not unused(shared_memory() - shm_before)
+    assert os.listdir(folder) == []
+    assert "never retrieved" not in log.read_text()
+    assert "Traceback" not in log.read_text()
+    print(
+        f"\n{end}: {len(alive.pids)} processes, {len(alive.ports)} port, "
+        f"{len(alive.memory_files)} memory file; started in {started_s:.1f} s, all gone "
+        f"{gone_s:.2f} s after their parent"
+    )
+
+
+def _user(end: str, line: Connection, mark: str, folder: Path, log: Path) -> None:
+    """A user's program: generates, updates, and ends while it generates."""
+    os.setsid()
+    os.environ |= {MARK: mark, "TMPDIR": str(folder)}
+    tempfile.tempdir = None
+    sys.stderr.flush()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def use() -> None:
+        async with AsyncLLM(directory(), None, CONFIG) as llm:
+            await llm.update_weights(weights(1).state_dict(), in_flight=True)
+            running = asyncio.ensure_future(llm.generate(prompt_of(9), params(1, 400)))
+            async for _ in llm.stream(prompt_of(9), params(1, 400)):
+                break
+            line.send(int(llm.address.rpartition(":")[2]))
+            await asyncio.to_thread(line.recv)
+            if end == "exits":
+                return
+            if end == "raises":
+                raise ZeroDivisionError
+            await running
+            await asyncio.sleep(WAIT_S)
+
+    try:
+        asyncio.run(use())
+    except (ZeroDivisionError, KeyboardInterrupt):
+        os._exit(0)
+    os._exit(0)
