@@ -58,7 +58,7 @@ def test_the_page_shows_the_figures_that_the_script_prints(
 ) -> None:
     main(["--plot", str(tmp_path / "plot.png")])
     page = DOCS.read_text(encoding="utf-8").splitlines()
-    starts = tuple(f"| {contestant.name} |" for contestant in CONTESTANTS)
+    starts = tuple(f"| {contestant.name} | 0." for contestant in CONTESTANTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(starts)]
     shown = [line for line in page if line.startswith(starts)]
     assert len(printed) == len(shown) == 2 * len(CONTESTANTS)

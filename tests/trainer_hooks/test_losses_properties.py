@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_hooks.loss_batches import Batch, random_batch
 from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, policy_loss
@@ -165,6 +166,32 @@ def test_gradient_is_that_worked_out_by_hand(seed: int, kind: str) -> None:
         "seq-mean-token-mean": 6 * lengths_B1,
     }[config.resolved_aggregation]
     assert_close(gradient_BT, -ratio_BT * batch.advantages_B1 * free_BT / scale)
+
+
+class SyncingCalls(TorchDispatchMode):
+    """Collects the operations that would make a device wait for the host, or the reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        name = func.__name__.partition(".")[0]
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "index", "unique"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@given(config=configs, proximal=st.booleans())
+def test_no_operation_waits_for_values_of_the_batch(
+    config: PolicyLossConfig, proximal: bool
+) -> None:
+    batch = random_batch(0)
+    with SyncingCalls() as calls:
+        run(batch, config, proximal)
+    assert calls.names == []
 
 
 @given(seed=seeds, high=st.floats(1.0, 5.0), lag=st.integers(0, 8))

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny_models import IS_LONG
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, random_delays, run_virtually
 from trainer_hooks.producer import AsyncRolloutProducer, TrainingBatch
 
 NUM_PROMPTS = 23
+NUM_EXAMPLES = 500 if IS_LONG else 25
 
 
 def check_bound(batch: TrainingBatch, bound: int) -> int:
@@ -35,7 +37,7 @@ def prompts() -> list[list[int]]:
     return [[i, i + 1] for i in range(NUM_PROMPTS)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.sampled_from([0, 1, 2, 4]),
@@ -96,7 +98,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
     run_virtually(train())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32), bound=st.sampled_from([0, 1, 2, 4]))
 def test_versions_that_somebody_else_makes_cost_rollouts_but_never_the_bound(
     seed: int, bound: int
