@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -67,15 +66,15 @@ SIZES = (
         name="16 tokens",
         num_tokens=16,
         num_under_way=64,
-        num_bare=3072,
-        num_real=1024,
-        num_single=128,
+        num_bare=2048,
+        num_real=384,
+        num_single=64,
     ),
     Size(
         name="8k tokens",
         num_tokens=8192,
         num_under_way=16,
-        num_bare=192,
+        num_bare=96,
         num_real=32,
         num_single=32,
     ),
@@ -201,6 +200,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.sizes, arguments.clients, arguments.engines = SIZES, (1, 4, 16), (1, 4)
     arguments.routing = routing.parse_arguments([])
+    arguments.routing.ranks = (4,)
     if arguments.small:
         arguments.sizes, arguments.clients, arguments.engines = SMALL_SIZES, (2,), (2,)
         arguments.rounds, arguments.routing = 2, routing.parse_arguments(["--small"])
@@ -210,7 +210,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was measured."""
     arguments = parse_arguments(argv)
-    logging.getLogger("rollout").setLevel(logging.ERROR)
     preload()
     console = Console(stderr=True)
     results = measure(arguments, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,9 @@ class Fleet:
     def _start(self, serve: Callable[..., None], *arguments: Any, **options: Any) -> Connection:
         """Start a process; returns this end of the pipe that it gets first."""
         here, there = self._starter.Pipe()
-        process = self._starter.Process(target=serve, args=(there, *arguments), kwargs=options)
+        process = self._starter.Process(
+            target=_serve_quietly, args=(serve, there, *arguments), kwargs=options
+        )
         process.start()
         there.close()
         self._processes.append(process)
@@ -125,6 +128,12 @@ def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[s
             made[way] = Fleet(way, num_clients, num_engines, record)
             stack.callback(made[way].close)
         yield made
+
+
+def _serve_quietly(serve: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """Without a word about every peer that comes and goes."""
+    logging.getLogger("rollout").setLevel(logging.ERROR)
+    serve(*arguments, **options)
 
 
 def preload() -> None:
