@@ -4,6 +4,7 @@
     python examples/train_grpo.py seeds=3                           # seeds 0, 1, 2, then a table
     python examples/train_grpo.py resume=auto                       # go on after a kill or Ctrl-C
     python examples/train_grpo.py run_name=shuffled algorithm.shuffle_rewards=true     # the control
+    python examples/train_grpo.py mode=async run_name=async producer.max_staleness_versions=1
     python examples/train_grpo.py --multirun algorithm.group_size=4,8
 
 It shows that GRPO climbs on the verifier of a third-party library, not that it beats more
@@ -12,6 +13,7 @@ supervision. Results are in outputs/train_grpo/<run_name>/seed_<seed>.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import asdict
@@ -21,7 +23,9 @@ from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from examples.grpo.async_loop import run_async
 from examples.grpo.evaluate import greedy_reward
+from examples.grpo.learner import make_grpo_learner
 from examples.grpo.loop import train
 from examples.grpo.run import Run, open_run
 from examples.grpo.settings import JobSettings
@@ -61,13 +65,10 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> RunSummary:
 
     Raises KeyboardInterrupt at a step edge after Ctrl-C; with a checkpoint, once GRPO has begun.
     """
-    with open_run(directory, settings, seed) as run:
-        if not run.is_resumed:
-            warm_up(run)
-            log_greedy_reward(run, step=0)
-            run.save(step=0)
-        train(run)
-        log_greedy_reward(run, step=settings.trainer.num_steps)
+    if settings.mode == "async":
+        asyncio.run(run_async(directory, settings, seed, make_grpo_learner))
+    else:
+        run_sync(directory, settings, seed)
     rows = read_jsonl(directory / "metrics.jsonl")
     summary = summarise(rows, seed)
     rewards = [row["reward"] for row in rows if "reward" in row]
@@ -76,6 +77,17 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> RunSummary:
     )
     (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     return summary
+
+
+def run_sync(directory: Path, settings: JobSettings, seed: int) -> None:
+    """Generate and train by turns, in this process."""
+    with open_run(directory, settings, seed) as run:
+        if not run.is_resumed:
+            warm_up(run)
+            log_greedy_reward(run, step=0)
+            run.save(step=0)
+        train(run)
+        log_greedy_reward(run, step=settings.trainer.num_steps)
 
 
 def log_greedy_reward(run: Run, step: int) -> None:

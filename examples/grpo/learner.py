@@ -6,12 +6,13 @@ Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from transformers import PreTrainedModel
 
-from examples.grpo.settings import AlgorithmSettings, TrainerSettings
+from examples.grpo.settings import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks import (
     RolloutBatch,
     group_advantages,
@@ -27,7 +28,7 @@ class GrpoLearner:
     def __init__(
         self, policy: PreTrainedModel, algorithm: AlgorithmSettings, trainer: TrainerSettings
     ) -> None:
-        self._policy = policy
+        self.policy = self.saved = policy
         self._algorithm = algorithm
         self._trainer = trainer
         self.optimizer = torch.optim.AdamW(
@@ -78,7 +79,7 @@ class GrpoLearner:
 
     def _minibatch_step(self, batch: RolloutBatch, advantages_B: torch.Tensor) -> dict[str, float]:
         # Padding is on the right, where no token of a causal model attends to it.
-        logits_BTV = self._policy(input_ids=batch.tokens_BT).logits
+        logits_BTV = self.policy(input_ids=batch.tokens_BT).logits
         loss, metrics = policy_loss(
             token_logprobs(logits_BTV, batch.tokens_BT, self._algorithm.temperature),
             batch.behaviour_logprobs_BT,
@@ -90,11 +91,14 @@ class GrpoLearner:
         )
         self.optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._policy.parameters(), self._trainer.max_grad_norm
-        )
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._trainer.max_grad_norm)
         self.optimizer.step()
         return {**metrics, "grad_norm": float(norm)}
+
+
+def make_grpo_learner(policy: PreTrainedModel, settings: JobSettings, _: Path) -> GrpoLearner:
+    """All of it is in the policy and the optimizer; a checkpoint has nothing else."""
+    return GrpoLearner(policy, settings.algorithm, settings.trainer)
 
 
 def mean_reports(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

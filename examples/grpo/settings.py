@@ -9,6 +9,7 @@ from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.losses import PolicyLossConfig
+from trainer_hooks.settings import ProducerSettings, WeightSyncSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +109,13 @@ class JobSettings:
 
     `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
     `run_name`: the directory of the job under outputs/train_grpo.
+    `mode`: "sync" generates and trains by turns in this process; "async" has `num_engines` engine
+    processes generate all the time, by the rules of `producer` and `weight_sync`.
     """
 
     run_name: str
+    mode: Literal["sync", "async"]
+    num_engines: int
     seed: int
     seeds: int
     resume: Literal["auto", "never"]
@@ -121,3 +126,5 @@ class JobSettings:
     algorithm: AlgorithmSettings
     trainer: TrainerSettings
     logger: LoggerSettings
+    producer: ProducerSettings
+    weight_sync: WeightSyncSettings

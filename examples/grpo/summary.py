@@ -18,7 +18,8 @@ class RunSummary:
     """Rewards are means in [0, 1]; `first` and `last` over the first and last 10 steps.
 
     `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
-    computed for them: the samples of a group share their prompt.
+    computed for them: the samples of a group share their prompt. Seconds are the trainer's; where
+    engines work beside it, it waits for them for `wait_s`, and they are idle for a share of theirs.
     """
 
     seed: int
@@ -40,6 +41,8 @@ class RunSummary:
     update_s: float
     resume_s: float
     train_s: float
+    wait_s: float
+    engine_idle_share: float
 
     @property
     def sampled_gain(self) -> float:
@@ -75,13 +78,16 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> RunSummary:
         max_staleness=max(row["policy_staleness/max"] for row in steps),
         prompt_tokens=sum(row["prompts/num_tokens"] for row in steps[1:]),
         prefilled_tokens=_growth([row["engine/num_prefill_tokens"] for row in steps]),
-        tokens_per_s=total("completions/num_tokens") / total("timing_s/generate"),
+        tokens_per_s=total("completions/num_tokens")
+        / (total("timing_s/generate") or total("timing_s/step")),
         warmup_s=warmup[-1]["timing_s/warmup"],
         generate_s=total("timing_s/generate"),
         suspend_s=total("timing_s/suspend"),
         update_s=total("timing_s/update"),
         resume_s=total("timing_s/resume"),
         train_s=total("timing_s/train"),
+        wait_s=sum(row.get("timing_s/wait", 0.0) for row in steps),
+        engine_idle_share=fmean([row.get("engine/idle_share", 0.0) for row in steps]),
     )
 
 
@@ -90,10 +96,10 @@ def _growth(counts: Sequence[int]) -> int:
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
-def summary_table(summaries: Sequence[RunSummary]) -> Table:
+def summary_table(summaries: Sequence[RunSummary], algorithm: str = "GRPO") -> Table:
     """One column per run, one row per figure."""
     table = Table(
-        title="GRPO on palindrome_generation",
+        title=f"{algorithm} on palindrome_generation",
         caption="rewards by reasoning-gym's own verifier;\nno comparison with more supervision",
     )
     table.add_column("")

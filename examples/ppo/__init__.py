@@ -1,0 +1,1 @@
+"""The parts of examples/train_ppo.py that GRPO does not have: the critic and its learner."""
