@@ -125,7 +125,7 @@ class OpenBatch:
     def _count_refill(self) -> None:
         self._num_refills += 1
         self.counts["refilled"] += 1
-        if self._num_refills > self._rules.max_refills:
+        if self._num_refills > self._rules.max_refills and self.error is None:
             self.error = ProducerError(
                 f"a batch of {self._rules.num_groups} groups needed more than max_refills="
                 f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "

@@ -114,7 +114,7 @@ class AsyncRolloutProducer:
         self._changed = asyncio.Event()
         # `_told_version` is that of all engines; a token may show that one of them is ahead.
         self._start_version, self._told_version, self._version = 0, 0, 0
-        self._is_running = False
+        self._is_running, self._num_handed_over = False, 0
         self._last_tickets: list[PromptTicket] = []
 
     # ---- life
@@ -266,8 +266,8 @@ class AsyncRolloutProducer:
         groups = batch.groups
         rollouts = collate_groups(groups, self._version, self._temperature, self._pad_id)
         self._open.popleft()
-        index = self._gate.num_handed_over
         self._gate.hand_over()
+        index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
         self._last_tickets = [group.ticket for group in groups]
         for ticket in self._last_tickets:
             self.ledger.consume(ticket, "trained")

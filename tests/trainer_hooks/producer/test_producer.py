@@ -1,0 +1,384 @@
+"""What a batch is, what becomes of prompts, and how a producer fails and ends. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rollout import LLM
+from rollout.errors import ConfigError
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from trainer_hooks.producer import AsyncRolloutProducer, ProducerError, TrainingBatch
+from trainer_hooks.prompt_ledger import PromptLedger
+
+PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
+
+
+async def first_token(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    return [float(ids[0]) for ids in completion_ids]
+
+
+def producer_of(llm: Any, reward_fn: Any = first_token, **changes: Any) -> AsyncRolloutProducer:
+    options: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "group_size": 3,
+        "batch_groups": 2,
+        "max_staleness_versions": 1,
+        "shuffle": False,
+    }
+    return AsyncRolloutProducer(llm, reward_fn=reward_fn, **(options | changes))
+
+
+async def train(
+    llm: FakeLLM, producer: AsyncRolloutProducer, num_batches: int | None = None
+) -> list[TrainingBatch]:
+    """Take batches and make a version of each."""
+    batches = []
+    async for batch in producer:
+        batches.append(batch)
+        await llm.push()
+        if len(batches) == num_batches:
+            break
+    return batches
+
+
+def levels(batch: TrainingBatch) -> list[int]:
+    return [item.columns["level"] for item in batch.items]
+
+
+def test_a_batch_has_groups_of_samples_in_the_order_of_the_prompts() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm) as producer:
+            first, second = await train(llm, producer, 2)
+        assert (levels(first), levels(second)) == ([0, 1], [2, 3])
+        assert (first.group_size, len(first), len(first.rollouts)) == (3, 2, 6)
+        assert (first.version, second.version) == (0, 1)
+        assert first.rollouts.train_version == 0
+        assert first.rollouts.tokens_BT[3].tolist()[:2] == [1, 51]
+        rewards = [reward for group in first.groups for reward in group.rewards]
+        assert first.rollouts.rewards_B.tolist() == rewards
+        assert first.metrics["timing_s/batch_wait"] == 3.0, "one second per token"
+        assert first.metrics["timing_s/group_generate_mean"] == 3.0
+        assert second.metrics["timing_s/batch_wait"] == 0.0, "it was made beside the first"
+        assert first.metrics["rollouts/num_waiting_batches"] == 1
+
+    run_virtually(work())
+
+
+def test_seeds_depend_on_the_prompt_and_the_sample_alone() -> None:
+    async def seeds(bound: int, delay_s: float) -> list[int]:
+        llm = FakeLLM(lambda: delay_s)
+        async with producer_of(llm, max_staleness_versions=bound, seed=9) as producer:
+            await train(llm, producer, 4)
+        return llm.seeds[: 4 * 6]
+
+    expected = [mix_seed(mix_seed(9, 0, i, 0), 0, sample) for i in range(8) for sample in range(3)]
+    assert run_virtually(seeds(0, 1.0)) == expected
+    assert run_virtually(seeds(2, 0.1)) == expected
+
+
+def test_a_second_epoch_has_other_seeds_for_the_same_prompts() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, prompts=PROMPTS[:2], num_epochs=2) as producer:
+            batches = await train(llm, producer)
+        assert [levels(batch) for batch in batches] == [[0, 1], [0, 1]]
+        assert len(set(llm.seeds)) == len(llm.seeds) == 12
+
+    run_virtually(work())
+
+
+def test_asking_for_a_batch_that_can_never_come_is_an_error() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, max_staleness_versions=0) as producer:
+            await anext(producer)
+            with pytest.raises(ProducerError, match=r"no batch can come at version 0.*=0 no more"):
+                await anext(producer)
+            await llm.push()
+            assert (await anext(producer)).version == 1
+
+    run_virtually(work())
+
+
+def test_asking_may_wait_for_a_version_that_is_under_way() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, max_staleness_versions=0, version_timeout_s=9.0) as producer:
+            await anext(producer)
+            pushing = asyncio.ensure_future(llm.push(lag_s=5.0))
+            assert (await anext(producer)).version == 1
+            await pushing
+            with pytest.raises(ProducerError, match="no batch can come at version 1"):
+                await anext(producer)
+
+    run_virtually(work())
+
+
+def test_a_version_that_is_noted_begins_a_batch_before_it_is_asked_for() -> None:
+    async def work() -> None:
+        llm = FakeLLM(weights_version=7)
+        async with producer_of(llm, max_staleness_versions=0) as producer:
+            assert (await anext(producer)).version == 7
+            await llm.push()
+            assert producer.note_version() == 8
+            await asyncio.sleep(10.0)
+            batch = await anext(producer)
+            assert batch.metrics["timing_s/batch_wait"] == 0.0
+            assert (batch.version, batch.admitted_at_version) == (8, 8)
+
+    run_virtually(work())
+
+
+def test_a_failed_rollout_is_nan_and_its_group_stays_if_enough_are_left() -> None:
+    async def work() -> None:
+        bad = mix_seed(mix_seed(0, 0, 0, 0), 0, 1)
+        llm = FakeLLM(fails=lambda seed: seed == bad)
+        async with producer_of(llm) as producer:
+            batch = await anext(producer)
+        rewards_B = batch.rollouts.rewards_B
+        assert rewards_B.isnan().tolist() == [False, True] + [False] * 4
+        assert batch.rollouts.mask_BT.any(dim=1).tolist() == [True, False] + [True] * 4
+        assert batch.metrics["rollouts/num_failed_samples"] == 1
+
+    run_virtually(work())
+
+
+def test_a_group_with_too_few_rewards_is_made_again_with_other_seeds() -> None:
+    num_calls = Counter()
+
+    async def fussy(completion_ids: Any, level: list[int]) -> list[float | None]:
+        num_calls[level[0]] += 1
+        if level[0] == 1 and num_calls[1] == 1:
+            return [1.0, None, math.nan]
+        return [1.0] * len(level)
+
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, fussy, max_staleness_versions=0) as producer:
+            batch = await anext(producer)
+            assert levels(batch) == [0, 1]
+            assert batch.metrics["rollouts/num_retried_groups"] == 1
+            assert llm.seeds[-1] == mix_seed(mix_seed(0, 0, 1, 1), 0, 2)
+
+    run_virtually(work())
+
+
+def test_a_prompt_that_fails_at_every_attempt_is_replaced_within_its_batch() -> None:
+    async def hates_two(completion_ids: Any, level: list[int]) -> list[float]:
+        if level[0] == 2:
+            raise RuntimeError("no reward for this")
+        return [1.0] * len(level)
+
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, hates_two, max_attempts=2, num_epochs=1) as producer:
+            batches = await train(llm, producer)
+            assert sorted(level for batch in batches for level in levels(batch)) == [
+                level for level in range(12) if level != 2
+            ]
+            assert [len(batch) for batch in batches] == [2] * 5 + [1]
+            assert producer.ledger.consumed == {"trained": 11, "failed": 1}
+            fates = Counter()
+            for batch in batches:
+                fates.update(batch.metrics)
+            assert fates["rollouts/num_failed_groups"] == 1
+            assert fates["rollouts/num_retried_groups"] == 1
+            assert fates["rollouts/num_refilled_groups"] == 1
+
+    run_virtually(work())
+
+
+def test_groups_with_equal_rewards_are_filtered_and_refilled() -> None:
+    async def by_level(completion_ids: Any, level: list[int]) -> list[float]:
+        return [float(i) if level[0] % 3 else 1.0 for i in range(len(level))]
+
+    async def work() -> None:
+        llm = FakeLLM()
+        options = {"drop_zero_variance": True, "num_epochs": 1, "max_staleness_versions": 0}
+        async with producer_of(llm, by_level, **options) as producer:
+            batches = await train(llm, producer)
+            assert [levels(batch) for batch in batches] == [[1, 2], [4, 5], [7, 8], [10, 11]]
+            assert producer.ledger.consumed == {"trained": 8, "filtered": 4}
+
+    run_virtually(work())
+
+
+def test_a_batch_that_needs_too_many_replacements_is_an_error_and_can_be_asked_for_again() -> None:
+    is_flat = True
+
+    async def flat(completion_ids: Any) -> list[float]:
+        return [1.0 if is_flat else float(i) for i, _ in enumerate(completion_ids)]
+
+    async def work() -> None:
+        nonlocal is_flat
+        llm = FakeLLM()
+        options = {"drop_zero_variance": True, "max_refills": 4, "max_staleness_versions": 0}
+        async with producer_of(llm, flat, **options) as producer:
+            with pytest.raises(ProducerError, match=r"max_refills=4.* 5 groups were filtered"):
+                await anext(producer)
+            is_flat = False
+            assert len(await anext(producer)) == 2
+
+    run_virtually(work())
+
+
+def test_extra_groups_are_aborted_and_their_prompts_come_back() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        delays = {0: 1.0, 1: 30.0, 2: 2.0, 3: 3.0}
+
+        async def slow(completion_ids: Any, level: list[int]) -> list[float]:
+            await asyncio.sleep(delays.get(level[0], 1.0))
+            return [1.0] * len(level)
+
+        options = {"oversample_groups": 2, "max_staleness_versions": 0, "num_epochs": 1}
+        async with producer_of(llm, slow, **options) as producer:
+            first = await anext(producer)
+            assert levels(first) == [0, 2]
+            assert first.metrics["rollouts/num_aborted_groups"] == 2
+            assert producer.ledger.given_back == {"aborted": 2}
+            await llm.push()
+            assert levels(await anext(producer)) == [4, 5], "1 and 3 were begun again, slow again"
+            await llm.push()
+            rest = await train(llm, producer)
+            assert sum(len(batch) for batch in rest) == 8
+            assert producer.ledger.consumed == {"trained": 12}
+
+    run_virtually(work())
+
+
+def test_what_ends_a_task_is_raised_at_the_next_batch_and_loses_no_prompt() -> None:
+    async def work() -> None:
+        llm, num_faults = FakeLLM(), 0
+
+        async def faulty(scoped: Any, prompt: Any) -> list[Any]:
+            nonlocal num_faults
+            if scoped.columns["level"] == 1 and num_faults < 1:
+                num_faults += 1
+                raise OSError("the tool is away")
+            return [await scoped.generate(prompt)]
+
+        async with producer_of(llm, rollout_fn=faulty, num_epochs=1) as producer:
+            with pytest.raises(OSError, match="the tool is away"):
+                await anext(producer)
+            batches = await train(llm, producer)
+            assert levels(batches[0]) == [0, 1]
+            assert producer.ledger.consumed == {"trained": 12}
+            assert producer.ledger.given_back == {"error": 1}
+        assert llm.num_running == 0
+
+    run_virtually(work())
+
+
+def test_leaving_aborts_everything_and_gives_prompts_back() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        producer = producer_of(llm, max_staleness_versions=2)
+        with pytest.raises(asyncio.TimeoutError):  # of the trainer
+            async with producer:
+                await asyncio.wait_for(anext(producer), 1.5)
+        assert llm.num_running == 0
+        assert llm.num_cancelled == 3 * 2 * 3
+        assert producer.ledger.num_out == 0
+        assert producer.ledger.given_back == {"closed": 6}
+        assert producer.state_dict()["unfinished"] == [[0, position] for position in range(6)]
+        with pytest.raises(ProducerError, match="not running"):
+            await anext(producer)
+        await producer.aclose()
+
+    run_virtually(work())
+
+
+def test_a_request_for_a_batch_that_is_cancelled_loses_nothing() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm) as producer:
+            for _ in range(3):
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(anext(producer), 0.5)
+            assert levels(await anext(producer)) == [0, 1]
+        assert llm.num_started == 4 * 3
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_resumed_producer_trains_each_prompt_once(is_trained: bool) -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, num_epochs=1, max_staleness_versions=2) as producer:
+            done = [level for batch in await train(llm, producer, 3) for level in levels(batch)]
+            state = json.loads(json.dumps(producer.state_dict(last_batch_trained=is_trained)))
+        resumed = producer_of(FakeLLM(weights_version=3), num_epochs=1)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        async with resumed:
+            batches = await train(resumed._llm, resumed)
+        rest = [level for batch in batches for level in levels(batch)]
+        kept = done if is_trained else done[:-2]
+        assert sorted(kept + rest) == list(range(12))
+        assert rest == sorted(rest), "in the original order"
+        assert batches[0].version == 3
+
+    run_virtually(work())
+
+
+def test_a_ledger_may_be_shared_between_producers_one_after_the_other() -> None:
+    async def work() -> None:
+        ledger = PromptLedger(PROMPTS, shuffle=False, num_epochs=1)
+        for _ in range(3):
+            llm = FakeLLM()
+            async with producer_of(llm, prompts=ledger) as producer:
+                await train(llm, producer, 2)
+        assert ledger.consumed == {"trained": 12}
+        assert ledger.is_exhausted
+
+    run_virtually(work())
+
+
+class BlockingLLM:
+    """As LLM: its generate is no coroutine."""
+
+    generate = LLM.generate
+    weights_version = 0
+
+
+@pytest.mark.parametrize(
+    ("llm", "changes", "named"),
+    [
+        (BlockingLLM(), {}, r"AsyncLLM, or wrap an LLM: ThreadedLLM\(llm\)"),
+        (FakeLLM(), {"group_size": 0}, "group_size=0 must be at least 1"),
+        (FakeLLM(), {"max_staleness_versions": -1}, "max_staleness_versions=-1"),
+        (FakeLLM(), {"sampling_params": SamplingParams()}, "return_log_probs=True"),
+        (FakeLLM(), {"temperature": 0.5}, "temperature=0.5"),
+        (FakeLLM(), {"prompts": []}, "no prompts"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_producer_is_made(
+    llm: Any, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        producer_of(llm, **changes)
+
+
+def test_a_missing_column_is_raised_and_not_taken_for_failed_rollouts() -> None:
+    async def wants(completion_ids: Any, difficulty: Any) -> list[float]:
+        return []
+
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, wants) as producer:
+            with pytest.raises(ConfigError, match="needs difficulty"):
+                await anext(producer)
+
+    run_virtually(work())
