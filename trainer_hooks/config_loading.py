@@ -4,34 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rollout.errors import ConfigError
+from trainer_hooks.config_translation import AliasTranslation, init_field_types
 
 T = TypeVar("T")
 
 
-def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: str = "") -> T:
+def load_dataclass(
+    kind: type[T],
+    values: Mapping[str, Any] | DictConfig,
+    path: str = "",
+    *,
+    overridden: Collection[str] = (),
+    notes: list[str] | None = None,
+) -> T:
     """`kind(**values)`; a field that is itself a dataclass takes a nested mapping.
 
-    `path`: where `values` stand in the whole config, for error messages.
-    Raises ConfigError for an unknown key (naming the nearest valid one), a missing key and a value
-    of another type; what `kind` raises on its own passes through.
+    Keys of TRL, verl and Megatron-LM (`config_aliases.ALIASES`) are translated to ours; `notes`
+    takes a line for each. `path`: where `values` stand in the whole config, for error messages.
+    `overridden`: those of our keys that were given on the command line.
+    Raises ConfigError for an unknown key (naming the nearest valid one), a missing key, a value of
+    another type and an alias that contradicts its key; what `kind` raises passes through.
     """
-    if isinstance(values, DictConfig):
-        container = OmegaConf.to_container(values, resolve=True)
-        given = typing.cast(dict[str, Any], container)
+    if not isinstance(values, DictConfig):
+        translation = AliasTranslation(kind, values, overridden)
+        given = translation.values
+    elif values._get_parent() is not None:
+        # Interpolations of a part of a config may point outside it.
+        return load_dataclass(kind, _as_dict(values, resolve=True), path, notes=notes)
     else:
-        given = dict(values)
+        translation = AliasTranslation(kind, _as_dict(values, resolve=False), overridden)
+        given = _as_dict(OmegaConf.create(translation.values), resolve=True)
+    if notes is not None:
+        notes += translation.notes
+    return _load(kind, given, path)
+
+
+def _as_dict(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    return typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=resolve))
+
+
+def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     field_types = init_field_types(kind)
     for name in given:
         if name not in field_types:
             raise unknown_key_error(name, field_types, path)
+    # A key that YAML leaves to be given is as good as absent.
+    given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
         field.name
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -49,12 +76,6 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
     )
 
 
-def init_field_types(kind: type) -> dict[str, Any]:
-    """Names of the fields a dataclass is made from, with their types."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-
-
 def unknown_key_error(name: str, known: Iterable[str], path: str = "") -> ConfigError:
     """The error for a key that does not exist: it names the nearest one, or all of them."""
     known = sorted(known)
@@ -63,13 +84,30 @@ def unknown_key_error(name: str, known: Iterable[str], path: str = "") -> Config
     return ConfigError(f"unknown config key {_join(path, name)}; {remedy}")
 
 
+def as_plain(value: Any) -> Any:
+    """A loaded config as YAML can hold it: mappings, lists, numbers and text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: as_plain(getattr(value, name)) for name in init_field_types(type(value))}
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(part) for part in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return value if isinstance(value, (bool, int, float, str, types.NoneType)) else repr(value)
+
+
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as a field of type `kind`: nested mappings become dataclasses, lists tuples."""
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return load_dataclass(typing.cast(type, kind), value, path)
+        return _load(typing.cast(type, kind), value, path)
     if not _fits(kind, value):
         raise ConfigError(f"{path}={value!r} does not fit its type, {_type_name(kind)}")
     return tuple(value) if typing.get_origin(kind) is tuple else value
+
+
+def _is_left_open(value: Any) -> bool:
+    return isinstance(value, str) and value == MISSING
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -85,6 +123,8 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, kind)
     if origin in (tuple, list):
         return isinstance(value, (list, tuple))
+    if origin is Mapping:
+        return isinstance(value, Mapping)
     return not dataclasses.is_dataclass(kind)
 
 

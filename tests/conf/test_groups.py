@@ -1,10 +1,11 @@
 """Every config group maps onto its dataclass, and jobs compose from any directory."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from hydra.core.global_hydra import GlobalHydra
 import conf
 from examples.grpo.settings import JobSettings
 from rollout.config import KVCacheManagementMode
+from rollout.errors import ConfigError
 from trainer_hooks.config_loading import init_field_types, load_dataclass
+from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.settings import DataSettings, ProducerSettings, WeightSyncSettings
 
 CONF = Path(conf.__file__).parent
 OPTIONS = sorted(
@@ -29,20 +33,69 @@ def composed(*overrides: str) -> Any:
         return compose(config_name="train_grpo", overrides=list(overrides))
 
 
+JOB_GROUPS = {
+    name: kind for name, kind in init_field_types(JobSettings).items() if is_dataclass(kind)
+}
+# Groups that a job may have, whether or not this one does.
+ASYNC_GROUPS = {
+    "data": DataSettings,
+    "producer": ProducerSettings,
+    "weight_sync": WeightSyncSettings,
+}
+# What an option leaves for the command line to give.
+LEFT_OPEN = {"jsonl": "data.files=[a]", "parquet": "data.files=[a,b]"}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option: str) -> None:
-    settings = load_dataclass(JobSettings, composed(f"{group}={option}"))
-    kind = init_field_types(JobSettings)[group]
-    assert isinstance(getattr(settings, group), kind)
+    if group in JOB_GROUPS:
+        settings = getattr(load_dataclass(JobSettings, composed(f"{group}={option}")), group)
+        assert isinstance(settings, JOB_GROUPS[group])
+    if group in ASYNC_GROUPS:
+        # Alone, so that nothing of the job fills in what the option itself lacks.
+        given = [LEFT_OPEN[option]] if option in LEFT_OPEN else []
+        config = composed(f"+{group}@alone={option}", *(f"alone.{key[5:]}" for key in given))
+        assert isinstance(load_dataclass(ASYNC_GROUPS[group], config.alone), ASYNC_GROUPS[group])
 
 
-def test_every_dataclass_of_the_job_has_a_group() -> None:
+def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
     groups = {group for group, _ in OPTIONS}
-    assert groups == {
-        field.name
-        for field in fields(JobSettings)
-        if hasattr(init_field_types(JobSettings)[field.name], "__dataclass_fields__")
-    }
+    assert set(JOB_GROUPS) <= groups <= set(JOB_GROUPS) | set(ASYNC_GROUPS)
+
+
+@pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
+def test_an_unknown_key_of_an_asynchronous_group_is_refused(group: str, kind: type) -> None:
+    with pytest.raises(ConfigError, match="unknown config key nonsense"):
+        load_dataclass(kind, {"nonsense": 1})
+
+
+def test_files_that_yaml_leaves_open_must_be_given() -> None:
+    with pytest.raises(ConfigError, match="kind='jsonl' needs files"):
+        load_dataclass(DataSettings, composed("+data@alone=jsonl").alone)
+
+
+def test_the_producer_group_holds_parameters_of_the_producer() -> None:
+    parameters = set(inspect.signature(AsyncRolloutProducer.__init__).parameters)
+    assert set(init_field_types(ProducerSettings)) <= parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (ProducerSettings, {"max_staleness_versions": -1}, "max_staleness_versions=-1 must be 0"),
+        (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be 1 or more"),
+        (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
+        (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
+        (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
+        (WeightSyncSettings, {"interval": 0}, "interval=0 must be 1 or more"),
+    ],
+)
+def test_asynchronous_settings_that_cannot_work_are_refused(
+    kind: type, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_dataclass(kind, values)
 
 
 def test_the_engine_group_makes_an_inference_config() -> None:
@@ -88,3 +141,25 @@ def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
         "error: unknown config key engine.block_size; did you mean engine.block_size_tokens?"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_alias_reaches_a_job_and_the_resolved_config_is_printed(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "num_generations=5", "actor.clip_ratio_high=0.4")
+    assert job.returncode == 0, job.stderr
+    assert "group_size 5" in job.stdout
+    assert "config: num_generations=5 (TRL) is algorithm.group_size=5" in job.stdout
+    assert re.search(r"epsilon_high: 0\.4", job.stdout)
+
+
+def test_an_alias_can_be_swept(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "--multirun", "num_generations=4,6", "run_name=sweep")
+    assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"], job.stderr
+
+
+def test_an_alias_and_its_key_with_different_values_end_a_job(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "num_generations=4", "algorithm.group_size=6")
+    assert job.returncode == 1
+    assert job.stderr.strip() == (
+        "error: num_generations=4 (TRL) and algorithm.group_size=6 name one setting; give one of "
+        "them"
+    )

@@ -1,6 +1,7 @@
 """From mappings to dataclasses, and from command lines to overrides."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +18,7 @@ class Inner:
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.99)
     mode: Literal["auto", "never"] = "auto"
+    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ def test_nested_mappings_become_dataclasses() -> None:
         ({"seed": True}, "seed=True"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"limit": "2"}, "limit='2'"),
+        ({"inner": {"learning_rate": 1.0, "names": 3}}, "inner.names=3 does not fit its type"),
+        ({"inner": {"learning_rate": "???"}}, "inner.learning_rate is missing"),
         ({"inner": 3}, "inner=3 does not fit its type, Inner"),
         ({"inner": {"learning_rate": 1.0, "mode": "alwys"}}, "mode='alwys'.*'auto', 'never'"),
         ({"engine": {"block_size_tokens": -4}}, "block_size_tokens"),

@@ -1,0 +1,208 @@
+"""Aliases in a config, replaced by our keys before anything else looks at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rollout.errors import ConfigError
+from trainer_hooks.config_aliases import ALIASES, Alias, alias_named
+
+# Where run_hydra_job puts the aliases of the command line, which override what YAML says.
+COMMAND_LINE_KEY = "_aliases_"
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """An alias as it was given, below `path`, where the config is a `kind`."""
+
+    alias: Alias
+    name: str
+    value: Any
+    path: str
+    kind: type
+    is_command_line: bool
+
+    def __str__(self) -> str:
+        return f"{_joined(self.path, self.name)}={self.value} ({self.alias.system})"
+
+
+class AliasTranslation:
+    """`values`: nested mappings with our keys only; `notes`: a line per alias, for people.
+
+    An alias may stand at the top or inside a part of the config; our own keys win over aliases of
+    the same name. One given on the command line overrides YAML, but not what is `overridden`, our
+    keys on the command line: two different values for one setting raise ConfigError.
+    """
+
+    def __init__(
+        self, kind: type, values: Mapping[str, Any], overridden: Collection[str] = ()
+    ) -> None:
+        self.values = _copied(values)
+        self._kind = kind
+        self._overridden = overridden
+        self._sources: dict[str, tuple[str, bool]] = {}  # our key -> what set it, and if weakly
+        self._given = self._take_given()
+        for alias in ALIASES:
+            for given in self._given:
+                if given.alias is alias:
+                    self._translate(given)
+        self.notes = [
+            f"{source} is {key}={_lookup(self.values, key)}"
+            for key, (source, _) in self._sources.items()
+        ]
+
+    def _take_given(self) -> list[_Given]:
+        """All aliases, removed from `values`; those of the command line replace their like."""
+        command_line = self.values.pop(COMMAND_LINE_KEY, {})
+        found = {**_take_aliases(self.values, self._kind, "", is_command_line=False)}
+        found |= _take_aliases(command_line, self._kind, "", is_command_line=True)
+        if unknown := _leaves(command_line):
+            raise ConfigError(f"{unknown[0]} is no alias of a config key")
+        return list(found.values())
+
+    def _translate(self, given: _Given) -> None:
+        try:
+            converted = given.alias.convert(given.value, lambda name: self._read(name, given))
+        except ConfigError as error:
+            raise ConfigError(f"{given}: {error}") from error
+        for target, value in converted.items():
+            self._set(self._key_of(target, given), value, given, target in given.alias.weak_targets)
+
+    def _set(self, key: str, value: Any, given: _Given, is_weak: bool) -> None:
+        source, is_source_weak = self._sources.get(key, (None, False))
+        present = _lookup(self.values, key)
+        if source is None and (not given.is_command_line or key in self._overridden):
+            source = None if present is _MISSING else f"{key}={present}"
+        if source is not None and not is_source_weak:
+            if present != value and not is_weak:
+                raise ConfigError(f"{given} and {source} name one setting; give one of them")
+            return
+        if source is not None and is_weak:
+            return
+        self._sources[key] = (str(given), is_weak)
+        _store(self.values, key, value)
+
+    def _read(self, name: str, given: _Given) -> Any:
+        """What a computed alias needs: another alias that was given, or one of our settings."""
+        if alias_named(name) is not None:
+            return next((other.value for other in self._given if other.name == name), None)
+        key = self._key_of(name, given)
+        value = _lookup(self.values, key)
+        if isinstance(value, str):  # an interpolation
+            value = OmegaConf.select(OmegaConf.create(self.values), key)
+        if value is _MISSING or value is None:
+            raise ConfigError(f"it needs {key}, which is not given")
+        return value
+
+    def _key_of(self, target: str, given: _Given) -> str:
+        """Our whole key for a target: its longest tail that exists where the alias stands."""
+        parts = target.split(".")
+        for start in range(len(parts)):
+            key = ".".join(parts[start:])
+            if is_key(given.kind, key):
+                return _joined(given.path, key)
+        raise ConfigError(f"{given} is {target} here, which this config does not have")
+
+
+def init_field_types(kind: type) -> dict[str, Any]:
+    """Names of the fields a dataclass is made from, with their types."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def is_key(kind: Any, key: str) -> bool:
+    """Whether a config of `kind` has `key`; whatever is below a field of another type is its."""
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(kind):
+            return True
+        field_types = init_field_types(typing.cast(type, kind))
+        if name not in field_types:
+            return False
+        kind = field_types[name]
+    return True
+
+
+def is_alias(kind: Any, key: str) -> bool:
+    """Whether `key`, which a config of `kind` does not have, is an alias, at the top or inside."""
+    while dataclasses.is_dataclass(kind) and not is_key(kind, key):
+        if alias_named(key) is not None:
+            return True
+        name, _, key = key.partition(".")
+        kind = init_field_types(typing.cast(type, kind)).get(name)
+    return False
+
+
+def _take_aliases(
+    values: dict[str, Any], kind: type, path: str, *, is_command_line: bool
+) -> dict[str, _Given]:
+    """Remove the aliases from `values`, a config of `kind`; by their whole names."""
+    found = {}
+    for alias in ALIASES:
+        for name in alias.names:
+            if is_key(kind, name) or (value := _lookup(values, name)) is _MISSING:
+                continue
+            _remove(values, name)
+            found[_joined(path, name)] = _Given(
+                alias=alias,
+                name=name,
+                value=value,
+                path=path,
+                kind=kind,
+                is_command_line=is_command_line,
+            )
+    for name, part in init_field_types(kind).items():
+        if dataclasses.is_dataclass(part) and isinstance(values.get(name), dict):
+            inner = typing.cast(type, part)
+            found |= _take_aliases(
+                values[name], inner, _joined(path, name), is_command_line=is_command_line
+            )
+    return found
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _copied(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
+
+
+def _lookup(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return _MISSING
+        values = values[name]
+    return values
+
+
+def _store(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        values = values.setdefault(name, {})
+    values[last] = value
+
+
+def _remove(values: dict[str, Any], key: str) -> None:
+    """Take out `key`, and the mappings that it leaves empty."""
+    name, _, rest = key.partition(".")
+    if rest:
+        _remove(values[name], rest)
+    if not rest or not values[name]:
+        del values[name]
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        key = _joined(path, name)
+        keys += _leaves(value, key) if isinstance(value, Mapping) else [key]
+    return keys
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
