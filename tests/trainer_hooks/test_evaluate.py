@@ -1,0 +1,110 @@
+"""Evaluation: its numbers, and that it runs beside a producer and updates to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout import AsyncLLM, SamplingParams
+from tests.apis.fleets import weights, with_fleet
+from tests.tiny_models import IS_LONG, prompt_of
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from tests.trainer_hooks.producer.test_bound import check_bound
+from trainer_hooks.evaluate import evaluate
+from trainer_hooks.producer import AsyncRolloutProducer
+
+PROMPTS = [{"prompt": [i, i], "level": i} for i in range(4)]
+
+
+async def by_level(completion_ids: Any, level: list[int]) -> list[float | None]:
+    return [None if each == 3 else float(each + sample) for sample, each in enumerate(level)]
+
+
+def test_failed_samples_count_in_the_failed_fraction_alone() -> None:
+    metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, by_level, n=2))
+    # Rewards: 0 1, 1 2, 2 3, none.
+    assert metrics["eval/reward"] == pytest.approx(1.5)
+    assert metrics["eval/reward_best_of_n"] == pytest.approx(2.0)
+    assert metrics["eval/reward_std"] == pytest.approx(math.sqrt(5.5 / 6))
+    assert metrics["eval/failed_fraction"] == 0.25
+    assert (metrics["eval/num_prompts"], metrics["eval/num_samples"]) == (4, 8)
+    assert metrics["eval/mean_length"] == 3.0
+    assert (metrics["eval/version_min"], metrics["eval/version_max"]) == (0, 0)
+    assert metrics["eval/seconds"] == 3.0
+
+
+def test_an_update_under_way_shows_in_the_versions() -> None:
+    async def work() -> dict[str, float]:
+        llm = FakeLLM()
+        running = asyncio.ensure_future(evaluate(llm, PROMPTS, by_level, max_concurrent=1))
+        await asyncio.sleep(4.5)
+        await llm.push()
+        return await running
+
+    metrics = run_virtually(work())
+    assert (metrics["eval/version_min"], metrics["eval/version_max"]) == (0, 1)
+    assert metrics["eval/seconds"] == 12.0, "one after the other"
+
+
+def test_a_deadline_aborts_everything() -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        with pytest.raises(asyncio.TimeoutError):
+            await evaluate(llm, PROMPTS, by_level, timeout_s=2.0)
+        assert llm.num_running == 0
+
+    run_virtually(work())
+
+
+def test_no_sample_at_all_is_nan_and_not_zero() -> None:
+    async def nothing(completion_ids: Any) -> list[None]:
+        return [None] * len(completion_ids)
+
+    metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, nothing))
+    assert math.isnan(metrics["eval/reward"])
+    assert metrics["eval/failed_fraction"] == 1.0
+
+
+def test_evaluation_beside_a_producer_and_updates_comes_to_an_end() -> None:
+    params = SamplingParams(
+        num_tokens_to_generate=16, return_log_probs=True, logprobs_mode="temperature"
+    )
+    prompts = [prompt_of(4 + i, seed=i) for i in range(8)]
+
+    def parity(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    async def train(llm: AsyncLLM, num_steps: int) -> None:
+        async with AsyncRolloutProducer(
+            llm, prompts, parity, 2, 2, 1, sampling_params=params
+        ) as producer:
+            for step in range(num_steps):
+                check_bound(await anext(producer), 1)
+                await llm.pause()
+                await llm.suspend(("persist", "offload", "recompute")[step % 3])
+                await asyncio.sleep(0.02)
+                await llm.update_weights(weights(1 + step % 2).state_dict())
+                await llm.resume()
+                await llm.unpause()
+
+    async def work(llm: AsyncLLM) -> None:
+        num_steps = 12 if IS_LONG else 4
+        training = asyncio.ensure_future(train(llm, num_steps))
+        num_evaluations = 0
+        while not training.done() or num_evaluations == 0:
+            greedy = replace(params, temperature=0.0, num_tokens_to_generate=24)
+            metrics = await asyncio.wait_for(
+                evaluate(llm, prompts, parity, greedy, n=1 + num_evaluations % 2), 60
+            )
+            assert metrics["eval/failed_fraction"] == 0.0
+            assert 0 <= metrics["eval/version_min"] <= metrics["eval/version_max"] <= num_steps
+            num_evaluations += 1
+        await training
+        print(f"{num_evaluations} evaluations beside {num_steps} updates")
+
+    with_fleet(2 if IS_LONG else 1, work)
