@@ -42,10 +42,10 @@ def made_up_rows(num_rows: int = 120) -> list[dict[str, Any]]:
                 "timing_share/update": 0.05,
                 "timing_share/reward": 0.08,
                 "timing_share/other": 0.04,
-                "producer/num_ready_batches": 1,
-                "producer/num_running_groups": 96,
-                "producer/num_groups_without_variance": 14 + step,
-                "producer/num_failed_rollouts": 2,
+                "rollouts/num_waiting_batches": 1,
+                "rollouts/num_groups": 96,
+                "rollouts/num_filtered_groups": 14 + step,
+                "rollouts/num_failed_samples": 2,
             }
         )
     return rows
@@ -84,7 +84,7 @@ def test_a_terminal_shows_reward_staleness_time_engines_producer_and_rates() -> 
     shown = text_of(dashboard)
     for part in (
         "step 3/200", "weights version 2", "now 0.2", "12,750 tokens/s", "engines idle 3%",
-        "57%", "train 75", "wait 7", "running", "paused", "118", "num ready batches", "96",
+        "57%", "train 75", "wait 7", "running", "paused", "118", "num waiting batches", "96",
     ):  # fmt: skip
         assert part in shown, part
     assert "weights version 2" in output.getvalue()

@@ -1,6 +1,7 @@
 """The metrics of a step under other systems' names, and the page that lists them."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from trainer_hooks.metrics import (
 )
 from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
 from trainer_hooks.metrics.names import markdown_table, metric_name
+from trainer_hooks.producer.batch import batch_metrics
+from trainer_hooks.producer.group import ScoredGroup
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptTicket
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -98,11 +103,20 @@ def test_rates_are_by_the_wall_of_the_step() -> None:
 def test_every_metric_of_a_step_is_on_the_page() -> None:
     use = EngineUse()
     use.take(stats_of(0.0, 0))
+    group = ScoredGroup(
+        ticket=PromptTicket(epoch=0, position=0, index=0),
+        item=PromptItem("a"),
+        rollouts=[],
+        rewards=[1.0],
+        generate_s=1.0,
+        reward_s=1.0,
+    )
     metrics = {
         **rollout_metrics(two_groups(), 2, finish_reasons=["stop"] * 4, entropy=1.0),
         **step_metrics(TimeAccount().take(), num_generated_tokens=1, num_trained_tokens=1),
         **use.take(stats_of(0.0, 0)),
         **stats_of(0.0, 0).as_metrics(),
+        **batch_metrics([group], Counter(), waited_s=0.0, num_waiting_batches=0),
     }
     assert [name for name in metrics if metric_name(name) is None] == []
     assert metric_name("unheard/of") is None

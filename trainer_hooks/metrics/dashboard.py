@@ -40,7 +40,7 @@ class Dashboard:
     """Shows the latest rows of a MetricsLogger: reward, staleness, time, engines and producer.
 
     `show_engines` adds a line per engine; without it the engines are one line, from `engine/*`.
-    All `producer/*` metrics are listed by name. `line_interval`: steps between the lines that are
+    All `rollouts/*` metrics, the producer's, are listed by name. `line_interval`: steps between the lines that are
     printed where the output is no terminal.
     """
 
@@ -176,7 +176,7 @@ class Dashboard:
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column()
         table.add_column(justify="right")
-        for name, value in self._with_prefix("producer/").items():
+        for name, value in self._with_prefix("rollouts/").items():
             shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
             table.add_row(name.replace("_", " "), shown)
         return table if table.row_count else Text("nothing reported", style="dim")

@@ -199,7 +199,25 @@ METRIC_NAMES = (
     _N("engine/busy_share", "", "", "", "share", "step seconds of the wall times the engines"),
     _N("engine/idle_share", "", "", "", "share", "the rest"),
     _N("engine/*", "", "", "", "", "the fields of EngineStats"),
-    _N("producer/*", "rollout/*", "", "", "", "what the asynchronous producer counts"),
+    _N(
+        "timing_s/batch_wait",
+        "perf/rollout_wait_s",
+        "",
+        "",
+        "s",
+        "of one batch of the producer; beside the time account, not in it",
+    ),
+    _N("timing_s/group_*", "rollout/duration_s", "", "", "s", "of a group, beside the training"),
+    _N(
+        "rollouts/num_waiting_batches",
+        "sample/rollout_queue_size",
+        "",
+        "",
+        "batches",
+        "finished, not yet trained on",
+    ),
+    _N("rollouts/*", "", "", "", "", "the fates of groups and samples in the producer"),
+    _N("eval/*", "", "val-core/*", "", "", "of held-out prompts"),
 )
 
 
