@@ -8,6 +8,7 @@ from trainer_hooks.advantages import (
 )
 from trainer_hooks.checkpoint import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
+from trainer_hooks.evaluate import evaluate
 from trainer_hooks.logprobs import token_logprobs
 from trainer_hooks.losses import (
     OffPolicyCorrection,
@@ -20,19 +21,45 @@ from trainer_hooks.losses import (
 )
 from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.phase import GenerationPhase, generation_phase
+from trainer_hooks.producer import (
+    AsyncRolloutProducer,
+    ProducerError,
+    ScopedLLM,
+    ScoredGroup,
+    TrainingBatch,
+)
+from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
+from trainer_hooks.rewards import RewardRunner, VerlReward, WeightedRewards
+from trainer_hooks.rollouts import Rollout
+from trainer_hooks.threaded_llm import ThreadedLLM
 from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync
 
 __all__ = [
+    "AsyncRolloutProducer",
     "GenerationPhase",
     "InProcessWeightSync",
     "MetricsLogger",
     "OffPolicyCorrection",
     "PolicyLossConfig",
+    "ProducerError",
+    "PromptItem",
+    "PromptLedger",
+    "PromptTicket",
+    "RewardRunner",
+    "Rollout",
     "RolloutBatch",
+    "ScopedLLM",
+    "ScoredGroup",
     "SharedMemoryWeightSync",
+    "ThreadedLLM",
     "TrainerState",
+    "TrainingBatch",
+    "VerlReward",
+    "WeightedRewards",
     "collate_rollouts",
     "effective_sample_size",
+    "evaluate",
     "find_checkpoint",
     "gae_advantages",
     "generation_phase",

@@ -11,8 +11,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import as_tokenizer
-from trainer_hooks.producer.scoped_llm import GeneratesAsync
+from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardRunner, score_rollouts
@@ -58,8 +57,7 @@ async def evaluate(
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
     reward = reward_fn if isinstance(reward_fn, RewardRunner) else RewardRunner(reward_fn)
-    tokenizer = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
-    text = None if tokenizer is None else as_tokenizer(tokenizer)
+    text = tokenizer_for(llm, tokenizer)
     places = asyncio.Semaphore(max_concurrent)
 
     async def score(index: int, item: PromptItem) -> _Scored:
@@ -89,7 +87,7 @@ def _metrics(scored: Sequence[_Scored], seconds: float, prefix: str) -> dict[str
     rewards = [reward for each in valid for reward in each]
     rollouts = [rollout for each in scored for rollout in each.rollouts]
     lengths = [len(rollout.generated_ids) for rollout in rollouts]
-    versions = [int(v) for rollout in rollouts for v in rollout.policy_versions.unique()]
+    versions = [v for rollout in rollouts for v in set(rollout.policy_versions.tolist())]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
     squares = [(reward - mean) ** 2 for reward in rewards]
     best = [max(each) for each in valid if each]

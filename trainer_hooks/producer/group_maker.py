@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -100,9 +99,7 @@ class GroupMaker:
     ) -> Rollout:
         assert self._rollout_fn is not None
         scoped = ScopedLLM(self._llm, params, item, sample_index, self._tokenizer)
-        turns = self._rollout_fn(scoped, prompt)
-        if inspect.isawaitable(turns):
-            turns = await turns
+        turns = await self._rollout_fn(scoped, prompt)
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)
         return Rollout(list(turns))

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 from rollout.sampling_params import SamplingParams
-from rollout.text import as_tokenizer
 from trainer_hooks.collate import check_logprobs_match
 from trainer_hooks.producer.batch import TrainingBatch, batch_metrics, collate_groups
 from trainer_hooks.producer.checks import check_options
@@ -18,7 +17,8 @@ from trainer_hooks.producer.gate import AdmissionGate
 from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.producer.group_maker import GroupMaker, RolloutFunction
 from trainer_hooks.producer.open_batch import BatchRules, OpenBatch, Task
-from trainer_hooks.producer.scoped_llm import GeneratesAsync
+from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
+from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
 from trainer_hooks.rewards import RewardRunner
 from trainer_hooks.rewards.calling import RewardFunction
@@ -39,6 +39,16 @@ class AsyncRolloutProducer:
     each token of a batch was sampled at most S versions before the one that trains on it, and S + 1
     batches are open at most. Batches come in the order in which they were begun. A rollout that is
     under way when weights change goes on under the new ones.
+
+    `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
+    `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
+    `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
+    `temperature`: the trainer's; None takes that of `sampling_params`.
+    `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
+    `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
+    `drop_zero_variance`: replace groups whose rewards are all equal.
+    `max_refills`: replacements per batch before an error; None is 10 * batch_groups.
+    `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
     """
 
     def __init__(
@@ -65,32 +75,22 @@ class AsyncRolloutProducer:
         version_timeout_s: float = 0.0,
         pad_id: int = 0,
     ) -> None:
-        """`llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
-        `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
-        `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
-        `temperature`: the trainer's; None takes that of `sampling_params`.
-        `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
-        `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
-        `drop_zero_variance`: replace groups whose rewards are all equal.
-        `max_refills`: replacements per batch before an error; None is 10 * batch_groups.
-        `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
-        Raises ConfigError for values out of range, log-probs that cannot be trained against, and an
-        `llm` whose `generate` cannot be awaited.
-        """
+        """Raises ConfigError for options that cannot work, naming them."""
         check_options(
             llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         check_logprobs_match(sampling_params, self._temperature)
-        self._llm, self._group_size, self._pad_id = llm, group_size, pad_id
-        self._version_timeout_s = version_timeout_s
-        is_ledger = isinstance(prompts, PromptLedger)
-        self.ledger: PromptLedger = (
-            prompts if is_ledger else PromptLedger(prompts, seed, shuffle, num_epochs)  # type: ignore
+        self._version_timeout_s, self._group_size, self._pad_id = (
+            version_timeout_s,
+            group_size,
+            pad_id,
         )
+        if not isinstance(prompts, PromptLedger):
+            prompts = PromptLedger(prompts, seed, shuffle, num_epochs)
+        self.ledger = prompts
         self._owns_reward = not isinstance(reward_fn, RewardRunner)
         self._reward = reward_fn if isinstance(reward_fn, RewardRunner) else RewardRunner(reward_fn)
-        tokenizer = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
         self._maker = GroupMaker(
             llm,
             self._reward,
@@ -98,7 +98,7 @@ class AsyncRolloutProducer:
             sampling_params=sampling_params,
             seed=seed,
             rollout_fn=rollout_fn,
-            tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
+            tokenizer=tokenizer_for(llm, tokenizer),
             min_valid_samples=min(min_valid_samples, group_size),
             max_attempts=max_attempts,
         )
@@ -112,8 +112,7 @@ class AsyncRolloutProducer:
         self._open: deque[tuple[int, OpenBatch]] = deque()  # (version at admission, batch)
         self._tasks: set[Task] = set()
         self._changed = asyncio.Event()
-        # `_told_version` is that of all engines; a token may show that one of them is ahead.
-        self._start_version, self._told_version, self._version = 0, 0, 0
+        self._versions = VersionWatch(llm)
         self._is_running, self._num_handed_over = False, 0
         self._last_tickets: list[PromptTicket] = []
 
@@ -122,8 +121,7 @@ class AsyncRolloutProducer:
     async def __aenter__(self) -> AsyncRolloutProducer:
         if self._is_running or self._gate.num_admitted:
             raise ProducerError("a producer runs once; make a new one and load the state into it")
-        self._start_version = self._llm.weights_version
-        self._told_version = self._version = self._start_version
+        self._versions.begin()
         self._is_running = True
         self.note_version()
         return self
@@ -176,7 +174,7 @@ class AsyncRolloutProducer:
     @property
     def version(self) -> int:
         """The newest weights version that was seen, told by the llm or on a token."""
-        return self._version
+        return self._versions.newest
 
     def note_version(self, version: int | None = None) -> int:
         """Look at the weights version, and begin the batches that it allows; returns it.
@@ -184,17 +182,16 @@ class AsyncRolloutProducer:
         Asking for a batch does this, too; call it after an update if the next batch is asked for
         much later. `version`: one that the llm does not tell.
         """
-        self._told_version = max(self._told_version, self._llm.weights_version, version or 0)
-        self._version = max(self._version, self._told_version)
-        since_start = self._told_version - self._start_version
+        self._versions.look(version)
+        since_start = self._versions.since_start
         while (
             self._is_running and not self.ledger.is_exhausted and self._gate.may_admit(since_start)
         ):
             self._gate.admit(since_start)
             batch = OpenBatch(self._rules, self.ledger, self._maker, self._spawn, self._changed.set)
-            self._open.append((self._told_version, batch))
+            self._open.append((self._versions.told, batch))
             batch.fill()
-        return self._told_version
+        return self._versions.told
 
     # ---- batches
 
@@ -243,9 +240,11 @@ class AsyncRolloutProducer:
         The gate sees to it as long as one batch makes one version. A token newer than what the llm
         has told so far shows that the next version is in force already.
         """
-        newest = [seen[1] for group in batch.groups if (seen := group.version_range())]
-        self._version = max([self._version, *newest])
-        return not batch.drop_older_than(self._version - self._gate.max_staleness_versions)
+        for group in batch.groups:
+            if (seen := group.version_range()) is not None:
+                self._versions.saw(seen[1])
+        oldest = self._versions.newest - self._gate.max_staleness_versions
+        return not batch.drop_older_than(oldest)
 
     async def _wait_for_version(self, until_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -253,7 +252,7 @@ class AsyncRolloutProducer:
         if left_s <= 0:
             bound = self._gate.max_staleness_versions
             raise ProducerError(
-                f"no batch can come at version {self._version}: with max_staleness_versions={bound}"
+                f"no batch can come at version {self.version}: with max_staleness_versions={bound}"
                 f" no more than {self._gate.num_admitted} batches may be begun before newer weights"
                 " are pushed, and all were handed over; push weights after each batch, or raise "
                 "max_staleness_versions"
@@ -264,7 +263,7 @@ class AsyncRolloutProducer:
     def _hand_over(self, waited_s: float) -> TrainingBatch:
         admitted_at, batch = self._open[0]
         groups = batch.groups
-        rollouts = collate_groups(groups, self._version, self._temperature, self._pad_id)
+        rollouts = collate_groups(groups, self.version, self._temperature, self._pad_id)
         self._open.popleft()
         self._gate.hand_over()
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
@@ -277,7 +276,7 @@ class AsyncRolloutProducer:
             groups=groups,
             rollouts=rollouts,
             group_size=self._group_size,
-            version=self._version,
+            version=self.version,
             admitted_at_version=admitted_at,
             metrics=batch_metrics(
                 groups, batch.counts, waited_s=waited_s, num_waiting_batches=num_waiting

@@ -10,7 +10,7 @@ from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer
+from rollout.text import Tokenizer, as_tokenizer
 from trainer_hooks.prompt_item import PromptItem
 
 
@@ -62,3 +62,9 @@ class ScopedLLM:
         params = replace(self.sampling_params, **{"seed": seed, **changes})
         request: DynamicInferenceRequest = await self._llm.generate(token_ids, params)
         return request
+
+
+def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
+    """`tokenizer`, or else that of the llm. Raises TypeError for something else."""
+    source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
+    return None if source is None else as_tokenizer(source)

@@ -138,6 +138,7 @@ def _serve(pipe: Connection, reward_fn: RewardFunction) -> None:
             args, named = pipe.recv()
         except EOFError:
             return
+        answer: tuple[bool, Any]
         try:
             answer = True, list(reward_fn(*args, **named))
         except Exception as error:  # the user's function; the other side makes a failed reward

@@ -319,11 +319,12 @@ def test_a_resumed_producer_trains_each_prompt_once(is_trained: bool) -> None:
         async with producer_of(llm, num_epochs=1, max_staleness_versions=2) as producer:
             done = [level for batch in await train(llm, producer, 3) for level in levels(batch)]
             state = json.loads(json.dumps(producer.state_dict(last_batch_trained=is_trained)))
-        resumed = producer_of(FakeLLM(weights_version=3), num_epochs=1)
+        llm = FakeLLM(weights_version=3)
+        resumed = producer_of(llm, num_epochs=1)
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
         async with resumed:
-            batches = await train(resumed._llm, resumed)
+            batches = await train(llm, resumed)
         rest = [level for batch in batches for level in levels(batch)]
         kept = done if is_trained else done[:-2]
         assert sorted(kept + rest) == list(range(12))
