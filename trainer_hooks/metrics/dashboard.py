@@ -40,8 +40,8 @@ class Dashboard:
     """Shows the latest rows of a MetricsLogger: reward, staleness, time, engines and producer.
 
     `show_engines` adds a line per engine; without it the engines are one line, from `engine/*`.
-    All `rollouts/*` metrics, the producer's, are listed by name. `line_interval`: steps between the lines that are
-    printed where the output is no terminal.
+    All `rollouts/*` metrics, the producer's, are listed by name. `line_interval`: steps between
+    the lines that are printed where the output is no terminal.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class JsonlWriter:
         replace_text(self._path, "".join(_line(row) for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
 
-    def log(self, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """Append one row; a value that is not finite becomes null."""
         self._file.write(_line(metrics))
         self._file.flush()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import AXIS_OF_METRIC, ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histograms
@@ -71,8 +73,7 @@ def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {}
     for name, counts in histograms.items():
         bins = range(min(max(counts), NUM_BINS) + 1)
-        edges = [i - 0.5 for i in (*bins, bins.stop)]
-        drawn[f"{name}/hist"] = wandb.Histogram(
-            np_histogram=([counts.get(i, 0) for i in bins], edges)
-        )
+        values = np.array([counts.get(i, 0) for i in bins])
+        edges = np.array([*bins, bins.stop]) - 0.5
+        drawn[f"{name}/hist"] = wandb.Histogram(np_histogram=(values, edges))
     return {**row, **drawn}
