@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -167,7 +168,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All figures, as plain values."""
     counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    cases = []
+    cases, loads = [], [os.getloadavg()[0]]
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         num_rounds = len(arguments.sizes) * len(counts) * arguments.rounds
         task = progress.add_task("coordinator and relay", total=num_rounds)
@@ -181,9 +182,11 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                         lambda: progress.advance(task),
                     )
                 )
+                loads.append(os.getloadavg()[0])
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe(InferenceConfig(num_threads=1)),
+        "load_averages": [min(loads), max(loads)],
         "rounds": arguments.rounds,
         "cases": cases,
         "routing": routing.measure(arguments.routing, console),

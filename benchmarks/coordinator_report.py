@@ -13,7 +13,7 @@ MAX_ROUTING_GROWTH = 4.0
 
 def as_markdown(results: dict[str, Any]) -> str:
     """A page: the machine, two tables for each size of reply, and what was aimed at."""
-    machine = results["machine"]
+    machine, (low, high) = results["machine"], results["load_averages"]
     lines = [
         f"# Coordinator, {results['date']}",
         "",
@@ -22,6 +22,9 @@ def as_markdown(results: dict[str, Any]) -> str:
         "taken within a round. *relay*: a ROUTER that only passes frames on, between bare "
         "DEALERs. *bare*: the coordinator between the same. *real*: the coordinator between "
         "InferenceClients and EngineLinks. Engines answer at once.",
+        "",
+        f"Load averages of the machine meanwhile, with this benchmark's own share: "
+        f"{low:.1f} to {high:.1f}.",
     ]
     for reply in dict.fromkeys(case["reply"] for case in results["cases"]):
         cases = [case for case in results["cases"] if case["reply"] == reply]
