@@ -97,4 +97,10 @@ def log_greedy_reward(run: Run, step: int) -> None:
 
 
 if __name__ == "__main__":
-    run_hydra_job(run_job, JobSettings, config_path="pkg://conf", config_name="train_grpo")
+    run_hydra_job(
+        run_job,
+        JobSettings,
+        config_path="pkg://conf",
+        config_name="train_grpo",
+        shows_config=lambda settings: settings.logger.console,
+    )

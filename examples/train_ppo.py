@@ -59,4 +59,10 @@ def run_seed(directory: Path, settings: PpoJobSettings, seed: int) -> RunSummary
 
 
 if __name__ == "__main__":
-    run_hydra_job(run_job, PpoJobSettings, config_path="pkg://conf", config_name="train_ppo")
+    run_hydra_job(
+        run_job,
+        PpoJobSettings,
+        config_path="pkg://conf",
+        config_name="train_ppo",
+        shows_config=lambda settings: settings.logger.console,
+    )

@@ -55,15 +55,12 @@ class WeightSyncSettings:
 
     `mode`: `in_flight` commits at a step edge, while requests go on; `suspend` pauses and suspends
     the engines around the commit, which frees what `release` names for the trainer.
-    `interval`: training steps between two pushes.
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
     release: tuple[str, ...] = ()
-    interval: int = 1
 
     def __post_init__(self) -> None:
-        _check_at_least("interval", self.interval, 1)
         if unknown := sorted(set(self.release) - {"kv_cache", "weights"}):
             raise ConfigError(f"release={unknown} is not known; choose of 'kv_cache', 'weights'")
         if self.release and self.mode == "in_flight":

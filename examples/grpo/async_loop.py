@@ -12,6 +12,8 @@ from examples.grpo.settings import JobSettings
 from rollout import SamplingParams
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.metrics import rollout_metrics, step_metrics
+from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.producer import TrainingBatch
 from trainer_hooks.prompt_item import PromptItem
 
 
@@ -32,12 +34,12 @@ async def train_async(run: AsyncRun) -> None:
             with run.account.spend("train"):
                 # In a thread of its own: this one takes in what the engines send meanwhile.
                 trained = await asyncio.to_thread(run.learner.update, batch.rollouts, step)
-        if step % settings.trainer.checkpoint_interval == 0 or step == settings.trainer.num_steps:
-            with run.account.spend("checkpoint"):
-                run.save(step)
-        stats = await run.llm.stats()
+        with run.account.spend("wait"):
+            stats = await run.llm.stats()
         metrics = {
-            **rollout_metrics(batch.rollouts, batch.group_size),
+            **rollout_metrics(
+                batch.rollouts, batch.group_size, finish_reasons=finish_reasons(batch)
+            ),
             **batch.metrics,
             **trained,
             **stats.as_metrics(),
@@ -49,6 +51,19 @@ async def train_async(run: AsyncRun) -> None:
             ),
         }
         run.logger.log(metrics, step=step, version=batch.version)
+        prompts = [[group.ticket.epoch, group.ticket.index] for group in batch.groups]
+        run.batches.log({TRAINER_STEP: step, "prompts": prompts})
+        # After its rows, so that a resumed run finds those of every step that it has done; the time
+        # is the next step's.
+        if step % settings.trainer.checkpoint_interval == 0 or step == settings.trainer.num_steps:
+            with run.account.spend("checkpoint"):
+                run.save(step)
+
+
+def finish_reasons(batch: TrainingBatch) -> list[str | None]:
+    """Of each rollout's last turn."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    return [rollout.requests[-1].finish_reason for rollout in rollouts]
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from examples.grpo.evaluate import greedy_reward
 from examples.grpo.interrupt import stop_on_interrupt
-from examples.grpo.run import VIEW_COLUMNS, open_logger, open_run
+from examples.grpo.run import open_logger, open_run
 from examples.grpo.settings import JobSettings
 from examples.grpo.task import PalindromeTask, ProblemStream
 from examples.grpo.warmup import warm_up
@@ -30,7 +30,7 @@ from trainer_hooks import (
     save_checkpoint,
 )
 from trainer_hooks.checkpoint import read_trainer_state
-from trainer_hooks.metrics import EngineUse, ProgressView, TimeAccount
+from trainer_hooks.metrics import Dashboard, EngineUse, JsonlWriter, TimeAccount
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.version_counter import WeightsVersionCounter
@@ -70,7 +70,8 @@ class AsyncRun:
     account: TimeAccount
     engine_use: EngineUse
     logger: MetricsLogger
-    view: ProgressView
+    batches: JsonlWriter  # which prompts each step was trained on
+    view: Dashboard
     stop: threading.Event  # set by Ctrl-C: end at the next step edge
 
     def save(self, step: int) -> Path:
@@ -99,6 +100,8 @@ async def open_async_run(
 ) -> AsyncIterator[AsyncRun]:
     """Open the run at its newest checkpoint; one that has none is warmed up in this process first.
 
+    Beside metrics.jsonl it leaves batches.jsonl: the prompts of each step, as [epoch, index].
+
     The engines' processes end with it, whatever ends it.
     """
     root = directory / "checkpoints"
@@ -115,11 +118,12 @@ async def open_async_run(
     versions = WeightsVersionCounter(directory / "weights_version", floor=state.weights_version)
     task, tokenizer = PalindromeTask(settings.task), AutoTokenizer.from_pretrained(checkpoint)
     first_problem = state.prompts["position"]
-    view = ProgressView(Console(quiet=not settings.logger.console), VIEW_COLUMNS)
+    view = Dashboard(Console(quiet=not settings.logger.console))
     engine = replace(settings.engine, seed=seed, metrics_writer=None, logging_step_interval=0)
     with (
         stop_on_interrupt() as stop,
         open_logger(directory, settings, view, resume_step=state.step) as logger,
+        closing(JsonlWriter(directory / "batches.jsonl", resume_step=state.step)) as batches,
     ):
         async with AsyncLLM(
             checkpoint,
@@ -150,6 +154,7 @@ async def open_async_run(
                     account=TimeAccount(),
                     engine_use=EngineUse(settings.num_engines),
                     logger=logger,
+                    batches=batches,
                     view=view,
                     stop=stop,
                 )

@@ -38,7 +38,11 @@ def train(run: Run) -> None:
         train_metrics = run.learner.update(batch, step)
         train_s = time.perf_counter() - train_start_s
         metrics = {
-            **rollout_metrics(batch, settings.algorithm.group_size),
+            **rollout_metrics(
+                batch,
+                settings.algorithm.group_size,
+                finish_reasons=[request.finish_reason for request in requests],
+            ),
             **train_metrics,
             **timing_metrics(phase.timings(), train_s, int(batch.completion_lengths_B.sum())),
             **run.llm.stats().as_metrics(),

@@ -35,6 +35,7 @@ from trainer_hooks import (
     save_checkpoint,
 )
 from trainer_hooks.metrics import DEFAULT_COLUMNS, ProgressView, start_wandb_run
+from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.version_counter import WeightsVersionCounter
 
 VIEW_COLUMNS = {
@@ -149,7 +150,7 @@ def engine_config(
 
 
 def open_logger(
-    directory: Path, settings: JobSettings, view: ProgressView, resume_step: int | None
+    directory: Path, settings: JobSettings, view: MetricsView, resume_step: int | None
 ) -> MetricsLogger:
     """The run's metrics.jsonl, its view and, if wanted, its wandb run."""
     wandb_run = None
