@@ -223,9 +223,17 @@ class AsyncLLM:
     ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through one copy in shared memory.
 
-        The tensors must not change until this returns.
+        The tensors must not change until this returns. One that is under way cannot be called back:
+        who is cancelled does not hear how it ended.
         """
         await self._connected()
+        update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))
+        with self._until_shutdown():
+            return await asyncio.shield(update)
+
+    async def _update(
+        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
+    ) -> WeightUpdateReport:
         async with self._update_turn:
             start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)

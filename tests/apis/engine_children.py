@@ -30,7 +30,7 @@ from rollout.coordinator.protocol.messages import (
 )
 
 _PROCESSES = multiprocessing.get_context("spawn")
-WAIT_S = 90.0
+WAIT_S = 150.0
 
 
 class EngineChild:

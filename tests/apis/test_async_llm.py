@@ -47,6 +47,16 @@ def test_two_engines_give_the_trainers_models_tokens() -> None:
         assert isinstance(single, DynamicInferenceRequest)
         assert await llm.generate([]) == []
 
+        cut = asyncio.ensure_future(llm.update_weights(weights(1).state_dict(), in_flight=True))
+        await until(lambda: llm._publisher._pending is not None, "the update is published")
+        cut.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cut
+        report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
+        assert report.version == 2, "the first one came to its end all the same"
+        assert llm._publisher.committed is not None
+        check_all(await llm.generate(prompt_of(9), params(1)))
+
     with_fleet(2, work)
 
 

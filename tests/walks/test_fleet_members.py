@@ -36,10 +36,17 @@ class Fleet:
         self._llm = AsyncLLM(directory(), None, config, data_parallel_size=2)
 
     def run(self, work: Work) -> None:
-        self._loop.run_until_complete(asyncio.wait_for(work(self._llm), DEADLINE_S))
+        """Once the engine that the test before has ended is known to be gone."""
+
+        async def alone() -> None:
+            await self._llm.start()
+            await until_served(self._llm, self._llm.weights_version, 2)
+            await work(self._llm)
+
+        self._loop.run_until_complete(asyncio.wait_for(alone(), DEADLINE_S))
 
     def close(self) -> None:
-        self.run(lambda llm: llm.shutdown())
+        self._loop.run_until_complete(self._llm.shutdown())
         self._loop.close()
 
 
@@ -63,7 +70,7 @@ async def until_served(llm: AsyncLLM, version: int, count: int) -> None:
     async def is_so() -> bool:
         return list((await served(llm)).values()) == [version] * count
 
-    await until(is_so, f"{count} engines serve version {version}")
+    await until(is_so, f"{count} engines serve version {version}", every_s=0.2)
 
 
 @contextmanager
@@ -114,7 +121,7 @@ def num_moved(requests: Iterable[DynamicInferenceRequest]) -> int:
 def test_an_engine_from_a_shell_joins_and_leaves_while_updates_go_on(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version, joined_at = llm.weights_version, 0
-        load = Load(llm, width=6, num_tokens=60, rest_s=0.3)
+        load = Load(llm, width=3, num_tokens=60, rest_s=0.5)
         with shell_engine(llm.address) as shell:
             while not joined_at or version < joined_at + 3:
                 version += 1
@@ -146,7 +153,7 @@ def test_what_one_engine_refuses_no_engine_takes(fleet: Fleet) -> None:
             await until_served(llm, version - 1, 3)
             checksum = await update(llm, version)
             assert await child.word("Commit") == (version, checksum)
-            load = Load(llm, width=6, num_tokens=60, rest_s=0.3)
+            load = Load(llm, width=3, num_tokens=60, rest_s=0.5)
             await load.more(2)
             spoiled = {k: v.clone() for k, v in weights(version + 1).state_dict().items()}
             spoiled["model.norm.weight"][3] = float("nan")
@@ -160,7 +167,7 @@ def test_what_one_engine_refuses_no_engine_takes(fleet: Fleet) -> None:
                 assert await child.word("Rollback") == (version, checksum)
                 assert await served(llm) == dict.fromkeys(range(3), version)
             await llm.unpause()
-            await load.more(6)
+            await load.more(4)
             # Tokens of all engines are those of the old weights: nothing of the new ones is there.
             num_tokens = check_all(await load.end())
             checksum = await update(llm, version + 1)
@@ -198,7 +205,7 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
 def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version = llm.weights_version + 1
-        load = Load(llm, width=6, num_tokens=60, rest_s=0.3)
+        load = Load(llm, width=3, num_tokens=60, rest_s=0.5)
         with engine_child(llm.address, directory(), CONFIG, "dies after its vote") as child:
             await child.word("work")
             # The decision must not come before the death: it waits for this one's vote.

@@ -185,7 +185,8 @@ class CoordinatorLink:
                 # What was said before the goodbye is taken before it ends all that is pending.
                 self._on_messages(messages)
                 messages = []
-                self._lose(f"it has gone: {message.reason or 'no reason given'}")
+                # No alarm: a goodbye is mostly the answer to a shutdown.
+                self._lose(f"it has gone: {message.reason or 'no reason given'}", logging.INFO)
                 self._greet_again("it has gone")
             else:
                 messages.append(message)
@@ -252,10 +253,10 @@ class CoordinatorLink:
         waited_s = self._unheard_s - self._unheard_before_greeting_s
         return self._refusal is not None or waited_s > lease_s
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, level: int = logging.WARNING) -> None:
         if self.lost is not None:
             return
         because = "" if self._refusal is None else f"; its last word was: {self._refusal}"
         self.lost = CoordinatorLostError(f"the coordinator at {self._address}: {reason}{because}")
-        _logger.warning("%s", self.lost)
+        _logger.log(level, "%s", self.lost)
         self._on_lost(self.lost)

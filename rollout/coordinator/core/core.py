@@ -250,7 +250,7 @@ class CoordinatorCore:
             self._membership.register(identity, message, now)
         elif isinstance(message, Disconnect):
             reason = f"it said goodbye: {message.reason}"
-            self._membership.remove(engine, reason, now, tell=False)
+            self._membership.remove(engine, reason, now, tell=False, is_fault=False)
 
     def _from_client(
         self, identity: bytes, client: ClientPeer, message: Message, now: float

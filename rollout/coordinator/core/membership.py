@@ -133,7 +133,8 @@ class Membership:
             assert self._fleet.weights is not None
             if engine.told != self._current():
                 # A registration is answered once: another one gets what is right by now.
-                self.remove(engine, "the fleet moved on before it had joined", now)
+                reason = "the fleet moved on before it had joined"
+                self.remove(engine, reason, now, is_fault=False)
             elif engine.weights_version == self._fleet.weights.version:
                 del self._joining[engine.engine_id]
                 engine.progress_at = now
@@ -254,9 +255,17 @@ class Membership:
 
     # ---- going
 
-    def remove(self, engine: EnginePeer, reason: str, now: float, *, tell: bool = True) -> None:
+    def remove(
+        self,
+        engine: EnginePeer,
+        reason: str,
+        now: float,
+        *,
+        tell: bool = True,
+        is_fault: bool = True,
+    ) -> None:
         """The engine is out: its requests go to others. `tell` it, so that it can come again."""
-        logger.warning("%s left: %s", engine, reason)
+        logger.log(logging.WARNING if is_fault else logging.INFO, "%s left: %s", engine, reason)
         self._books.counters.num_engines_lost += 1
         if tell:
             error = RolloutError(f"{reason}; register again")
