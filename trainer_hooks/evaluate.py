@@ -14,7 +14,7 @@ from rollout.step.seeds import mix_seed
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows
-from trainer_hooks.rewards import RewardRunner, score_rollouts
+from trainer_hooks.rewards import RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rollouts import Rollout, as_rollout
 
@@ -56,7 +56,7 @@ async def evaluate(
     items = []
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
-    reward = reward_fn if isinstance(reward_fn, RewardRunner) else RewardRunner(reward_fn)
+    reward, owns_reward = as_runner(reward_fn)
     text = tokenizer_for(llm, tokenizer)
     places = asyncio.Semaphore(max_concurrent)
 
@@ -77,7 +77,7 @@ async def evaluate(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if reward is not reward_fn:
+        if owns_reward:
             reward.close()
     return _metrics(scored, loop.time() - start_s, prefix)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ def check_options(
     for (name, low), value in zip(least.items(), given, strict=True):
         if value < low:
             raise ConfigError(f"{name}={value} must be at least {low}")
-    if not asyncio.iscoroutinefunction(llm.generate):
+    if not inspect.iscoroutinefunction(llm.generate):
         raise ConfigError(
             f"{type(llm).__name__}.generate cannot be awaited; use AsyncLLM, or wrap an LLM: "
             "ThreadedLLM(llm)"

@@ -20,7 +20,7 @@ from trainer_hooks.producer.open_batch import BatchRules, OpenBatch, Task
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
 from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
-from trainer_hooks.rewards import RewardRunner
+from trainer_hooks.rewards import RewardRunner, as_runner
 from trainer_hooks.rewards.calling import RewardFunction
 
 TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
@@ -81,16 +81,12 @@ class AsyncRolloutProducer:
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         check_logprobs_match(sampling_params, self._temperature)
-        self._version_timeout_s, self._group_size, self._pad_id = (
-            version_timeout_s,
-            group_size,
-            pad_id,
-        )
+        self._group_size, self._pad_id = group_size, pad_id
+        self._version_timeout_s = version_timeout_s
         if not isinstance(prompts, PromptLedger):
             prompts = PromptLedger(prompts, seed, shuffle, num_epochs)
         self.ledger = prompts
-        self._owns_reward = not isinstance(reward_fn, RewardRunner)
-        self._reward = reward_fn if isinstance(reward_fn, RewardRunner) else RewardRunner(reward_fn)
+        self._reward, self._owns_reward = as_runner(reward_fn)
         self._maker = GroupMaker(
             llm,
             self._reward,

@@ -1,7 +1,7 @@
 """Reward functions: how they are called, combined, and kept from blocking."""
 
 from trainer_hooks.rewards.adapters import VerlReward, WeightedRewards
-from trainer_hooks.rewards.runner import RewardRunner
+from trainer_hooks.rewards.runner import RewardRunner, as_runner
 from trainer_hooks.rewards.scoring import score_rollouts
 
-__all__ = ["RewardRunner", "VerlReward", "WeightedRewards", "score_rollouts"]
+__all__ = ["RewardRunner", "VerlReward", "WeightedRewards", "as_runner", "score_rollouts"]

@@ -128,3 +128,10 @@ def _check_it_travels(reward_fn: RewardFunction) -> None:
             f"{name_of(reward_fn)} cannot be sent to another process ({error}); define it at the "
             "top of a module, or use workers=0"
         ) from error
+
+
+def as_runner(reward_fn: RewardFunction | RewardRunner) -> tuple[RewardRunner, bool]:
+    """A runner, and whether it was made here, so that the caller is to close it."""
+    if isinstance(reward_fn, RewardRunner):
+        return reward_fn, False
+    return RewardRunner(reward_fn), True
