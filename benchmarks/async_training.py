@@ -1,0 +1,159 @@
+"""Asynchronous GRPO against the same job by turns: reward, and where the time of a step goes.
+
+    python benchmarks/async_training.py
+
+Both are examples/train_grpo.py mode=async: the engine in one process, the trainer in another, the
+same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1 the engine
+makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from trainer_hooks.metrics import read_jsonl
+
+ROOT = Path(__file__).parents[1]
+KINDS = {"by turns": "synchronous", "asynchronous": "asynchronous"}
+SHARES = ("wait", "train", "update", "suspend", "resume", "checkpoint", "other")
+WINDOW_STEPS = 10
+WARM_STEPS = 3  # left out of the times
+NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """Rewards are sampled ones; times are medians over steps, in seconds; shares are means."""
+
+    kind: str
+    seed: int
+    reward_first: float
+    reward_last: float
+    greedy_after: float
+    step_s: float
+    run_s: float
+    engine_idle_share: float
+    max_staleness: float
+    share_sum_error: float
+    shares: dict[str, float]
+
+
+def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> RunFigures:
+    """One run in a process of its own. Raises CalledProcessError if it fails."""
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "examples" / "train_grpo.py"),
+            "mode=async",
+            f"producer={KINDS[kind]}",
+            f"seed={seed}",
+            "logger=quiet",
+            f"hydra.run.dir={directory}",
+            *overrides,
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    rows = read_jsonl(directory / f"seed_{seed}" / "metrics.jsonl")
+    return figures_of(kind, seed, rows)
+
+
+def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFigures:
+    """From the metrics that the run left."""
+    steps = [row for row in rows if "reward" in row]
+    timed = steps[WARM_STEPS:] or steps
+    greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
+    sums = [sum(v for k, v in row.items() if k.startswith("timing_share/")) for row in steps]
+    return RunFigures(
+        kind=kind,
+        seed=seed,
+        reward_first=fmean(row["reward"] for row in steps[:WINDOW_STEPS]),
+        reward_last=fmean(row["reward"] for row in steps[-WINDOW_STEPS:]),
+        greedy_after=greedy[-1],
+        step_s=median(row["timing_s/step"] for row in timed),
+        run_s=sum(row["timing_s/step"] for row in steps),
+        engine_idle_share=fmean(row["engine/idle_share"] for row in timed),
+        max_staleness=max(row["policy_staleness/max"] for row in steps),
+        share_sum_error=max(abs(total - 1.0) for total in sums),
+        shares={name: fmean(row[f"timing_share/{name}"] for row in timed) for name in SHARES},
+    )
+
+
+def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The 90% interval of the mean of per-seed differences."""
+    rng = np.random.default_rng(0)
+    draws = rng.choice(differences, size=(NUM_RESAMPLES, len(differences))).mean(axis=1)
+    low, high = np.quantile(draws, [0.05, 0.95])
+    return float(low), float(high)
+
+
+def table_of(figures: Sequence[RunFigures]) -> Table:
+    """A row per run."""
+    table = Table(title="GRPO on palindrome_generation, engine and trainer in two processes")
+    heads = ("", "seed", "reward first", "last", "greedy", "s/step", "engine idle", "lag", "sum-1")
+    for head in (*heads, *SHARES):
+        table.add_column(head, justify="right")
+    for run in figures:
+        values = (run.reward_first, run.reward_last, run.greedy_after, run.step_s)
+        table.add_row(
+            run.kind,
+            str(run.seed),
+            *(f"{value:.3f}" for value in values),
+            f"{run.engine_idle_share:.0%}",
+            f"{run.max_staleness:.0f}",
+            f"{run.share_sum_error:.0e}",
+            *(f"{run.shares[name]:.0%}" for name in SHARES),
+        )
+    return table
+
+
+def summary_of(figures: Sequence[RunFigures]) -> dict[str, object]:
+    """The two kinds compared, seed by seed."""
+    by_kind = {k: [run for run in figures if run.kind == k] for k in KINDS}
+    pairs = list(zip(by_kind["asynchronous"], by_kind["by turns"], strict=True))
+    differences = [a.reward_last - b.reward_last for a, b in pairs]
+    return {
+        "mean_reward_difference": fmean(differences),
+        "bootstrap_90": bootstrap_interval(differences),
+        "speedup": median(b.step_s / a.step_s for a, b in pairs),
+    }
+
+
+def main() -> None:
+    """Run all, print the table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=None, help="write JSON here")
+    parser.add_argument("overrides", nargs="*", help="of train_grpo's config")
+    arguments = parser.parse_args()
+    console, figures = Console(width=160), []
+    with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
+        task = progress.add_task("runs", total=2 * arguments.seeds)
+        for seed in range(arguments.seeds):
+            for kind in KINDS:
+                where = Path(directory) / KINDS[kind]
+                figures.append(run_job(kind, seed, where, arguments.overrides))
+                progress.advance(task)
+    summary = summary_of(figures)
+    console.print(table_of(figures))
+    console.print(summary)
+    if arguments.output is not None:
+        result = {"summary": summary, "runs": [asdict(run) for run in figures]}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
