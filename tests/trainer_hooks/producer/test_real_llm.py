@@ -131,7 +131,7 @@ async def train(
 def test_no_token_of_real_engines_is_older_than_the_bound(size: int) -> None:
     if size == 2 and not IS_LONG:
         pytest.skip("one engine is enough for the quick suite")
-    num_batches = 12 if IS_LONG else 3
+    num_batches = 8 // size if IS_LONG else 3
     slows = ("generation", "reward", "training") if IS_LONG else ("generation",)
     seen: dict[int, Counter[int]] = {}
 

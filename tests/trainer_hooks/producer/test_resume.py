@@ -1,4 +1,4 @@
-"""A producer killed at any moment and resumed from a checkpoint trains each prompt once an epoch."""
+"""A producer killed at any moment and resumed trains each prompt once an epoch."""
 
 from __future__ import annotations
 
