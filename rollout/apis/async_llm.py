@@ -43,7 +43,9 @@ class AsyncLLM:
     manager: leaving it ends all processes.
 
     `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
-    on all engines, and return when the last one has confirmed.
+    on all engines, and return when the last one has confirmed. `coordinator_options`: further
+    arguments of DataParallelInferenceCoordinator, such as schedule_output_path, deterministic_mode
+    or limits.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class AsyncLLM:
         data_parallel_size: int = 1,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
+        coordinator_options: Mapping[str, Any] | None = None,
         weights_version: int = 0,
     ) -> None:
         """Raises ConfigError, ModelError and whatever else keeps a process from starting."""
@@ -73,6 +76,7 @@ class AsyncLLM:
             data_parallel_size=data_parallel_size,
             host=coordinator_host,
             port=coordinator_port,
+            options=coordinator_options,
         )
         self._seed = recipe.config.seed
         self._publisher = WeightPublisher()

@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -20,6 +20,7 @@ from typing import Any
 from rollout.apis.engine_process import run_engine
 from rollout.config import InferenceConfig
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.routing.policies import find_policy
 from rollout.errors import ConfigError, EngineStateError
 from rollout.text import Tokenizer
 
@@ -49,13 +50,22 @@ class FleetProcesses:
         data_parallel_size: int,
         host: str | None = None,
         port: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        """`options`: further arguments of DataParallelInferenceCoordinator."""
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
         self._processes: list[BaseProcess] = []
         try:
             # All at once: most of a start is imports, which need no address.
-            coordinator = self._spawn_coordinator(recipe, data_parallel_size, host, port)
+            arguments = _arguments_for_coordinator(recipe.config, options or {})
+            arguments |= {
+                "data_parallel_size": data_parallel_size,
+                "tokenizer": recipe.tokenizer,
+                "inference_coordinator_port": port,
+                **({} if host is None else {"host": host}),
+            }
+            coordinator = self._spawn("coordinator", _coordinator_process, (arguments,))
             engines = self._spawn_engines(recipe, data_parallel_size)
             with coordinator:
                 self.address = str(_word_of("the coordinator", coordinator))
@@ -74,20 +84,6 @@ class FleetProcesses:
     def pids(self) -> list[int]:
         """The coordinator's process, then those of the engines."""
         return [process.pid for process in self._processes if process.pid is not None]
-
-    def _spawn_coordinator(
-        self, recipe: EngineRecipe, data_parallel_size: int, host: str | None, port: int | None
-    ) -> Connection:
-        config = recipe.config
-        arguments = {
-            "data_parallel_size": data_parallel_size,
-            "tokenizer": recipe.tokenizer,
-            "inference_coordinator_port": port,
-            "block_size_tokens": config.block_size_tokens,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            **({} if host is None else {"host": host}),
-        }
-        return self._spawn("coordinator", _coordinator_process, (arguments,))
 
     def _spawn_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
         threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
@@ -136,6 +132,24 @@ class FleetProcesses:
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _arguments_for_coordinator(
+    config: InferenceConfig, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the engines' config says, and `options`. Raises ConfigError."""
+    policy = options.get(
+        "prefix_caching_coordinator_policy", config.prefix_caching_coordinator_policy
+    )
+    if type(policy) is str:
+        # Looked up here: what this process has registered is unknown in another one.
+        policy = find_policy(policy)
+    return {
+        "block_size_tokens": config.block_size_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        **options,
+        "prefix_caching_coordinator_policy": policy,
+    }
 
 
 def _word_of(who: str, pipe: Connection) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,12 +59,14 @@ class LLM:
         data_parallel_size: int = 1,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
+        coordinator_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not use_coordinator:
             for name, value, default in (
                 ("data_parallel_size", data_parallel_size, 1),
                 ("coordinator_host", coordinator_host, None),
                 ("coordinator_port", coordinator_port, None),
+                ("coordinator_options", coordinator_options, None),
                 _routing_policy(inference_config),
             ):
                 if value != default:
@@ -79,6 +81,7 @@ class LLM:
                     data_parallel_size=data_parallel_size,
                     coordinator_host=coordinator_host,
                     coordinator_port=coordinator_port,
+                    coordinator_options=coordinator_options,
                     weights_version=weights_version,
                 )
             )
