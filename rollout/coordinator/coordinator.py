@@ -167,7 +167,7 @@ class DataParallelInferenceCoordinator:
                 ready = self._wait(poller)
                 if sentinel in ready or self._is_adopted():
                     self.stop("the coordinator's parent has gone")
-                if self._waker in ready:
+                if self._waker.fileno() in ready:
                     self._waker.drain()
                 self._turn(has_frames=self._router.socket in ready)
         except Exception:

@@ -43,12 +43,12 @@ def params(seed: int, num_tokens: int = 20, **changes: Any) -> SamplingParams:
 
 
 def with_fleet(
-    size: int, work: Callable[[AsyncLLM], Awaitable[None]], config: InferenceConfig = CONFIG
+    size: int, work: Callable[[AsyncLLM], Awaitable[None]], *, tokenizer: Any = None
 ) -> None:
     """Do `work` with an AsyncLLM of `size` engines."""
 
     async def run() -> None:
-        async with AsyncLLM(directory(), None, config, data_parallel_size=size) as llm:
+        async with AsyncLLM(directory(), tokenizer, CONFIG, data_parallel_size=size) as llm:
             await asyncio.wait_for(work(llm), DEADLINE_S)
 
     asyncio.run(run())

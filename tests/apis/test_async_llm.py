@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +22,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
 from tests.apis.fleets import CONFIG, directory, params, until, weights, with_fleet
 from tests.apis.history_oracle import HistoryOracle
-from tests.tiny_models import prompt_of
+from tests.tiny_models import VOCAB_SIZE, prompt_of
 
 pytestmark = pytest.mark.distributed
 
@@ -90,6 +93,37 @@ def test_tokens_stream_as_they_come_and_what_nobody_waits_for_is_aborted() -> No
 
 async def num_is(llm: AsyncLLM, count: int) -> bool:
     return await num_running(llm) == count
+
+
+class LetterTokenizer:
+    """One token per character."""
+
+    eos_id = bos_id = None
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+def test_an_idle_fleet_leaves_the_processor_alone() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        request = await llm.generate("abc", params(1))
+        assert request.generated_text == llm.tokenizer.decode(request.generated_tokens)
+        await until(lambda: num_is(llm, 0), "the engine is idle")
+        before = [processor_seconds(pid) for pid in llm._fleet.pids]
+        await asyncio.sleep(2)
+        used = [processor_seconds(pid) - b for pid, b in zip(llm._fleet.pids, before, strict=True)]
+        assert max(used) < 0.1, used
+
+    with_fleet(1, work, tokenizer=LetterTokenizer())
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_stream_comes_in_pieces_of_the_interval() -> None:

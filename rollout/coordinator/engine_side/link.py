@@ -177,7 +177,7 @@ class EngineLink:
         left_s = session.due_at - time.monotonic()
         timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
         ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
-        if self._waker in ready:
+        if self._waker.fileno() in ready:  # how a poller names what is no ZeroMQ socket
             self._waker.drain()
         session.turn(ready.get(session.socket, 0))
 
