@@ -19,7 +19,7 @@ from rollout import AsyncLLM, DynamicInferenceRequest, WeightUpdateError
 from tests.apis.engine_children import engine_child
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle, num_resumed
-from tests.tiny_models import Margins, prompt_of
+from tests.tiny_models import IS_LONG, Margins, prompt_of
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -202,15 +202,19 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
     fleet.run(work)
 
 
-def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(fleet: Fleet) -> None:
+@pytest.mark.parametrize("when", ["dies after its vote", "dies at the commit"][: 1 + IS_LONG])
+def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(
+    fleet: Fleet, when: str
+) -> None:
     async def work(llm: AsyncLLM) -> None:
         version = llm.weights_version + 1
         load = Load(llm, width=3, num_tokens=60, rest_s=0.5)
-        with engine_child(llm.address, directory(), CONFIG, "dies after its vote") as child:
+        with engine_child(llm.address, directory(), CONFIG, when) as child:
             await child.word("work")
             # The decision must not come before the death: it waits for this one's vote.
             slow = llm._fleet.pids[1]
-            os.kill(slow, signal.SIGSTOP)
+            if when == "dies after its vote":
+                os.kill(slow, signal.SIGSTOP)
             try:
                 updated = asyncio.ensure_future(update(llm, version))
                 assert await child.death() == -signal.SIGKILL
