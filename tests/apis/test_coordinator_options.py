@@ -58,6 +58,7 @@ def test_a_policy_that_this_process_registered_routes_in_the_coordinators(tmp_pa
     assert [record["rank_index"] for record in schedule["records"]] == [1] * 6
 
 
+@pytest.mark.slow
 def test_equal_prompts_go_to_the_engine_that_knows_them(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     schedule = routed(path, "longest_prefix", enable_prefix_caching=True)

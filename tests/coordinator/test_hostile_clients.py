@@ -62,6 +62,7 @@ def answered_s(line: Line, sequence: int) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_texts_of_clients_that_have_left_are_not_kept() -> None:
     """They come, submit what is slow to tokenize, leave, and come again."""
     text, num_rounds = "a" * 500_000, 200
@@ -124,6 +125,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
     assert after - before < 48
 
 
+@pytest.mark.slow
 def test_a_message_of_many_large_parts_is_dropped_and_its_memory_given_back() -> None:
     """Each part is of a legal size; a message of ours has one."""
     with (

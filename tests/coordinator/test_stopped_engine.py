@@ -187,6 +187,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
         margins.compare_with_oracle(model, request)
 
 
+@pytest.mark.slow
 def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     tmp_path: Path,
 ) -> None:

@@ -39,7 +39,13 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(directory / "metrics.jsonl") if "reward" in row]
 
 
-@pytest.mark.parametrize(("bound", "mode"), [(0, "suspend"), (2, "in_flight")])
+@pytest.mark.parametrize(
+    ("bound", "mode"),
+    [
+        pytest.param(0, "suspend", marks=pytest.mark.slow),
+        (2, "in_flight"),
+    ],
+)
 def test_async_grpo_keeps_its_bound_accounts_for_all_its_time_and_leaves_a_policy(
     tmp_path: Path, bound: int, mode: str
 ) -> None:

@@ -118,6 +118,7 @@ def num_moved(requests: Iterable[DynamicInferenceRequest]) -> int:
     return sum(num_resumed(request) > 0 for request in requests)
 
 
+@pytest.mark.slow
 def test_an_engine_from_a_shell_joins_and_leaves_while_updates_go_on(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version, joined_at = llm.weights_version, 0
@@ -179,6 +180,7 @@ def test_what_one_engine_refuses_no_engine_takes(fleet: Fleet) -> None:
     fleet.run(work)
 
 
+@pytest.mark.slow
 def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committed(
     fleet: Fleet,
 ) -> None:
