@@ -168,4 +168,6 @@ def decode_error(encoded: Mapping[str, Any]) -> RolloutError:
         return RemoteError(type_name, message, is_transient=is_transient)
     if issubclass(error_type, ContextOverflowError):
         return error_type(encoded.get("request_id"), message, is_transient=is_transient)
-    return error_type(message)
+    error = error_type(message)
+    error.is_transient = is_transient or error.is_transient
+    return error

@@ -32,7 +32,6 @@ NUM_STEPS = "trainer.num_steps"
 CHECKPOINTS = "trainer.checkpoint_interval"
 GRAD_NORM = "trainer.max_grad_norm"
 STALENESS = "producer.max_staleness_versions"
-SYNC_INTERVAL = "weight_sync.interval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,6 @@ ALIASES = (
     _same("TRL", "max_grad_norm", GRAD_NORM),
     _same("TRL", "save_steps", CHECKPOINTS),
     _same("TRL", "max_staleness", STALENESS),
-    _same("TRL", "weight_sync_steps", SYNC_INTERVAL),
     # verl
     _same("verl", _verl("rollout.n"), GROUP_SIZE),
     _same("verl", _verl("rollout.temperature"), TEMPERATURE),
@@ -192,7 +190,6 @@ ALIASES = (
     _same("verl", "trainer.save_freq", CHECKPOINTS),
     _same("verl", "trainer.project_name", "logger.wandb_project"),
     _same("verl", "trainer.experiment_name", "run_name"),
-    _same("verl", "async_training.trigger_parameter_sync_step", SYNC_INTERVAL),
     # Megatron-LM
     _same("Megatron-LM", "grpo_group_size", GROUP_SIZE),
     _same("Megatron-LM", "grpo_prompts_per_step", GROUPS_PER_STEP),

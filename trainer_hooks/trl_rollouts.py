@@ -102,7 +102,5 @@ def _as_output(requests: Sequence[DynamicInferenceRequest]) -> dict[str, list[li
     return {
         "prompt_ids": [request.prompt_tokens.tolist() for request in requests],
         "completion_ids": [list(request.generated_tokens) for request in requests],
-        "logprobs": [
-            torch.as_tensor(request.generated_log_probs).tolist() for request in requests
-        ],
+        "logprobs": [torch.as_tensor(request.generated_log_probs).tolist() for request in requests],
     }

@@ -108,6 +108,7 @@ class LetterTokenizer:
         return "".join(chr(i) for i in ids)
 
 
+@pytest.mark.slow
 def test_an_idle_fleet_leaves_the_processor_alone() -> None:
     async def work(llm: AsyncLLM) -> None:
         request = await llm.generate("abc", params(1))
@@ -179,6 +180,7 @@ def test_what_a_shutdown_cuts_short_says_so_and_nothing_else_is_said(
     assert not [text for text in loud if "never retrieved" in text]
 
 
+@pytest.mark.slow
 def test_each_engine_has_weights_of_its_own() -> None:
     """Also where a model of ours is given, which an engine in this process would take as it is."""
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rollout import AsyncLLM, ConfigError, InferenceConfig, SamplingParams
-from rollout.coordinator.routing.policies import RoundRobinPolicy, register_policy
+from rollout.coordinator.routing import policies
+from rollout.coordinator.routing.policies import RoundRobinPolicy
 from tests.apis.test_every_llm import directory
 from tests.tiny_models import prompt_of
 
 PARAMS = SamplingParams(num_tokens_to_generate=2)
 
 
-@register_policy("last_first")
 class LastFirst(RoundRobinPolicy):
     """The engine of the highest rank, always."""
 
@@ -51,7 +51,11 @@ def routed(path: Path, policy: str, **config: Any) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_a_policy_that_this_process_registered_routes_in_the_coordinators(tmp_path: Path) -> None:
+def test_a_policy_that_this_process_registered_routes_in_the_coordinators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "_FACTORIES", dict(policies._FACTORIES))
+    policies.register_policy("last_first")(LastFirst)
     schedule = routed(tmp_path / "schedule.json", "last_first")
     assert (schedule["data_parallel_size"], schedule["num_requests"]) == (2, 6)
     assert schedule["policy"].endswith("LastFirst")

@@ -248,7 +248,7 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_kernel_compiles_for_an_h100_within_its_memory(shard: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -28,8 +28,14 @@ LADDER = Ladder(
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"enable_chunked_prefill": True, "max_tokens": 16}],
-    ids=["eager prefill", "captured prefill"],
+    [
+        pytest.param({}, id="eager prefill"),
+        pytest.param(
+            {"enable_chunked_prefill": True, "max_tokens": 16},
+            id="captured prefill",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_tokens_are_those_of_the_trainers_model(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]

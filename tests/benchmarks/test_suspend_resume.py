@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.suspend_resume import main
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_page_json_and_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     main(["--small", "--output", str(tmp_path), "--plot", str(plot)])

@@ -88,6 +88,7 @@ def test_texts_of_clients_that_have_left_are_not_kept() -> None:
     assert after - before < 48
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_nobody() -> None:
     """It has many kept replies, does not read them, and asks for them again and again."""
     limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)

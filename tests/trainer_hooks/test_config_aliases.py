@@ -98,7 +98,6 @@ def loaded(*arguments: str, **values: Any) -> Job:
         ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.advantage_normalization", "none"),
         ("data.train_batch_size=12", "algorithm.groups_per_step", 12),
         ("trainer.experiment_name=x", "run_name", "x"),
-        ("async_training.trigger_parameter_sync_step=2", "weight_sync.interval", 2),
         ("grpo_group_size=4", "algorithm.group_size", 4),
         ("grpo_clamp_eps_lower=0.1", "algorithm.loss.epsilon_low", 0.1),
         ("grpo_clamp_eps_upper=0.4", "algorithm.loss.epsilon_high", 0.4),

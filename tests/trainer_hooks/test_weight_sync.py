@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, WeightUpdateError
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
 from trainer_hooks import InProcessWeightSync
 
@@ -56,3 +57,29 @@ def test_apush_awaits_an_asynchronous_llm_and_takes_a_synchronous_one() -> None:
 def test_a_refusal_of_the_engine_passes_through() -> None:
     with pytest.raises(EngineStateError, match="RUNNING"):
         InProcessWeightSync(FakeLLM(EngineState.RUNNING)).push(nn.Linear(1, 1))
+
+
+class LosesAnEngine(FakeLLM):
+    """The first update ends since an engine is lost in it; so do all if `how_often` is above 1."""
+
+    def __init__(self, how_often: int, *, is_transient: bool = True) -> None:
+        super().__init__(EngineState.SUSPENDED)
+        self.left, self.is_transient = how_often, is_transient
+
+    def update_weights(self, named_tensors: Any, version: int | None = None) -> Any:
+        if self.left:
+            self.left -= 1
+            error = WeightUpdateError("rank 1 was lost before its vote")
+            error.is_transient = self.is_transient
+            raise error
+        return super().update_weights(named_tensors, version)
+
+
+def test_an_update_that_lost_an_engine_is_tried_once_more() -> None:
+    module = nn.Linear(2, 3)
+    assert InProcessWeightSync(LosesAnEngine(1)).push(module, version=8).version == 8
+    llm = LosesAnEngine(1)
+    assert asyncio.run(InProcessWeightSync(llm).apush(module, version=8)).version == 8
+    for llm in (LosesAnEngine(2), LosesAnEngine(1, is_transient=False)):
+        with pytest.raises(WeightUpdateError, match="rank 1"):
+            InProcessWeightSync(llm).push(module, version=8)

@@ -204,6 +204,7 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
     fleet.run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["dies after its vote", "dies at the commit"][: 1 + IS_LONG])
 def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(
     fleet: Fleet, when: str

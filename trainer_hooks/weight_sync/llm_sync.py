@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from rollout.errors import WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 
 NamedParameters = nn.Module | NamedTensors
@@ -38,20 +39,36 @@ class LLMWeightSync:
         `named_parameters`: a module (a transformers model, say), its `named_parameters()`, or a
         mapping of names to tensors. They are read only, and not kept.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one.
+        misshapen or not finite, or if `version` is not above the current one. An update that ended
+        since an engine was lost is tried once more, with those that are left.
         """
-        report: WeightUpdateReport = self._llm.update_weights(
-            _detached(named_parameters), version=version, **self._how
-        )
+        tensors, how = _detached(named_parameters), {"version": version, **self._how}
+        report: WeightUpdateReport
+        try:
+            report = self._llm.update_weights(tensors, **how)
+        except WeightUpdateError as error:
+            if not error.is_transient:
+                raise
+            report = self._llm.update_weights(tensors, **how)
         return report
 
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
         """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
-        report = self._llm.update_weights(_detached(named_parameters), version=version, **self._how)
-        committed: WeightUpdateReport = await report if inspect.isawaitable(report) else report
-        return committed
+        tensors, how = _detached(named_parameters), {"version": version, **self._how}
+        report: WeightUpdateReport
+        try:
+            report = await _result(self._llm.update_weights(tensors, **how))
+        except WeightUpdateError as error:
+            if not error.is_transient:
+                raise
+            report = await _result(self._llm.update_weights(tensors, **how))
+        return report
+
+
+async def _result(report: Any) -> Any:
+    return await report if inspect.isawaitable(report) else report
 
 
 def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]]:

@@ -67,6 +67,7 @@ class WeightCommit(Operation):
             error = WeightUpdateError(
                 f"rank {engine.rank} was lost before its vote; the serving weights are kept"
             )
+            error.is_transient = True  # the others may take the same weights
             return self._roll_back(WireError.of(error), now)
         return super().lost(engine, now)
 
