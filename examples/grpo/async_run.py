@@ -104,17 +104,7 @@ async def open_async_run(
 
     The engines' processes end with it, whatever ends it.
     """
-    root = directory / "checkpoints"
-    if settings.resume != "auto" or find_checkpoint(root) is None:
-        _begin(directory, settings, seed)
-    checkpoint = find_checkpoint(root)
-    assert checkpoint is not None, "a run that was begun has one"
-    torch.set_num_threads(settings.trainer.num_threads)
-    torch.manual_seed(seed)
-    learner = make_learner(AutoModelForCausalLM.from_pretrained(checkpoint), settings, checkpoint)
-    state = read_trainer_state(checkpoint)
-    if state.step:  # before the first step the optimizer is a new one, of whatever learner
-        load_checkpoint(checkpoint, learner.optimizer)
+    checkpoint, learner, state = _resume(directory, settings, seed, make_learner)
     versions = WeightsVersionCounter(directory / "weights_version", floor=state.weights_version)
     task, tokenizer = PalindromeTask(settings.task), AutoTokenizer.from_pretrained(checkpoint)
     first_problem = state.prompts["position"]
@@ -158,6 +148,24 @@ async def open_async_run(
                     view=view,
                     stop=stop,
                 )
+
+
+def _resume(
+    directory: Path, settings: JobSettings, seed: int, make_learner: MakeLearner
+) -> tuple[Path, Learner, TrainerState]:
+    """The newest checkpoint, with its learner and state; a run that has none is begun first."""
+    root = directory / "checkpoints"
+    if settings.resume != "auto" or find_checkpoint(root) is None:
+        _begin(directory, settings, seed)
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None, "a run that was begun has one"
+    torch.set_num_threads(settings.trainer.num_threads)
+    torch.manual_seed(seed)
+    learner = make_learner(AutoModelForCausalLM.from_pretrained(checkpoint), settings, checkpoint)
+    state = read_trainer_state(checkpoint)
+    if state.step:  # before the first step the optimizer is a new one, of whatever learner
+        load_checkpoint(checkpoint, learner.optimizer)
+    return checkpoint, learner, state
 
 
 def _begin(directory: Path, settings: JobSettings, seed: int) -> None:

@@ -257,6 +257,7 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
     assert torch.equal(captured.logprobs_S, expected.logprobs_S)
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_an_h100_within_its_shared_memory(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
