@@ -133,7 +133,7 @@ class ScriptedRouter:
         self._do(lambda: self._router.send_multipart([self._latest, *frames]))
 
     def vanish(self) -> None:
-        self._do(lambda: self._router.close(linger=0))
+        self._do(lambda: self._router.close())
 
     def come_back(self) -> None:
         """With another socket on the same port; all peers are strangers to it."""
@@ -142,6 +142,9 @@ class ScriptedRouter:
             self._known.clear()
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, 0)  # it drops what is above
+            # Before it binds: a connection that is lost while the socket closes waits for as long
+            # as was said when it was made, for ever if nothing was.
+            self._router.setsockopt(zmq.LINGER, 0)
             deadline = time.monotonic() + BOUND_S
             while True:
                 try:
@@ -181,7 +184,7 @@ class ScriptedRouter:
             elif self._router.poll(2):
                 self._take()
         if self._router is not None:
-            self._router.close(linger=0)
+            self._router.close()
 
     def _take(self) -> None:
         identity, *frames = self._router.recv_multipart()

@@ -72,6 +72,7 @@ class Line:
     ) -> None:
         self.peer = peer
         self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
         if server_public is not None:
             public, secret = zmq.curve_keypair()
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
@@ -140,7 +141,7 @@ def lines(address: str, num_engines: int = 2) -> Iterator[tuple[Line, list[Line]
         until(lambda: all(line.peer.rank is not None for line in engines), *engines)
         yield client, engines
     finally:
-        context.destroy(linger=0)
+        context.destroy()
 
 
 def hostile_frames() -> list[bytes]:
@@ -228,11 +229,12 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() ->
             fake = client.peer
             assert isinstance(fake, FakeClient)
             stranger = zmq.Context.instance().socket(zmq.DEALER)
+            stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(coordinator.address)
             stranger.send(b"x" * 20_000)
             client.send(fake.submission([3]))
             until(lambda: fake.asked[0].replies, client, *engines)
-            stranger.close(linger=0)
+            stranger.close()
     finally:
         coordinator.stop()
         thread.join(WAIT_S)
@@ -313,7 +315,7 @@ def test_a_peer_of_another_protocol_version_is_told_so() -> None:
         assert isinstance(nack, Nack)
         assert "protocol" in str(nack.error.message)
     finally:
-        context.destroy(linger=0)
+        context.destroy()
         coordinator.stop()
         thread.join(WAIT_S)
 
@@ -353,6 +355,6 @@ def test_with_keys_only_those_who_know_the_public_one_are_heard() -> None:
         assert not outsider.peer.seen
         assert coordinator.counters.num_frames == 1
     finally:
-        context.destroy(linger=0)
+        context.destroy()
         coordinator.stop()
         thread.join(WAIT_S)
