@@ -1,6 +1,6 @@
 """Every attention kernel as the engine launches it, for compiling without a device.
 
-`python -m tests.backends.aot_attention SHARD NUM_SHARDS` compiles a share of them for an H100 and
+`python -m tests.backends.aot_attention DTYPE` compiles those of a model's dtype for an H100 and
 prints what memory each uses as JSON. It must run where TRITON_INTERPRET is not set.
 """
 
@@ -56,18 +56,17 @@ class Configuration(NamedTuple):
         return " ".join(map(str, (self.kernel.__name__, *values)))
 
 
-def configurations() -> Iterator[Configuration]:
-    """What the dtypes, head dims and group sizes up to 64 can make the engine launch."""
-    for dtype in DTYPES:
-        for head_dim in HEAD_DIMS:
-            yield from append_configurations(dtype, head_dim)
-            yield from attention_configurations(dtype, head_dim)
-            constexprs = {
-                "HEAD_DIM": head_dim,
-                "BLOCK_D": triton.next_power_of_2(head_dim),
-                "BLOCK_S": MAX_SPLITS,
-            }
-            yield configuration(reduce_splits_kernel, dtype, constexprs, {"num_warps": 4})
+def configurations(dtype: str) -> Iterator[Configuration]:
+    """What the head dims and group sizes up to 64 can make the engine launch."""
+    for head_dim in HEAD_DIMS:
+        yield from append_configurations(dtype, head_dim)
+        yield from attention_configurations(dtype, head_dim)
+        constexprs = {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_S": MAX_SPLITS,
+        }
+        yield configuration(reduce_splits_kernel, dtype, constexprs, {"num_warps": 4})
 
 
 def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
@@ -135,10 +134,10 @@ def usage(compiled: Any) -> dict[str, int]:
     return {"shared": compiled.metadata.shared, "stack": stack}
 
 
-def main(shard: int, num_shards: int) -> None:
-    cases = list(configurations())[shard::num_shards]
+def main(dtype: str) -> None:
+    cases = configurations(dtype)
     print(json.dumps({case.name: usage(compile_for_h100(case)) for case in cases}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1])

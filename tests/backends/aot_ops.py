@@ -1,12 +1,14 @@
 """Every kernel of TritonOps as the engine launches it, for compiling without a device.
 
-`python -m tests.backends.aot_ops` compiles them for an H100 and prints the bytes of shared memory
-of each as JSON. It must run where TRITON_INTERPRET is not set.
+`python -m tests.backends.aot_ops SHARE` compiles those of a model's dtype, or all others, for an
+H100 and prints the bytes of shared memory of each as JSON. It must run where TRITON_INTERPRET is
+not set.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -57,13 +59,16 @@ class Configuration(NamedTuple):
     options: dict[str, int]
 
 
-def configurations() -> Iterator[Configuration]:
-    """What the three dtypes, hidden sizes up to 16384 and VOCABULARIES can make it launch."""
-    for dtype in ("bf16", "fp16", "fp32"):
-        yield from norm_configurations(dtype, block=4096)
-        yield configuration(layers.silu_mul_kernel, dtype, BLOCK=layers.SILU_BLOCK)
-        yield from chunk_configurations(dtype)
-        yield from row_configurations(dtype, VOCABULARIES[0])
+def configurations(dtype: str) -> Iterator[Configuration]:
+    """What a model of this dtype can make it launch, at one hidden size and one vocabulary."""
+    yield from norm_configurations(dtype, block=4096)
+    yield configuration(layers.silu_mul_kernel, dtype, BLOCK=layers.SILU_BLOCK)
+    yield from chunk_configurations(dtype)
+    yield from row_configurations(dtype, VOCABULARIES[0])
+
+
+def other_configurations() -> Iterator[Configuration]:
+    """Of hidden sizes up to 16384, the other VOCABULARIES, and weights' fingerprints."""
     for block in (64, 1024, 16_384):
         yield from norm_configurations("bf16", block=block)
     for vocabulary in VOCABULARIES[1:]:
@@ -141,13 +146,13 @@ def shared_memory_bytes(config: Configuration) -> int:
     return int(triton.compile(source, target=H100, options=config.options).metadata.shared)
 
 
-def main() -> None:
+def main(share: str) -> None:
     sizes = {}
-    for config in configurations():
+    for config in other_configurations() if share == "others" else configurations(share):
         name = f"{config.kernel.__name__}({config.signature}, {config.constexprs})"
         sizes[name] = shared_memory_bytes(config)
     print(json.dumps(sizes))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

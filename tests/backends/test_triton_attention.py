@@ -84,8 +84,8 @@ def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_splits: int | None)
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
 def test_every_number_of_splits_gives_the_same(num_splits: int) -> None:
     """Contexts of one context tile and less than a tile per split included."""
-    contexts = (2, 31, 32, 33, 64, 65, 127, 300)
-    mix = Mix(decode=contexts, num_padding_rows=1, group_size=2, num_kv_heads=2)
+    contexts = (2, 31, 32, 33, 65, 300)
+    mix = Mix(decode=contexts, num_padding_rows=1, group_size=2, num_kv_heads=1)
     assert_as_the_reference(mix, num_splits)
 
 
@@ -248,16 +248,18 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_every_kernel_compiles_for_an_h100_within_its_memory(shard: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))]
+)
+def test_every_kernel_compiles_for_an_h100_within_its_memory(dtype: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.backends.aot_attention", str(shard), "2"]
+    command = [sys.executable, "-m", "tests.backends.aot_attention", dtype]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     usage = json.loads(done.stdout)
-    assert len(usage) > 30
+    assert len(usage) > 20
     assert max(use["shared"] for use in usage.values()) <= SHARED_MEMORY_BYTES
     assert max(use["stack"] for use in usage.values()) <= SPILLED_BYTES

@@ -257,15 +257,24 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
     assert torch.equal(captured.logprobs_S, expected.logprobs_S)
 
 
-@pytest.mark.slow
-def test_every_kernel_compiles_for_an_h100_within_its_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "num_kernels"),
+    [
+        ("bf16", 9),
+        *(pytest.param(name, 9, marks=pytest.mark.slow) for name in ("fp16", "fp32")),
+        pytest.param("others", 30, marks=pytest.mark.slow),
+    ],
+)
+def test_every_kernel_compiles_for_an_h100_within_its_shared_memory(
+    share: str, num_kernels: int, tmp_path: Path
+) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.backends.aot_ops"]
+    command = [sys.executable, "-m", "tests.backends.aot_ops", share]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     shared_memory_bytes = json.loads(done.stdout)
-    assert len(shared_memory_bytes) > 20
+    assert len(shared_memory_bytes) >= num_kernels
     assert max(shared_memory_bytes.values()) <= MAX_SHARED_MEMORY_BYTES

@@ -23,8 +23,7 @@ from trainer_hooks.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
-NUM_KILLS = 10 if IS_LONG else 2
-STEPS_PER_LIFE = 5
+NUM_KILLS, STEPS_PER_LIFE = (10, 5) if IS_LONG else (1, 3)
 
 
 def start_job(directory: Path, num_steps: int, *arguments: str) -> subprocess.Popen[str]:
@@ -72,7 +71,7 @@ def engine_pids(trainer: int) -> list[int]:
 def test_a_killed_job_trains_every_prompt_once_and_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "train_grpo" / "demo" / "seed_0"
     rng, num_steps = random.Random(7), (NUM_KILLS + 1) * STEPS_PER_LIFE
-    kinds = [("engine", "trainer", "both")[i % 3] for i in range(NUM_KILLS)]
+    kinds = [("both", "engine", "trainer")[i % 3] for i in range(NUM_KILLS)]
     victims = Counter[str]()
     job = start_job(tmp_path, num_steps)
     for number, kind in enumerate(kinds):
