@@ -23,7 +23,7 @@ from trainer_hooks.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
-NUM_KILLS, STEPS_PER_LIFE = (10, 5) if IS_LONG else (1, 3)
+NUM_KILLS, STEPS_PER_LIFE = (10, 5) if IS_LONG else (2, 2)
 
 
 def start_job(directory: Path, num_steps: int, *arguments: str) -> subprocess.Popen[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,21 +112,30 @@ def run(script: Script, test: Callable[[InferenceClient, ScriptedRouter], Awaita
         assert client.socket.closed
         assert not client.completion_futures
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with ScriptedRouter(script) as router:
-            num_threads = threading.active_count()
-            asyncio.run(started(router))
-            assert threading.active_count() == num_threads
-        gc.collect()
+    with leaving_no_warning(), ScriptedRouter(script) as router:
+        num_threads = threading.active_count()
+        asyncio.run(started(router))
+        assert threading.active_count() == num_threads
     assert reports == []
 
 
 def run_alone(test: Coroutine[Any, Any, None]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with leaving_no_warning():
         asyncio.run(test)
-        gc.collect()
+
+
+@contextlib.contextmanager
+def leaving_no_warning() -> Iterator[None]:
+    """A warning is an error, also of what is collected at the end. Nothing is before, so that all
+    of the test is young then: to look at every object of the process takes half a second."""
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+            gc.collect(0)
+    finally:
+        gc.enable()
 
 
 async def heard(router: ScriptedRouter, message_type: type, num: int = 1) -> list[Any]:
@@ -593,7 +603,7 @@ def test_futures_that_nobody_looks_at_warn_nobody():
         client.add_request([1], PARAMS)
         await heard(router, Command, 4)
         await asyncio.sleep(0.1)
-        gc.collect()
+        gc.collect(0)
 
     run(politely(script), test)
 
