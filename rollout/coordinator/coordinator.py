@@ -10,7 +10,6 @@ import os
 import signal
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -226,18 +225,18 @@ class DataParallelInferenceCoordinator:
                 self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        if not outgoing:
-            return
-        waiting = deque(outgoing)
+        waiting = outgoing
         while waiting:
-            identity, message = waiting.popleft()
-            fault = None
-            try:
-                if self._router.send(identity, encode(message, self._max_frame_bytes)):
-                    continue
-            except ProtocolError as error:
-                fault = error
-            waiting.extend(self._core.undelivered(identity, message, fault, now))
+            failed = []
+            for identity, message in waiting:
+                fault = None
+                try:
+                    if self._router.send(identity, encode(message, self._max_frame_bytes)):
+                        continue
+                except ProtocolError as error:
+                    fault = error
+                failed += self._core.undelivered(identity, message, fault, now)
+            waiting = failed
 
     # ---- the end
 

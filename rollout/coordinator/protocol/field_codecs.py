@@ -51,11 +51,14 @@ def from_fields(cls: type[T], encoded: Any) -> T:
 
 
 @cache
-def class_codec_of(cls: type[Any]) -> ClassCodec:
-    """Return the codec of a dataclass. Raises TypeError if an annotation says too little."""
+def class_codec_of(cls: type[Any], header: int | None = None) -> ClassCodec:
+    """Return the codec of a dataclass, with a header before its fields or without.
+
+    Raises TypeError if an annotation says too little.
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
     codecs = {field.name: codec_of(hints[field.name]) for field in dataclasses.fields(cls)}
-    return class_codec(cls, codecs)
+    return class_codec(cls, codecs, header)
 
 
 def codec_of(hint: Any) -> Codec:
@@ -74,7 +77,7 @@ def codec_of(hint: Any) -> Codec:
     if isinstance(hint, type) and issubclass(hint, WireData):
         return _part_codec(hint)
     if hint in (bool, str, bytes):
-        return _same_both_ways(_typed(hint), f"type(v) is {hint.__name__}")
+        return _same_both_ways(_typed(hint), f"type({{v}}) is {hint.__name__}")
     raise TypeError(f"no field of a message can be a {hint!r}")
 
 
@@ -84,10 +87,10 @@ def _annotated_codec(hint: Any, rule: Any) -> Codec:
     if isinstance(rule, Plain):
         return _same_both_ways(_plain_map)
     if isinstance(rule, Bounds) and hint in (int, float):
-        unchanged = f"type(v) is {hint.__name__} and {rule.low!r} <= v <= {rule.high!r}"
+        unchanged = f"type({{v}}) is {hint.__name__} and {rule.low!r} <= {{v}} <= {rule.high!r}"
         return _same_both_ways(_number(hint, rule), unchanged)
     if isinstance(rule, Length) and hint in (str, bytes):
-        unchanged = f"type(v) is {hint.__name__} and {rule.low} <= len(v) <= {rule.high}"
+        unchanged = f"type({{v}}) is {hint.__name__} and {rule.low} <= len({{v}}) <= {rule.high}"
         return _same_both_ways(_typed(hint, rule), unchanged)
     if isinstance(rule, Length) and typing.get_origin(hint) is tuple:
         return _tuple_codec(codec_of(typing.get_args(hint)[0]), rule)
@@ -155,13 +158,7 @@ def _enum_codec(enum: type[IntEnum]) -> Codec:
 def _part_codec(part_type: type[WireData]) -> Codec:
     key: Any = part_type
     codec = class_codec_of(key)
-
-    def write(value: Any) -> Any:
-        if type(value) is not part_type:
-            raise ProtocolError(f"expected {part_type.__name__}, got {_show(value)}")
-        return codec.write(value)
-
-    return Codec(write, codec.read)
+    return Codec(codec.write, codec.read)
 
 
 def _tuple_codec(item: Codec, length: Length) -> Codec:

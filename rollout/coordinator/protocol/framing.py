@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ DEFAULT_MAX_ITEMS = 2**18
 # Below this a claim is worth at most 32 MiB for a moment (1024 levels of lists of this length).
 _NO_WALK_BYTES = 4096
 _LONG_RUN = 64
+# A packer that has written more is not kept.
+_MAX_KEPT_BYTES = 2**20
 
 _FIXED = 0  # the size is known: (_FIXED, bytes after the first)
 _PAYLOAD = 1  # a length of so many bytes, then as many bytes: (_PAYLOAD, bytes of the length)
@@ -23,12 +26,28 @@ _CHILDREN = 3  # the number is in the first byte: (_CHILDREN, items)
 _ARRAY, _MAP = 4, 5  # a number of so many bytes, then as many items (or pairs)
 
 
+class _Packer(threading.local):
+    """One per thread, and kept: each new one begins by taking 256 KiB for what it will write."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Free what was taken for a long value."""
+        self.pack = msgpack.Packer(use_bin_type=True).pack
+
+
+_packer = _Packer()
+
+
 def pack(value: Any) -> bytes:
     """Return `value` as msgpack. Raises ProtocolError if it cannot carry it."""
     try:
-        packed: bytes = msgpack.packb(value, use_bin_type=True)
+        packed: bytes = _packer.pack(value)
     except (TypeError, ValueError, OverflowError) as fault:
         raise ProtocolError(f"cannot be sent: {fault}") from fault
+    if len(packed) > _MAX_KEPT_BYTES:
+        _packer.renew()
     return packed
 
 

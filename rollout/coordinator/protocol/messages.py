@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from rollout.coordinator.protocol.field_codecs import from_fields, to_fields
+from rollout.coordinator.protocol.field_codecs import class_codec_of
 from rollout.coordinator.protocol.framing import DEFAULT_MAX_FRAME_BYTES, pack, unpack
 from rollout.coordinator.protocol.headers import CONTROL_HEADERS, PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages_control import (
@@ -146,12 +146,13 @@ MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
         **dict.fromkeys(sorted(CONTROL_HEADERS), Command),
     }
 )
-_HEADERS: Mapping[type, int] = MappingProxyType(
-    {cls: int(header) for header, cls in MESSAGE_TYPES.items() if cls is not Command}
-)
-_TYPES: Mapping[int, type[Message]] = MappingProxyType(
-    {int(header): cls for header, cls in MESSAGE_TYPES.items()}
-)
+# A command's header is its first field; all others stand before the fields.
+_CODECS = {
+    header: class_codec_of(cls, None if cls is Command else int(header))
+    for header, cls in MESSAGE_TYPES.items()
+}
+_WRITERS = {cls: _CODECS[header].write for header, cls in MESSAGE_TYPES.items()}
+_READERS = {int(header): codec.read for header, codec in _CODECS.items()}
 _HANDSHAKES = frozenset({int(Headers.CONNECT), int(Headers.REGISTER)})
 
 
@@ -214,10 +215,7 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 
     Raises ProtocolError naming the field at fault, or the size of a frame nobody would take.
     """
-    fields = to_fields(message)
-    header = _HEADERS.get(type(message))
-    # A command's header is its first field.
-    frame = pack(fields if header is None else [header, *fields])
+    frame = pack(_WRITERS[type(message)](message))
     if len(frame) > max_bytes:
         name = type(message).__name__
         raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
@@ -236,14 +234,12 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
     header = encoded[0]
     if type(header) is not int:
         raise ProtocolError(f"the header is no integer but {_kind(header)}")
-    message_type = _TYPES.get(header)
-    if message_type is None:
+    read = _READERS.get(header)
+    if read is None:
         raise ProtocolError(f"unknown header {header}")
     if header in _HANDSHAKES:
         _check_version(encoded)
-    message: Message = from_fields(
-        message_type, encoded if message_type is Command else encoded[1:]
-    )
+    message: Message = read(encoded)
     return message
 
 

@@ -393,8 +393,8 @@ CHILD = """
 
     link = EngineLink({port}, registration=registration, status=status)
     received(link)
-    print("stepping", flush=True)
     last = time.monotonic()
+    print("stepping", flush=True)  # and may be stopped at once
     while True:
         may_step, now = link.may_step(), time.monotonic()
         if now - last > 1.0:  # it stood still before or after the question, so that is put again
