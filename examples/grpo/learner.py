@@ -54,10 +54,13 @@ class GrpoLearner:
             parameter_group["lr"] = learning_rate
         order = kept_B.nonzero().flatten()
         order = order[torch.randperm(len(order))]
+        chunks = [rows for rows in order.chunk(self._algorithm.num_minibatches) if len(rows)]
+        parts = [batch.select(rows) for rows in chunks]
+        # All before the first of them changes the policy.
+        proximal = [proximal_logprobs(self.policy, part, self._algorithm) for part in parts]
         reports = [
-            self._minibatch_step(batch.select(rows), advantages_B[rows])
-            for rows in order.chunk(self._algorithm.num_minibatches)
-            if len(rows)
+            self._minibatch_step(part, advantages_B[rows], proximal_BT)
+            for part, rows, proximal_BT in zip(parts, chunks, proximal, strict=True)
         ]
         trained_BT = batch.mask_BT & kept_B[:, None]
         return {
@@ -77,15 +80,16 @@ class GrpoLearner:
         rewards_B[valid] = rewards_B[valid[torch.randperm(len(valid))]]
         return rewards_B
 
-    def _minibatch_step(self, batch: RolloutBatch, advantages_B: torch.Tensor) -> dict[str, float]:
-        # Padding is on the right, where no token of a causal model attends to it.
-        logits_BTV = self.policy(input_ids=batch.tokens_BT).logits
+    def _minibatch_step(
+        self, batch: RolloutBatch, advantages_B: torch.Tensor, proximal_BT: torch.Tensor | None
+    ) -> dict[str, float]:
         loss, metrics = policy_loss(
-            token_logprobs(logits_BTV, batch.tokens_BT, self._algorithm.temperature),
+            completion_logprobs(self.policy, batch, self._algorithm),
             batch.behaviour_logprobs_BT,
             advantages_B[:, None],
             batch.mask_BT,
             self._algorithm.loss,
+            proximal_logprobs_BT=proximal_BT,
             policy_lag_BT=batch.policy_lag_BT,
             kv_lag_BT=batch.kv_lag_BT,
         )
@@ -99,6 +103,26 @@ class GrpoLearner:
 def make_grpo_learner(policy: PreTrainedModel, settings: JobSettings, _: Path) -> GrpoLearner:
     """All of it is in the policy and the optimizer; a checkpoint has nothing else."""
     return GrpoLearner(policy, settings.algorithm, settings.trainer)
+
+
+def completion_logprobs(
+    policy: PreTrainedModel, batch: RolloutBatch, algorithm: AlgorithmSettings
+) -> torch.Tensor:
+    """The policy's log-probs of the batch's tokens [B, T], at the temperature they were drawn."""
+    # Padding is on the right, where no token of a causal model attends to it.
+    logits_BTV = policy(input_ids=batch.tokens_BT).logits
+    return token_logprobs(logits_BTV, batch.tokens_BT, algorithm.temperature)
+
+
+@torch.no_grad()
+def proximal_logprobs(
+    policy: PreTrainedModel, batch: RolloutBatch, algorithm: AlgorithmSettings
+) -> torch.Tensor | None:
+    """What to clip around, before the first step of an update: None for the behaviour policy."""
+    is_stale = bool((batch.policy_lag_BT[batch.mask_BT] >= 1).any())
+    return (
+        completion_logprobs(policy, batch, algorithm) if algorithm.decoupled and is_stale else None
+    )
 
 
 def mean_reports(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -55,6 +55,8 @@ class AlgorithmSettings:
     `groups_in_flight`: groups kept in the engine; the ones beyond `groups_per_step` are unfinished
     when a phase ends and go on under the next weights.
     `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
+    `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
+    and weigh by the ratio of the two; one more forward pass where another version sampled.
     """
 
     groups_per_step: int
@@ -66,6 +68,7 @@ class AlgorithmSettings:
     advantage_normalization: AdvantageNormalization
     advantage_baseline: AdvantageBaseline
     shuffle_rewards: bool
+    decoupled: bool
     loss: PolicyLossConfig
 
     def __post_init__(self) -> None:

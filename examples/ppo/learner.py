@@ -13,13 +13,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from examples.grpo.learner import learning_rate_at, mean_reports
+from examples.grpo.learner import (
+    completion_logprobs,
+    learning_rate_at,
+    mean_reports,
+    proximal_logprobs,
+)
 from examples.ppo.settings import PpoJobSettings
 from trainer_hooks import (
     RolloutBatch,
     gae_advantages,
     policy_loss,
-    token_logprobs,
     value_loss,
 )
 
@@ -86,12 +90,16 @@ class PpoLearner:
         self.optimizer.param_groups[0]["lr"] = 0.0 if is_warming_up else learning_rate
         order = (~batch.rewards_B.isnan()).nonzero().flatten()
         order = order[torch.randperm(len(order))]
+        chunks = order.chunk(settings.algorithm.num_minibatches)
+        parts = [batch.select(rows) for rows in chunks]
+        # All before the first of them changes the policy.
+        proximal = [proximal_logprobs(self.policy, part, settings.algorithm) for part in parts]
         reports = []
-        for rows in order.chunk(settings.algorithm.num_minibatches):
-            part = batch.select(rows)
+        for part, rows, proximal_BT in zip(parts, chunks, proximal, strict=True):
             width = part.tokens_BT.shape[1]
             wanted = (advantages_BT, old_values_BT, returns_BT)
-            reports.append(self._minibatch_step(part, *(x[rows, :width] for x in wanted)))
+            values = (x[rows, :width] for x in wanted)
+            reports.append(self._minibatch_step(part, proximal_BT, *values))
         return {
             **mean_reports(reports),
             "train/learning_rate": learning_rate,
@@ -102,18 +110,19 @@ class PpoLearner:
     def _minibatch_step(
         self,
         batch: RolloutBatch,
+        proximal_BT: torch.Tensor | None,
         advantages_BT: torch.Tensor,
         old_values_BT: torch.Tensor,
         returns_BT: torch.Tensor,
     ) -> dict[str, float]:
         algorithm = self._settings.algorithm
-        logits_BTV = self.policy(input_ids=batch.tokens_BT).logits
         loss, metrics = policy_loss(
-            token_logprobs(logits_BTV, batch.tokens_BT, algorithm.temperature),
+            completion_logprobs(self.policy, batch, algorithm),
             batch.behaviour_logprobs_BT,
             advantages_BT,
             batch.mask_BT,
             algorithm.loss,
+            proximal_logprobs_BT=proximal_BT,
             policy_lag_BT=batch.policy_lag_BT,
             kv_lag_BT=batch.kv_lag_BT,
         )

@@ -1,5 +1,7 @@
 """One training step of the example."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -89,3 +91,25 @@ def test_the_learning_rate_rises_then_falls_to_its_final_fraction() -> None:
     ).trainer
     rates = [learning_rate_at(step, trainer) for step in (1, 2, 11, 12)]
     assert rates == pytest.approx([0.5, 1.0, 0.1, 0.1])
+
+
+def test_a_decoupled_step_clips_around_the_policy_that_it_begins_with() -> None:
+    """The rollouts are far from a uniform policy: sampled at 0.1, where it gives 0.25."""
+    batch, settings = two_groups([1, 0, 0, 1, 1, 0]), tiny_settings(algorithm__decoupled=True)
+    stale = replace(batch, behaviour_logprobs_BT=torch.full_like(batch.behaviour_logprobs_BT, -2.3))
+    clipped = learner(Bigram(), tiny_settings()).update(stale, step=1)
+    free = learner(Bigram(), settings).update(stale, step=1)
+    assert clipped["train/clip_ratio/region_mean"] > 0 == free["train/clip_ratio/region_mean"]
+    assert free["train/rollout_corr/rollout_is_mean"] == 2  # 2.5, truncated
+
+
+def test_a_decoupled_step_on_fresh_rollouts_costs_and_changes_nothing() -> None:
+    batch, tables = two_groups([1, 0, 0, 1, 1, 0], version=1), []
+    for is_decoupled in (False, True):
+        torch.manual_seed(0)
+        policy = Bigram()
+        settings = tiny_settings(algorithm__decoupled=is_decoupled)
+        learner(policy, settings).update(batch, step=1)
+        assert policy.num_rows_seen == 6
+        tables.append(policy.table.weight)
+    assert torch.equal(*tables)
