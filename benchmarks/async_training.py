@@ -5,12 +5,13 @@
 Both are examples/train_grpo.py mode=async: the engine in one process, the trainer in another, the
 same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1 the engine
 makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the other.
+Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from benchmarks.machine import describe
+from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
+from rollout import InferenceConfig
 from trainer_hooks.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -100,27 +105,45 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def table_of(figures: Sequence[RunFigures]) -> Table:
-    """A row per run."""
-    table = Table(title="GRPO on palindrome_generation, engine and trainer in two processes")
-    heads = ("", "seed", "reward first", "last", "greedy", "s/step", "engine idle", "lag", "sum-1")
-    for head in (*heads, *SHARES):
-        table.add_column(head, justify="right")
-    for run in figures:
-        values = (run.reward_first, run.reward_last, run.greedy_after, run.step_s)
-        table.add_row(
-            run.kind,
-            str(run.seed),
-            *(f"{value:.3f}" for value in values),
-            f"{run.engine_idle_share:.0%}",
-            f"{run.max_staleness:.0f}",
-            f"{run.share_sum_error:.0e}",
-            *(f"{run.shares[name]:.0%}" for name in SHARES),
-        )
-    return table
+def as_markdown(results: dict[str, Any]) -> str:
+    """Figures for people: a row per run, then the comparison."""
+    summary, machine = results["summary"], results["machine"]
+    heads = ["", "seed", "reward, first steps", "last steps", "greedy", "s/step", "engine idle"]
+    heads += ["largest lag", "shares' sum - 1", *SHARES]
+    lines = [
+        f"# Asynchronous training, {results['date']}",
+        "",
+        f"{machine['cpu']}, {machine['num_cores']} cores; a thread for the engine and one for the "
+        f"trainer; torch {machine['torch']}. GRPO on reasoning-gym's palindromes by "
+        f"examples/train_grpo.py, {' '.join(results['overrides']) or 'its config as it is'}. "
+        f"Rewards: means over the first and the last {WINDOW_STEPS} steps, as sampled; greedy: on "
+        "held-out problems at the end. Times: medians over steps; shares of the trainer's: means.",
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|{'---|' * len(heads)}",
+    ]
+    for run in results["runs"]:
+        numbers = [run[key] for key in ("reward_first", "reward_last", "greedy_after")]
+        cells = [run["kind"], str(run["seed"]), *(f"{number:.3f}" for number in numbers)]
+        cells += [f"{run['step_s']:.2f}", f"{run['engine_idle_share']:.0%}"]
+        cells += [f"{run['max_staleness']:.0f}", f"{run['share_sum_error']:.0e}"]
+        cells += [f"{run['shares'][name]:.0%}" for name in SHARES]
+        lines.append(f"| {' | '.join(cells)} |")
+    low, high = summary["bootstrap_90"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Asynchronous less by turns, reward of the last steps: "
+            f"{summary['mean_reward_difference']:+.3f} (bootstrap 90%: {low:+.3f} to {high:+.3f}); "
+            f"greedy: {summary['mean_greedy_difference']:+.3f}. A step by turns takes "
+            f"{summary['speedup']:.2f} times as long.",
+            "",
+        ]
+    )
 
 
-def summary_of(figures: Sequence[RunFigures]) -> dict[str, object]:
+def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
     """The two kinds compared, seed by seed."""
     by_kind = {k: [run for run in figures if run.kind == k] for k in KINDS}
     pairs = list(zip(by_kind["asynchronous"], by_kind["by turns"], strict=True))
@@ -128,18 +151,21 @@ def summary_of(figures: Sequence[RunFigures]) -> dict[str, object]:
     return {
         "mean_reward_difference": fmean(differences),
         "bootstrap_90": bootstrap_interval(differences),
+        "mean_greedy_difference": fmean(a.greedy_after - b.greedy_after for a, b in pairs),
         "speedup": median(b.step_s / a.step_s for a, b in pairs),
     }
 
 
-def main() -> None:
-    """Run all, print the table, write the result."""
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run all, print and write. Returns what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=None, help="write JSON here")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("overrides", nargs="*", help="of train_grpo's config")
-    arguments = parser.parse_args()
-    console, figures = Console(width=160), []
+    arguments = parser.parse_args(argv)
+    if arguments.seeds < 1:
+        parser.error(f"--seeds {arguments.seeds} must be at least 1")
+    console, figures = Console(stderr=True), []
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
         task = progress.add_task("runs", total=2 * arguments.seeds)
         for seed in range(arguments.seeds):
@@ -147,13 +173,17 @@ def main() -> None:
                 where = Path(directory) / KINDS[kind]
                 figures.append(run_job(kind, seed, where, arguments.overrides))
                 progress.advance(task)
-    summary = summary_of(figures)
-    console.print(table_of(figures))
-    console.print(summary)
-    if arguments.output is not None:
-        result = {"summary": summary, "runs": [asdict(run) for run in figures]}
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "overrides": arguments.overrides,
+        "summary": summary_of(figures),
+        "runs": [asdict(run) for run in figures],
+    }
+    publish(results, as_markdown(results), "async-training", arguments.output, console)
+    return results
 
 
 if __name__ == "__main__":
+    restart_with_one_thread()
     main()

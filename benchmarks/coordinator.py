@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -35,15 +34,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import routing
 from benchmarks.coordinator_fleet import WAYS, Fleet, fleets, preload
 from benchmarks.coordinator_load import Load, reply_record
 from benchmarks.coordinator_report import as_markdown
-from benchmarks.machine import describe, kind
+from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
 from rollout import InferenceConfig
 
 ROOT = Path(__file__).parent
@@ -216,12 +215,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     preload()
     console = Console(stderr=True)
     results = measure(arguments, console)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    page = arguments.output / f"{results['date']}-coordinator-{kind(results['machine'])}.md"
-    page.write_text(as_markdown(results))
-    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    Console().print(Markdown(as_markdown(results)))
-    console.print(f"written: {page} and its JSON", highlight=False)
+    publish(results, as_markdown(results), "coordinator", arguments.output, console)
     return results
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import random
 import statistics
 import time
@@ -23,11 +22,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import Progress
 
-from benchmarks.machine import describe, kind
+from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
 from rollout import InferenceConfig, PrefixCachingCoordinatorPolicy
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.requests.block_hash import HASH_PRIME
@@ -212,12 +211,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
     results = measure(arguments, console)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    page = arguments.output / f"{results['date']}-routing-{kind(results['machine'])}.md"
-    page.write_text(as_markdown(results))
-    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    Console().print(Markdown(as_markdown(results)))
-    console.print(f"written: {page} and its JSON", highlight=False)
+    publish(results, as_markdown(results), "routing", arguments.output, console)
     return results
 
 
