@@ -66,7 +66,7 @@ def test_runs_of_one_seed_are_compared() -> None:
         {
             "date": "2026-01-01",
             "machine": machine,
-            "overrides": [],
+            "overrides": ["a=1"],
             "summary": summary,
             "runs": [asdict(run) for run in runs],
         }
