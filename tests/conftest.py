@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not torch.cuda.is_available():
     interpret_triton()
 
-hypothesis.settings.register_profile("default", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", derandomize=True, deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(
     "long" if os.environ.get("ROLLOUT_TEST_LONG") == "1" else "default"

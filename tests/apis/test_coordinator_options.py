@@ -51,6 +51,7 @@ def routed(path: Path, policy: str, **config: Any) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_policy_that_this_process_registered_routes_in_the_coordinators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

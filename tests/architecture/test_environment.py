@@ -37,7 +37,7 @@ def test_hypothesis_is_reproducible_and_long_only_when_asked() -> None:
     long = os.environ.get("ROLLOUT_TEST_LONG") == "1"
     assert profile.derandomize
     assert profile.deadline is None
-    assert profile.max_examples == (1000 if long else 100)
+    assert profile.max_examples == (1000 if long else 50)
 
 
 @pytest.mark.parametrize("module", ["rollout", "rollout.kv.cache", "trainer_hooks.losses"])

@@ -13,9 +13,9 @@ import pytest
 from rollout import DynamicInferenceEngine, EngineState, SamplingParams
 from tests.engine.random_engines import SHARED_TEXT, VOCAB, weights
 from tests.engine.trace import trace_decisions
-from tests.tiny_models import tiny_engine
+from tests.tiny_models import IS_LONG, tiny_engine
 
-NUM_SCHEDULES = 100
+NUM_SCHEDULES = 100 if IS_LONG else 40
 NUM_PARTS = 4
 Command = Callable[[DynamicInferenceEngine], object]
 
