@@ -30,7 +30,7 @@ from examples.grpo.policy import build_policy, build_tokenizer
 from examples.grpo.settings import ModelSettings, TaskSettings, WarmupSettings
 from examples.grpo.task import PalindromeTask, ProblemStream
 from examples.grpo.warmup import supervise
-from rollout import LLM, InferenceConfig, SamplingParams
+from rollout import LLM, ConfigError, InferenceConfig, SamplingParams
 from trainer_hooks import InProcessWeightSync, generation_phase
 from trainer_hooks.hydra_job import run_hydra_job
 from trainer_hooks.trl_rollouts import TRLRollouts
@@ -40,12 +40,13 @@ WINDOW_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlJobSettings:
-    """conf/train_trl.yaml."""
+    """conf/train_trl.yaml. A step is one generation, trained on in `num_minibatches` parts."""
 
     run_name: str
     seed: int
     num_threads: int
     num_steps: int
+    num_minibatches: int
     compare_steps: int
     groups_per_step: int
     group_size: int
@@ -56,6 +57,14 @@ class TrlJobSettings:
     model: ModelSettings
     task: TaskSettings
     warmup: WarmupSettings
+
+    def __post_init__(self) -> None:
+        num_rollouts = self.groups_per_step * self.group_size
+        if self.num_minibatches < 1 or num_rollouts % self.num_minibatches:
+            raise ConfigError(
+                f"num_minibatches={self.num_minibatches} must divide the {num_rollouts} rollouts "
+                "of a step, groups_per_step * group_size"
+            )
 
 
 def run_job(settings: TrlJobSettings) -> None:
@@ -126,6 +135,7 @@ class TrainerFactory:
 
         settings = self.settings
         num_prompts = min(settings.num_prompts, num_steps * settings.groups_per_step)
+        num_rollouts = settings.groups_per_step * settings.group_size
         problems = self.stream.take(num_prompts)
         entries = {problem.index: problem.entry for problem in problems}
 
@@ -141,12 +151,13 @@ class TrainerFactory:
 
         config = GRPOConfig(
             output_dir=str(directory / "trl"),
-            per_device_train_batch_size=settings.groups_per_step * settings.group_size,
+            per_device_train_batch_size=num_rollouts // settings.num_minibatches,
+            steps_per_generation=settings.num_minibatches,
             num_generations=settings.group_size,
             max_completion_length=settings.max_new_tokens,
-            max_steps=num_steps,
+            max_steps=num_steps * settings.num_minibatches,
             learning_rate=settings.learning_rate,
-            warmup_steps=min(5, num_steps - 1),
+            warmup_steps=min(10, num_steps - 1) * settings.num_minibatches,
             adam_beta2=0.99,
             max_grad_norm=1.0,
             epsilon_high=0.28,
@@ -205,7 +216,8 @@ def compare(
             clock = step_clock()
             trainer.add_callback(clock)
             trainer.train()
-            seconds[kind].append(clock.seconds[-1])  # the first step also warms up
+            # Of the second step: the first one also warms up.
+            seconds[kind].append(sum(clock.seconds[-settings.num_minibatches :]))
     if not settings.compare_steps:
         return {}
     ratios = [b / e for e, b in zip(seconds["engine"], seconds["built_in"], strict=True)]
@@ -217,7 +229,7 @@ def compare(
 
 
 def step_clock() -> Any:
-    """A callback that keeps the CPU seconds of each training step in `seconds`."""
+    """A callback that keeps the CPU seconds of each optimizer step, its generation included."""
     from transformers import TrainerCallback
 
     class StepClock(TrainerCallback):

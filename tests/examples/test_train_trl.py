@@ -27,6 +27,7 @@ def trl_settings() -> TrlJobSettings:
         seed=0,
         num_threads=1,
         num_steps=3,
+        num_minibatches=2,
         compare_steps=0,
         groups_per_step=4,
         group_size=4,
