@@ -55,9 +55,12 @@ def save_checkpoint(
     """Write `root`/step_<step>: a Hugging Face directory with the trainer's state beside it.
 
     It is complete or absent: everything is written to a hidden directory that is then renamed.
-    The random states of torch, numpy and Python are saved too. Older checkpoints beyond the `keep`
-    newest are deleted. Returns the checkpoint's directory.
+    The random states of torch, numpy and Python are saved too. Of the checkpoints up to this step
+    the `keep` newest stay, this one among them; those of later steps are left alone. Returns the
+    checkpoint's directory. Raises ConfigError for `keep` below 1.
     """
+    if keep < 1:
+        raise ConfigError(f"keep={keep} must be at least 1, for the checkpoint that is written")
     root = Path(root)
     target = root / f"step_{state.step:06d}"
     staging = root / f".{target.name}.tmp"
@@ -71,7 +74,8 @@ def save_checkpoint(
     torch.save(_random_states(), staging / _RNG_FILE)
     (staging / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
     replace_directory(staging, target)
-    for outdated in _checkpoints(root)[:-keep]:
+    older = [path for path in _checkpoints(root) if _step_of(path) < state.step]
+    for outdated in older[::-1][keep - 1 :]:
         shutil.rmtree(outdated)
     return target
 
@@ -104,7 +108,11 @@ def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) ->
 def _checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, by step."""
     found = [path for path in root.glob("step_*") if _DIRECTORY_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _random_states() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
+from trainer_hooks.producer.scoped_llm import GeneratesAsync, encoded_for, tokenizer_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardRunner, as_runner, score_rollouts
@@ -64,8 +64,9 @@ async def evaluate(
         params = sampling_params
         if params.seed is not None:
             params = replace(params, seed=mix_seed(params.seed, index))
+        prompt = encoded_for(llm, item.prompt, text)
         async with places:
-            requests = await llm.generate(item.prompt, params, n)
+            requests = await llm.generate(prompt, params, n)
         rollouts = [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
         rewards = await score_rollouts(reward, item, rollouts, text)
         return _Scored(rollouts=rollouts, rewards=rewards)
@@ -73,6 +74,8 @@ async def evaluate(
     tasks = [asyncio.ensure_future(score(i, item)) for i, item in enumerate(items)]
     try:
         scored = await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
+    except asyncio.TimeoutError as error:  # before Python 3.11 not the builtin one
+        raise TimeoutError(str(error) or f"no end within timeout_s={timeout_s}") from error
     finally:
         for task in tasks:
             task.cancel()

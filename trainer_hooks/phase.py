@@ -126,6 +126,11 @@ class GenerationPhase:
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:
+        if inspect.iscoroutinefunction(self._llm.pause):
+            raise ConfigError(
+                f"the verbs of {type(self._llm).__name__} have to be awaited: use "
+                "`async with generation_phase(...)`"
+            )
         try:
             self._run(self._entry_commands(asynchronous=False))
         except BaseException:
@@ -201,6 +206,7 @@ def generation_phase(
     engine and go on in the next phase, under its weights. Whatever is raised, in the block or by a
     refused push, leaves the engine suspended. It may be running, paused or suspended before.
     `mode`: the KVCacheManagementMode of the suspend; None takes the engine's.
-    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given.
+    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and at a plain
+    `with` for an asynchronous LLM.
     """
     return GenerationPhase(llm, weight_sync, named_parameters, version, mode)

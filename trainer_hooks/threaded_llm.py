@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from types import TracebackType
@@ -14,6 +15,8 @@ from rollout import LLM, EngineState, EngineStateError, SamplingParams
 from rollout.requests import DynamicInferenceRequest
 
 _LOOK_EVERY_S = 0.01  # for new requests, between steps and while the engine is paused
+# Of an engine that runs at every look, in a row: pauses that end at once do not explain as many.
+_MAX_REFUSALS = 10
 
 Result = Future[list[DynamicInferenceRequest]]
 Job = tuple[Any, SamplingParams | None, int, Result]
@@ -32,7 +35,9 @@ class ThreadedLLM:
         self.tokenizer = llm.tokenizer
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._open: dict[int, Result] = {}  # by group id
+        self._num_refusals = 0  # since the engine last worked, or was seen not to run
         self._is_ending = False
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
         self._thread.start()
 
@@ -50,7 +55,8 @@ class ThreadedLLM:
         """
         result: Result = Future()
         self._jobs.put((prompts, sampling_params, n, result))
-        if not self._thread.is_alive():
+        # Looked at after the put: what the ending thread did not see any more is refused here.
+        if self._has_ended.is_set():
             self._refuse_new()
         requests = await asyncio.wrap_future(result)
         return requests[0] if n == 1 else requests
@@ -85,6 +91,7 @@ class ThreadedLLM:
             error = fault
         for result in self._open.values():
             _fail(result, error)
+        self._has_ended.set()
         self._refuse_new()
 
     def _refuse_new(self) -> None:
@@ -107,18 +114,33 @@ class ThreadedLLM:
                     _fail(result, fault)
 
     def _work(self) -> None:
-        if self._open and self._llm.state is not EngineState.RUNNING:
-            threading.Event().wait(_LOOK_EVERY_S)
-        elif self._open:
-            try:
-                groups = self._llm.collect(num_groups=1, timeout_s=_LOOK_EVERY_S)
-            except EngineStateError:
-                if self._llm.state in (EngineState.RUNNING, EngineState.STOPPED):
-                    raise
-                return  # it was paused meanwhile
-            for group in groups:
+        """Step what is open, or wait a moment. Raises EngineStateError once it can never end."""
+        if not self._open:
+            return
+        state = self._llm.state
+        if state is EngineState.STOPPED:
+            raise EngineStateError("the LLM was shut down before the answer came")
+        if state is EngineState.RUNNING:
+            self._collect()
+        else:
+            self._num_refusals = 0
+            time.sleep(_LOOK_EVERY_S)
+
+    def _collect(self) -> None:
+        try:
+            groups = self._llm.collect(num_groups=1, timeout_s=_LOOK_EVERY_S)
+        except EngineStateError:  # another thread paused it meanwhile, or nothing is left to end
+            self._num_refusals += 1
+            if self._num_refusals == _MAX_REFUSALS:
+                raise
+            time.sleep(_LOOK_EVERY_S)
+            return
+        self._num_refusals = 0
+        for group in groups:
+            result = self._open.pop(group.group_id, None)  # None: the LLM had the group before
+            if result is not None:
                 with suppress(InvalidStateError):  # cancelled at this very moment
-                    self._open.pop(group.group_id).set_result(group.requests)
+                    result.set_result(group.requests)
 
     def _abort(self, group_ids: list[int]) -> None:
         if group_ids:

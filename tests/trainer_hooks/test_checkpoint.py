@@ -66,6 +66,24 @@ def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) ->
     assert find_checkpoint(tmp_path) == tmp_path / "step_000100"
 
 
+def test_later_checkpoints_of_another_run_stay_and_do_not_count(tmp_path: Path) -> None:
+    for step in (90, 100):
+        save(tmp_path, step)
+    for step in (10, 11, 12):
+        assert save(tmp_path, step).is_dir()
+    kept = [f"step_{step:06d}" for step in (11, 12, 90, 100)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+def test_one_is_the_least_that_can_be_kept(tmp_path: Path) -> None:
+    before = save(tmp_path, 1)
+    with pytest.raises(ConfigError, match="keep=0 must be at least 1"):
+        save(tmp_path, 2, keep=0)
+    assert list(tmp_path.iterdir()) == [before], "nothing was written"
+    after = save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [after]
+
+
 def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     before = save(tmp_path, 1)
     with pytest.raises(KeyboardInterrupt):

@@ -25,6 +25,36 @@ async def by_level(completion_ids: Any, level: list[int]) -> list[float | None]:
     return [None if each == 3 else float(each + sample) for sample, each in enumerate(level)]
 
 
+async def no_reward(completion_ids: Any) -> list[None]:
+    return [None] * len(completion_ids)
+
+
+class CodePoints:
+    """A token per character."""
+
+    bos_id, eos_id, vocab_size = None, None, 256
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class LoggingLLM(FakeLLM):
+    """Keeps the prompts that it was given."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        super().__init__()
+        self.tokenizer, self.prompts = tokenizer, []
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+    ) -> Any:
+        self.prompts.append(prompts)
+        return await super().generate([1, 2], sampling_params, n)
+
+
 def test_failed_samples_count_in_the_failed_fraction_alone() -> None:
     metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, by_level, n=2))
     # Rewards: 0 1, 1 2, 2 3, none.
@@ -54,18 +84,26 @@ def test_an_update_under_way_shows_in_the_versions() -> None:
 def test_a_deadline_aborts_everything() -> None:
     async def work() -> None:
         llm = FakeLLM()
-        with pytest.raises(asyncio.TimeoutError):
+        with pytest.raises(TimeoutError, match=r"timeout_s=2\.0"):
             await evaluate(llm, PROMPTS, by_level, timeout_s=2.0)
         assert llm.num_running == 0
 
     run_virtually(work())
 
 
-def test_no_sample_at_all_is_nan_and_not_zero() -> None:
-    async def nothing(completion_ids: Any) -> list[None]:
-        return [None] * len(completion_ids)
+def test_text_is_encoded_for_an_llm_without_a_tokenizer_alone() -> None:
+    tokenizer = CodePoints()
 
-    metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, nothing))
+    def given_to(llm: LoggingLLM) -> list[Any]:
+        run_virtually(evaluate(llm, ["1+2="], no_reward, tokenizer=tokenizer))
+        return llm.prompts
+
+    assert given_to(LoggingLLM(None)) == [tokenizer.encode("1+2=")]
+    assert given_to(LoggingLLM(tokenizer)) == ["1+2="]
+
+
+def test_no_sample_at_all_is_nan_and_not_zero() -> None:
+    metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, no_reward))
     assert math.isnan(metrics["eval/reward"])
     assert metrics["eval/failed_fraction"] == 1.0
 

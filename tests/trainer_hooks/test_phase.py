@@ -120,6 +120,18 @@ def test_async_with_awaits_every_command() -> None:
     assert llm.calls == ["pause", "update", "unpause", "pause", "suspend"]
 
 
+@pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])
+def test_a_plain_with_on_an_asynchronous_llm_is_refused_at_its_entry(before: EngineState) -> None:
+    llm = FakeAsyncLLM(before)
+    for push in ((), (InProcessWeightSync(llm), WEIGHTS)):
+        with (
+            pytest.raises(ConfigError, match=r"FakeAsyncLLM.*use `async with"),
+            generation_phase(llm, *push),
+        ):
+            pytest.fail("the block must not run")
+    assert not llm.calls
+
+
 def test_async_with_takes_a_synchronous_llm_and_survives_exceptions() -> None:
     llm = FakeLLM(SUSPENDED)
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
-from rollout import LLM, EngineStateError, InferenceConfig, InvalidRequestError, SamplingParams
+from rollout import (
+    LLM,
+    EngineState,
+    EngineStateError,
+    InferenceConfig,
+    InvalidRequestError,
+    RolloutGroup,
+    SamplingParams,
+)
 from tests.apis.fleets import directory
 from tests.tiny_models import BLOCK_SIZE, prompt_of
+from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks.threaded_llm import ThreadedLLM
 
 CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
 )
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=3)
+ENDLESS = SamplingParams(num_tokens_to_generate=480)
 
 
 def test_many_are_awaited_together_and_are_what_the_llm_generates() -> None:
@@ -42,8 +54,7 @@ def test_many_are_awaited_together_and_are_what_the_llm_generates() -> None:
 def test_cancelling_aborts_and_a_pause_only_delays() -> None:
     async def work(llm: LLM) -> None:
         async with ThreadedLLM(llm) as threaded:
-            endless = SamplingParams(num_tokens_to_generate=480)
-            tasks = [asyncio.ensure_future(threaded.generate([1], endless)) for _ in range(3)]
+            tasks = [asyncio.ensure_future(threaded.generate([1], ENDLESS)) for _ in range(3)]
             await asyncio.sleep(0.05)
             llm.pause()
             tasks[0].cancel()
@@ -55,7 +66,7 @@ def test_cancelling_aborts_and_a_pause_only_delays() -> None:
             llm.unpause()
             assert len((await late).generated_tokens) == 20
             assert len((await tasks[1]).generated_tokens) == 480
-            last = asyncio.ensure_future(threaded.generate([1], endless))
+            last = asyncio.ensure_future(threaded.generate([1], ENDLESS))
             await asyncio.sleep(0.02)
         for task in (tasks[0], last):
             with pytest.raises((asyncio.CancelledError, EngineStateError)):
@@ -64,3 +75,101 @@ def test_cancelling_aborts_and_a_pause_only_delays() -> None:
 
     with LLM(directory(), inference_config=CONFIG) as llm:
         asyncio.run(asyncio.wait_for(work(llm), 120))
+
+
+@pytest.mark.parametrize("before", [[], ["pause"], ["pause", "suspend"]])
+def test_a_shutdown_of_the_llm_is_told_to_those_who_wait(before: list[str]) -> None:
+    async def work(llm: LLM) -> None:
+        async with ThreadedLLM(llm) as threaded:
+            for command in before:
+                getattr(llm, command)()
+            task = asyncio.ensure_future(threaded.generate([1], ENDLESS))
+            while not llm.engine.has_unfinished_requests():
+                await asyncio.sleep(0.001)
+            llm.shutdown()
+            with pytest.raises(EngineStateError, match="was shut down"):
+                await asyncio.wait_for(task, 10)
+
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
+
+
+def test_a_group_that_the_llm_had_before_is_nobodys_and_disturbs_no_other() -> None:
+    async def work(llm: LLM) -> None:
+        llm.submit([1], SamplingParams(num_tokens_to_generate=2))
+        async with ThreadedLLM(llm) as threaded:
+            request = await asyncio.wait_for(threaded.generate([1], PARAMS), 10)
+            assert len(request.generated_tokens) == 20
+
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
+
+
+class RefusingLLM:
+    """Runs at every look, yet refuses the first `num_refusals` calls of collect; then all ends."""
+
+    tokenizer, weights_version, state = None, 0, EngineState.RUNNING
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals, self.num_collects = num_refusals, 0
+
+    def submit(self, prompts: Any, params: Any, n: int) -> list[int]:
+        return [0]
+
+    def collect(self, num_groups: int, timeout_s: float) -> list[RolloutGroup]:
+        self.num_collects += 1
+        if self.num_collects <= self.num_refusals:
+            raise EngineStateError("cannot step")
+        return [RolloutGroup(group_id=0, requests=[finished_request([1], [2], versions=[0])])]
+
+    def abort(self, group_ids: list[int]) -> list[RolloutGroup]:
+        return []
+
+
+def test_a_pause_that_ends_before_the_state_is_looked_at_only_delays() -> None:
+    async def work() -> None:
+        async with ThreadedLLM(RefusingLLM(num_refusals=3)) as threaded:
+            for _ in range(2):
+                request = await asyncio.wait_for(threaded.generate([1]), 10)
+                assert request.generated_tokens == [2]
+
+    asyncio.run(work())
+
+
+def test_what_a_running_engine_refuses_again_and_again_ends_the_thread() -> None:
+    async def work() -> None:
+        llm = RefusingLLM(num_refusals=10**9)
+        async with ThreadedLLM(llm) as threaded:
+            with pytest.raises(EngineStateError, match="cannot step"):
+                await asyncio.wait_for(threaded.generate([1]), 10)
+        assert llm.num_collects < 100, "it waits between two calls"
+
+    asyncio.run(work())
+
+
+class SlowToEnd(ThreadedLLM):
+    """Its thread lives on for a while after all that it had to do."""
+
+    def __init__(self, llm: Any) -> None:
+        self.is_done, self.may_end = threading.Event(), threading.Event()
+        super().__init__(llm)
+
+    def _run(self) -> None:
+        super()._run()
+        self.is_done.set()
+        self.may_end.wait()
+
+
+def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
+    async def work() -> None:
+        threaded = SlowToEnd(RefusingLLM(num_refusals=0))
+        closing = asyncio.ensure_future(threaded.aclose())
+        await asyncio.to_thread(threaded.is_done.wait)
+        try:
+            with pytest.raises(EngineStateError, match="has ended"):
+                await asyncio.wait_for(threaded.generate([1]), 10)
+        finally:
+            threaded.may_end.set()
+            await closing
+
+    asyncio.run(work())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
 from trainer_hooks import InProcessWeightSync
 
@@ -52,6 +52,14 @@ def test_apush_awaits_an_asynchronous_llm_and_takes_a_synchronous_one() -> None:
     for llm in (FakeAsyncLLM(EngineState.SUSPENDED), FakeLLM(EngineState.SUSPENDED)):
         report = asyncio.run(InProcessWeightSync(llm).apush(nn.Linear(2, 3), version=2))
         assert report.version == llm.weights_version == 2
+
+
+@pytest.mark.filterwarnings("error")  # such as one of a coroutine that was never awaited
+def test_push_to_an_asynchronous_llm_is_refused_and_names_apush() -> None:
+    llm = FakeAsyncLLM(EngineState.SUSPENDED)
+    with pytest.raises(ConfigError, match=r"FakeAsyncLLM.*use `await apush"):
+        InProcessWeightSync(llm).push(nn.Linear(2, 3), version=2)
+    assert not llm.calls
 
 
 def test_a_refusal_of_the_engine_passes_through() -> None:

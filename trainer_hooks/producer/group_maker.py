@@ -12,7 +12,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
 from trainer_hooks.producer.group import ScoredGroup
-from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM
+from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM, encoded_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptTicket
 from trainer_hooks.rewards import RewardRunner, score_rollouts
@@ -47,8 +47,6 @@ class GroupMaker:
         self._group_size, self._params, self._seed = group_size, sampling_params, seed
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
-        # An LLM without a tokenizer takes token ids alone.
-        self._encodes = getattr(llm, "tokenizer", None) is None
 
     @property
     def last_reward_error(self) -> BaseException | None:
@@ -84,9 +82,7 @@ class GroupMaker:
         )
 
     async def _generate(self, item: PromptItem, params: SamplingParams) -> list[Rollout]:
-        prompt = item.prompt
-        if isinstance(prompt, str) and self._encodes and self._tokenizer is not None:
-            prompt = self._tokenizer.encode(prompt)
+        prompt = encoded_for(self._llm, item.prompt, self._tokenizer)
         if self._rollout_fn is not None:
             samples = [self._run_turns(prompt, item, params, i) for i in range(self._group_size)]
             return await _all_or_none(samples)

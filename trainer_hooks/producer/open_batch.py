@@ -143,13 +143,18 @@ class OpenBatch:
     # ---- what the producer asks for
 
     def drop_older_than(self, version: int) -> int:
-        """Give back the groups with a token sampled before `version`, and refill. How many."""
+        """Give back the groups with a token sampled before `version`, and refill. How many.
+
+        A refill that `max_refills` refuses is an error, of which nobody else would tell.
+        """
         stale = [g for g in self._groups if (seen := g.version_range()) and seen[0] < version]
         for group in stale:
             self._groups.remove(group)
             self._return(group.ticket, "stale")
             self._count_refill()
         self.fill()
+        if stale:
+            self._on_change()
         return len(stale)
 
     def take_error(self) -> BaseException | None:

@@ -68,3 +68,11 @@ def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | Non
     """`tokenizer`, or else that of the llm. Raises TypeError for something else."""
     source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
     return None if source is None else as_tokenizer(source)
+
+
+def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -> Any:
+    """`prompt` as `llm` takes it: text stays text only where the llm has a tokenizer of its own."""
+    takes_text = getattr(llm, "tokenizer", None) is not None
+    if isinstance(prompt, str) and not takes_text and tokenizer is not None:
+        return tokenizer.encode(prompt)
+    return prompt

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from rollout.errors import WeightUpdateError
+from rollout.errors import ConfigError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 
 NamedParameters = nn.Module | NamedTensors
@@ -40,17 +40,28 @@ class LLMWeightSync:
         mapping of names to tensors. They are read only, and not kept.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one. An update that ended
-        since an engine was lost is tried once more, with those that are left.
+        since an engine was lost is tried once more, with those that are left. Raises ConfigError
+        for an asynchronous LLM, which is left as it is.
         """
         tensors, how = _detached(named_parameters), {"version": version, **self._how}
         report: WeightUpdateReport
         try:
-            report = self._llm.update_weights(tensors, **how)
+            report = self._updated(tensors, how)
         except WeightUpdateError as error:
             if not error.is_transient:
                 raise
-            report = self._llm.update_weights(tensors, **how)
+            report = self._updated(tensors, how)
         return report
+
+    def _updated(self, tensors: NamedTensors, how: Mapping[str, Any]) -> Any:
+        report = self._llm.update_weights(tensors, **how)
+        if not inspect.isawaitable(report):
+            return report
+        if inspect.iscoroutine(report):
+            report.close()  # so that Python does not warn of one that was never awaited
+        raise ConfigError(
+            f"{type(self._llm).__name__}.update_weights has to be awaited: use `await apush(...)`"
+        )
 
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None

@@ -232,6 +232,23 @@ def test_a_batch_that_needs_too_many_replacements_is_an_error_and_can_be_asked_f
     run_virtually(work())
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_complete_batches_that_grow_too_old_too_often_are_an_error_as_well(bound: int) -> None:
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, max_staleness_versions=bound, max_refills=1) as producer:
+            await asyncio.sleep(9.0)
+            assert llm.num_running == 0
+            await llm.push()
+            await llm.push()
+            with pytest.raises(ProducerError, match=r"max_refills=1 .* 2 grew too old"):
+                await anext(producer)
+            batch = await anext(producer)
+            assert (levels(batch), batch.version) == ([0, 1], 2)
+
+    run_virtually(work())
+
+
 def test_extra_groups_are_aborted_and_their_prompts_come_back() -> None:
     async def work() -> None:
         llm = FakeLLM()
