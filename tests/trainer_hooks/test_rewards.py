@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -102,6 +102,22 @@ def test_a_wrong_function_is_no_failed_rollout(wrong: Callable[..., Any], named:
         score(wrong)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, TypeError])
+def test_what_a_function_yields_is_made_in_its_thread(error: type[Exception]) -> None:
+    threads = []
+
+    def generates(completions: Sequence[str]) -> Iterator[float]:
+        threads.append(threading.current_thread())
+        for completion in completions:
+            if completion == "bad":
+                raise error("of the user")
+            yield 0.5
+
+    assert score(generates) == [0.5] * 3
+    assert all(math.isnan(reward) for reward in score(generates, ["a", "bad", "b"]))
+    assert threading.main_thread() not in threads
+
+
 def test_a_blocking_function_blocks_no_event_loop_and_runs_once_at_a_time() -> None:
     num_inside, most = 0, 0
 
@@ -173,6 +189,21 @@ def test_several_functions_are_summed_by_weight_without_those_that_give_nothing(
         WeightedRewards([matches, lengths], [1.0])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda completions: [1.0], "1 rewards for 3 completions"),
+        (lambda completions: [1.0] * 4, "4 rewards for 3 completions"),
+        (lambda completions: None, "not iterable"),
+    ],
+)
+def test_a_wrong_function_among_several_is_no_failed_rollout(
+    wrong: Callable[..., Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        score(WeightedRewards([lengths, wrong]))
+
+
 def test_verls_compute_score_judges_one_sample_at_a_time() -> None:
     rows = {
         "data_source": ["detailed", "plain", "plain"],
@@ -183,3 +214,11 @@ def test_verls_compute_score_judges_one_sample_at_a_time() -> None:
     assert same(score(VerlReward(judge), ["a", "xb", "?"], rows), [1.0, 1.0, math.nan])
     with pytest.raises(ConfigError, match="ground_truth or reward_model"):
         score(VerlReward(judge), ["a"], {})
+
+
+@pytest.mark.parametrize("wrong", [None, "none", {"length": 1}, {"score": None}])
+def test_a_sample_whose_verl_score_is_no_number_leaves_the_others_theirs(wrong: Any) -> None:
+    def says(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+        return wrong if solution_str == "x" else 0.5
+
+    assert same(score(VerlReward(says), columns={"ground_truth": ["a"] * 3}), [0.5, math.nan, 0.5])

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.errors import ConfigError
-from trainer_hooks.rewards.calling import RewardFunction, arguments_for, is_async, name_of
+from trainer_hooks.rewards.calling import (
+    RewardFunction,
+    arguments_for,
+    is_async,
+    name_of,
+    numbers_of,
+    rewards_of,
+)
 
 
 class WeightedRewards:
@@ -43,13 +50,14 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """One sum per completion."""
+        """One sum per completion. Raises ConfigError for what is no list of one number for each."""
         totals: list[float | None] = [None] * len(completions)
         for function, weight in zip(self._functions, self._weights, strict=True):
             args, named = arguments_for(function, prompts, completions, completion_ids, columns)
-            for i, reward in enumerate(function(*args, **named)):
-                if reward is not None and not math.isnan(reward):
-                    totals[i] = (totals[i] or 0.0) + weight * float(reward)
+            rewards = rewards_of(function, args, named)
+            for i, reward in enumerate(numbers_of(function, rewards, len(completions))):
+                if not math.isnan(reward):
+                    totals[i] = (totals[i] or 0.0) + weight * reward
         return totals
 
 
@@ -58,7 +66,7 @@ class VerlReward:
 
     It returns a number, or a mapping with "score". The columns are those of verl's rows:
     data_source, extra_info, and reward_model with "ground_truth" in it (or ground_truth itself).
-    A sample whose call raises has no reward; the others keep theirs.
+    A sample whose call raises or gives no number has no reward; the others keep theirs.
     """
 
     def __init__(self, compute_score: Callable[..., float | Mapping[str, Any]]) -> None:
@@ -89,6 +97,6 @@ class VerlReward:
             score = self._compute_score(
                 data_source=source, solution_str=solution, ground_truth=truth, extra_info=info
             )
+            return float(score["score"] if isinstance(score, Mapping) else score)
         except Exception:  # the user's function; a sample that it cannot judge has no reward
             return None
-        return float(score["score"] if isinstance(score, Mapping) else score)

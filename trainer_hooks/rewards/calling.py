@@ -1,8 +1,9 @@
-"""What a reward function is given: of all there is, what its signature names."""
+"""Calling a reward function: the arguments that its signature names, and what it returns."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,36 @@ def arguments_for(
             f"columns are: {', '.join(sorted(columns)) or 'none'}"
         )
     return positional, {k: v for k, v in offered.items() if takes_all or k in named}
+
+
+def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """What it returns for these arguments; as a list if it can be iterated.
+
+    So the work of a generator is done here, and the result can be sent to another process.
+    """
+    result = reward_fn(*args, **named)
+    try:
+        rewards = iter(result)
+    except TypeError:  # numbers_of says what is wrong with it, or it is to be awaited
+        return result
+    return list(rewards)
+
+
+def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
+    """`rewards`, which it returned, as numbers; NaN for None.
+
+    Raises ConfigError if they are not one number per completion.
+    """
+    try:
+        numbers = [math.nan if reward is None else float(reward) for reward in rewards]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name_of(reward_fn)} returned {rewards!r}: {error}") from error
+    if len(numbers) != num_completions:
+        raise ConfigError(
+            f"{name_of(reward_fn)} returned {len(numbers)} rewards for {num_completions} "
+            "completions"
+        )
+    return numbers
 
 
 def name_of(reward_fn: RewardFunction) -> str:

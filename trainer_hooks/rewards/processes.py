@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from rollout.errors import RolloutError
-from trainer_hooks.rewards.calling import RewardFunction
+from rollout.errors import ConfigError, RolloutError
+from trainer_hooks.rewards.calling import RewardFunction, rewards_of
+from trainer_hooks.rewards.turns import Turns
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 2.0
@@ -22,8 +24,11 @@ class RewardFailed(RolloutError):
     """A reward function raised, took too long, or its process died."""
 
 
-async def in_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`, done in a thread of its own, which no exit of the program waits for."""
+def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+    """The result of `work`, begun in a thread of its own, which no exit of the program waits for.
+
+    A StopIteration, which no future takes, becomes a RewardFailed.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -39,17 +44,21 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         outcome: tuple[Result | None, BaseException | None]
         try:
             outcome = work(), None
+        except StopIteration as error:
+            failure = RewardFailed(f"StopIteration: {error}")
+            failure.__cause__ = error
+            outcome = None, failure
         except BaseException as error:
             outcome = None, error
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
-    return await future
+    return future
 
 
 class RewardProcesses:
-    """`num_workers` processes, each started when it is first needed. Lives in one event loop.
+    """`num_workers` processes, each started when it is first needed.
 
     They are spawned, so the function must be importable there, and a program that uses them must
     guard its start: `if __name__ == "__main__":`.
@@ -57,37 +66,53 @@ class RewardProcesses:
 
     def __init__(self, reward_fn: RewardFunction, num_workers: int) -> None:
         self._reward_fn = reward_fn
-        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
-        for _ in range(num_workers):
-            self._idle.put_nowait(None)  # a place for a process
+        self._turns = Turns(num_workers)
         self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._is_closed = False
         self.num_replaced = 0
 
     async def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
     ) -> Any:
-        """What the function returns. Raises RewardFailed; the process is replaced if it must be."""
-        worker = await self._idle.get()
+        """What the function returns, as `rewards_of` gives it. Raises ConfigError if it does.
+
+        Raises RewardFailed, also for those who wait for a process when this is closed; the process
+        is replaced if it must be.
+        """
+        turn = await self._turns.take()
         try:
-            if worker is None:
-                worker = _Worker(self._reward_fn)
-                self._workers.add(worker)
+            if self._is_closed:
+                raise RewardFailed("the reward's processes were closed before its turn came")
+            return await self._call_one(args, named, timeout_s)
+        finally:
+            self._turns.give_back(turn)
+
+    async def _call_one(
+        self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
+    ) -> Any:
+        worker = self._idle.pop() if self._idle else self._start()
+        try:
             is_ok, result = await in_thread(lambda: worker.call(args, named, timeout_s))
         except BaseException:
             # It may still compute, also for a caller who was cancelled: nobody else may get it.
-            if worker is not None:
-                worker.kill()
-                self._workers.discard(worker)
-                self.num_replaced += 1
-            self._idle.put_nowait(None)
+            worker.kill()
+            self._workers.discard(worker)
+            self.num_replaced += 1
             raise
-        self._idle.put_nowait(worker)
+        self._idle.append(worker)
         if not is_ok:
-            raise RewardFailed(result)
+            raise result
         return result
 
+    def _start(self) -> _Worker:
+        worker = _Worker(self._reward_fn)
+        self._workers.add(worker)
+        return worker
+
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, and start no more."""
+        self._is_closed = True
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -105,7 +130,7 @@ class _Worker:
     def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
     ) -> tuple[bool, Any]:
-        """(whether it returned, its result or its error's text). Blocks.
+        """(whether it returned, its result or the error to raise). Blocks.
 
         Raises RewardFailed if the process is gone, or silent for too long.
         """
@@ -138,9 +163,9 @@ def _serve(pipe: Connection, reward_fn: RewardFunction) -> None:
             args, named = pipe.recv()
         except EOFError:
             return
-        answer: tuple[bool, Any]
         try:
-            answer = True, list(reward_fn(*args, **named))
+            pipe.send((True, rewards_of(reward_fn, args, named)))
+        except ConfigError as error:
+            pipe.send((False, ConfigError(str(error))))
         except Exception as error:  # the user's function; the other side makes a failed reward
-            answer = False, f"{type(error).__name__}: {error}"
-        pipe.send(answer)
+            pipe.send((False, RewardFailed(f"{type(error).__name__}: {error}")))

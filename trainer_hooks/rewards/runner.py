@@ -6,13 +6,22 @@ import asyncio
 import logging
 import math
 import pickle
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rollout.errors import ConfigError
-from trainer_hooks.rewards.calling import RewardFunction, arguments_for, is_async, name_of
+from trainer_hooks.rewards.calling import (
+    RewardFunction,
+    arguments_for,
+    is_async,
+    name_of,
+    numbers_of,
+    rewards_of,
+)
 from trainer_hooks.rewards.processes import RewardFailed, RewardProcesses, in_thread
+from trainer_hooks.rewards.turns import Turn, Turns
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +32,11 @@ class RewardRunner:
     An async function is awaited, any number at a time. Any other runs in a thread, one call at a
     time, so it need not be safe for threads; with `workers` it runs in so many spawned processes
     instead, which are replaced when they die. `timeout_s`: seconds per call; None waits for ever.
-    A thread that took too long cannot be ended: its result is dropped. Close the runner, or use it
-    in a `with` block, to end its processes.
+    A thread cannot be ended. If its caller is cancelled, the next call waits until the function
+    returns, `timeout_s` at most. If it took too long, its result is dropped, and the next call
+    begins beside it, so that a function that hangs does not hold up all others.
+    A runner serves one event loop after another, and without workers several at once. Close it, or
+    use it in a `with` block, to end its processes.
     """
 
     def __init__(
@@ -41,7 +53,7 @@ class RewardRunner:
             _check_it_travels(reward_fn)
         self._reward_fn, self._num_workers, self._timeout_s = reward_fn, workers, timeout_s
         self._processes: RewardProcesses | None = None
-        self._turn = asyncio.Semaphore(1)
+        self._turns = Turns(1)
         self.num_failed_calls = 0
         self.last_error: BaseException | None = None
 
@@ -68,7 +80,8 @@ class RewardRunner:
             self.last_error = error
             _log.warning("reward function %s failed: %r", name_of(self._reward_fn), error)
             return [math.nan] * len(completions)
-        return self._checked(rewards, len(completions))
+        numbers = numbers_of(self._reward_fn, rewards, len(completions))
+        return [number if math.isfinite(number) else math.nan for number in numbers]
 
     async def _call(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._num_workers:
@@ -77,30 +90,42 @@ class RewardRunner:
             return await self._processes.call(args, named, self._timeout_s)
         if is_async(self._reward_fn):
             return await self._in_time(self._reward_fn(*args, **named))
-        async with self._turn:
-            result = await self._in_time(in_thread(lambda: self._reward_fn(*args, **named)))
+        result = await self._in_turn(args, named)
         # A plain function that returns an awaitable, such as a partial of an async one.
         return await self._in_time(result) if hasattr(result, "__await__") else result
+
+    async def _in_turn(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        turn, has_ended = await self._turns.take(), threading.Event()
+
+        def work() -> Any:
+            try:
+                return rewards_of(self._reward_fn, args, named)
+            finally:
+                has_ended.set()
+                self._turns.give_back(turn)
+
+        try:
+            return await self._in_time(in_thread(work))
+        except asyncio.CancelledError:
+            self._give_back_late(turn, has_ended)
+            raise
+        except Exception:  # it took too long, or could not begin
+            self._turns.give_back(turn)
+            raise
+
+    def _give_back_late(self, turn: Turn, has_ended: threading.Event) -> None:
+        # In a thread, as the event loop may be closed before the function returns.
+        def wait() -> None:
+            has_ended.wait(self._timeout_s)
+            self._turns.give_back(turn)
+
+        threading.Thread(target=wait, name="reward-turn", daemon=True).start()
 
     async def _in_time(self, work: Any) -> Any:
         try:
             return await asyncio.wait_for(work, self._timeout_s)
         except asyncio.TimeoutError as error:
             raise RewardFailed(f"no reward within {self._timeout_s} s") from error
-
-    def _checked(self, rewards: Any, num_completions: int) -> list[float]:
-        try:
-            values = [math.nan if reward is None else float(reward) for reward in rewards]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{name_of(self._reward_fn)} returned {rewards!r}: {error}"
-            ) from error
-        if len(values) != num_completions:
-            raise ConfigError(
-                f"{name_of(self._reward_fn)} returned {len(values)} rewards for {num_completions} "
-                "completions"
-            )
-        return [value if math.isfinite(value) else math.nan for value in values]
 
     def close(self) -> None:
         """End the processes; twice is fine."""

@@ -1,0 +1,198 @@
+"""Plain reward functions run one call at a time, whoever leaves and whatever loop asks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from trainer_hooks.rewards import RewardRunner
+
+SOON_S, LATE_S = 0.05, 10.0
+
+
+class Gate:
+    """A reward function that waits at "wait" until it is opened, and sees who comes beside it."""
+
+    def __init__(self) -> None:
+        self.has_entered, self.is_open = threading.Event(), threading.Event()
+        self.scored: list[str] = []
+        self.num_inside = self.most_inside = 0
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        self.has_entered.set()
+        if "wait" in completions:
+            assert self.is_open.wait(LATE_S)
+        self.num_inside -= 1
+        self.scored += completions
+        return [1.0] * len(completions)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.is_open.set()
+
+
+async def score_one(runner: RewardRunner, completion: str) -> float:
+    rewards = runner.score(["?"], [completion], [[1]], {})
+    return (await asyncio.wait_for(rewards, LATE_S))[0]
+
+
+async def cancelled_inside(runner: RewardRunner, gate: Gate) -> None:
+    """A call whose caller has left, and whose function waits at the gate."""
+    call = asyncio.ensure_future(score_one(runner, "wait"))
+    while not gate.has_entered.is_set():
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+
+
+async def next_waits_for_the_gate(runner: RewardRunner, gate: Gate) -> None:
+    following = asyncio.ensure_future(score_one(runner, "next"))
+    await asyncio.wait([following], timeout=SOON_S)
+    assert not following.done()
+    gate.is_open.set()
+    assert await following == 1.0
+    assert gate.scored == ["wait", "next"]
+    assert gate.most_inside == 1
+
+
+def test_a_cancelled_call_keeps_its_turn_until_its_function_returns(gate: Gate) -> None:
+    async def work() -> None:
+        runner = RewardRunner(gate)
+        await cancelled_inside(runner, gate)
+        await next_waits_for_the_gate(runner, gate)
+
+    asyncio.run(work())
+
+
+def test_a_call_of_a_closed_event_loop_keeps_its_turn_too(gate: Gate) -> None:
+    runner = RewardRunner(gate)
+    asyncio.run(cancelled_inside(runner, gate))
+    asyncio.run(next_waits_for_the_gate(runner, gate))
+
+
+@pytest.mark.parametrize("loops", ["one loop", "two loops"])
+def test_a_cancelled_call_that_takes_too_long_loses_its_turn(gate: Gate, loops: str) -> None:
+    runner = RewardRunner(gate, timeout_s=SOON_S)
+
+    async def both() -> float:
+        await cancelled_inside(runner, gate)
+        return await score_one(runner, "next")
+
+    if loops == "one loop":
+        assert asyncio.run(both()) == 1.0
+    else:
+        asyncio.run(cancelled_inside(runner, gate))
+        assert asyncio.run(score_one(runner, "next")) == 1.0
+    assert gate.scored == ["next"]
+
+
+def test_a_call_that_takes_too_long_holds_up_no_later_one(gate: Gate) -> None:
+    async def work() -> list[float]:
+        runner = RewardRunner(gate, timeout_s=SOON_S)
+        completions = ["wait", "next", "last"]
+        return await asyncio.gather(*[score_one(runner, each) for each in completions])
+
+    first, *others = asyncio.run(work())
+    assert math.isnan(first)
+    assert others == [1.0, 1.0]
+    assert gate.scored == ["next", "last"]
+
+
+def test_a_late_return_takes_nobody_elses_turn(gate: Gate) -> None:
+    # The second call must return within it, however busy the machine is.
+    timeout_s = 0.5
+    second = Gate()
+
+    def two_gates(completions: Sequence[str]) -> list[float]:
+        return (second if "second" in completions else gate)([*completions, "wait"])[:1]
+
+    async def work() -> None:
+        runner = RewardRunner(two_gates, timeout_s=timeout_s)
+        assert math.isnan(await score_one(runner, "first"))
+        calls = [asyncio.ensure_future(score_one(runner, name)) for name in ("second", "third")]
+        while not second.has_entered.is_set():
+            await asyncio.sleep(0)
+        gate.is_open.set()
+        while not gate.scored:
+            await asyncio.sleep(0)
+        await asyncio.wait(calls, timeout=SOON_S)
+        assert "third" not in gate.scored
+        second.is_open.set()
+        assert await asyncio.gather(*calls) == [1.0, 1.0]
+
+    asyncio.run(work())
+
+
+def test_a_caller_who_leaves_the_queue_is_passed_over(gate: Gate) -> None:
+    async def work() -> None:
+        runner = RewardRunner(gate)
+        calls = [
+            asyncio.ensure_future(score_one(runner, name)) for name in ("wait", "left", "next")
+        ]
+        while not gate.has_entered.is_set():
+            await asyncio.sleep(0)
+        calls[1].cancel()
+        gate.is_open.set()
+        assert [await calls[0], await calls[2]] == [1.0, 1.0]
+        assert gate.scored == ["wait", "next"]
+
+    asyncio.run(work())
+
+
+def test_callers_of_a_closed_event_loop_are_passed_over(gate: Gate) -> None:
+    runner = RewardRunner(gate)
+
+    async def begin() -> list[asyncio.Task[float]]:
+        calls = [asyncio.ensure_future(score_one(runner, name)) for name in ("wait", "left")]
+        while not gate.has_entered.is_set():
+            await asyncio.sleep(0)
+        return calls
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # it would tell of calls left pending
+    calls = loop.run_until_complete(begin())
+    loop.close()
+    asyncio.run(next_waits_for_the_gate(runner, gate))
+    assert [call.done() for call in calls] == [False, False]
+
+
+def test_a_runner_serves_one_event_loop_after_another() -> None:
+    runner = RewardRunner(Gate())
+
+    async def epoch() -> list[float]:
+        return await asyncio.gather(*[score_one(runner, str(i)) for i in range(4)])
+
+    assert [asyncio.run(epoch()) for _ in range(3)] == [[1.0] * 4] * 3
+
+
+def test_a_runner_serves_two_event_loops_at_once(gate: Gate) -> None:
+    runner, scored = RewardRunner(gate), []
+    thread = threading.Thread(target=lambda: scored.append(asyncio.run(score_one(runner, "wait"))))
+    thread.start()
+    assert gate.has_entered.wait(LATE_S)
+    asyncio.run(next_waits_for_the_gate(runner, gate))
+    thread.join(LATE_S)
+    assert scored == [1.0]
+
+
+def test_a_function_that_raises_stop_iteration_fails_its_rollouts_alone() -> None:
+    def first_of(completions: Sequence[str]) -> list[float]:
+        return [float(next(iter(completion))) for completion in completions]
+
+    async def work() -> None:
+        runner = RewardRunner(first_of)
+        assert math.isnan(await asyncio.wait_for(score_one(runner, ""), 1.0))
+        assert "StopIteration" in str(runner.last_error)
+        assert await score_one(runner, "7") == 7.0
+
+    asyncio.run(work())

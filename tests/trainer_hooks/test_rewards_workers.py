@@ -1,0 +1,70 @@
+"""Reward functions in processes: what they return, who asks, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.trainer_hooks.reward_functions import lengths, unruly
+from trainer_hooks.rewards import RewardRunner
+
+
+def told(answer: Sequence[Any]) -> Any:
+    """What the column says, returned, yielded or raised."""
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return (each for each in answer) if answer[0] == "yield" else answer[0]
+
+
+async def score_one(runner: RewardRunner, completion: str, **columns: Any) -> float:
+    rewards = await runner.score(["?"], [completion], [[1]], {k: [v] for k, v in columns.items()})
+    return rewards[0]
+
+
+def test_a_wrong_function_in_a_process_is_no_failed_rollout() -> None:
+    async def work() -> None:
+        with RewardRunner(told, workers=1) as runner:
+            assert await score_one(runner, "x", answer=[0.5]) == 0.5
+            for wrong, named in (
+                (None, "returned None"),
+                (1.5, "returned 1.5"),
+                ([1.0, 2.0], "2 rewards for 1 completions"),
+                (ConfigError("of the user"), "of the user"),
+            ):
+                with pytest.raises(ConfigError, match=named):
+                    await score_one(runner, "x", answer=wrong)
+            assert math.isnan(await score_one(runner, "x", answer=ValueError("told to")))
+            assert runner.num_failed_calls == 1
+
+    asyncio.run(work())
+
+
+def test_processes_serve_one_event_loop_after_another() -> None:
+    async def epoch() -> list[float]:
+        return await asyncio.gather(*[score_one(runner, "x" * i) for i in range(3)])
+
+    with RewardRunner(lengths, workers=1) as runner:
+        assert [asyncio.run(epoch()) for _ in range(2)] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_closed_runner_starts_no_process_for_those_who_waited() -> None:
+    async def work() -> None:
+        before = set(multiprocessing.active_children())
+        runner = RewardRunner(unruly, workers=1)
+        calls = [
+            asyncio.ensure_future(score_one(runner, each)) for each in ("hang", "fine", "fine")
+        ]
+        while not set(multiprocessing.active_children()) - before:
+            await asyncio.sleep(0)
+        runner.close()
+        assert all(math.isnan(reward) for reward in await asyncio.gather(*calls))
+        assert set(multiprocessing.active_children()) == before
+        assert "closed" in str(runner.last_error)
+
+    asyncio.run(work())
