@@ -213,8 +213,11 @@ class DataParallelInferenceCoordinator:
     def _turn(self, *, has_frames: bool) -> None:
         """Take what is there, do what is due, send what comes of it."""
         now = time.monotonic()
+        self._router.flush()
         if has_frames:
             for identity, frame in self._router.receive(_BATCH):
+                # Each anew: its sender counts a lease from when it was sent, which was no later.
+                now = time.monotonic()
                 self._send(self._core.handle(identity, frame, now), now)
         if self._text_worker is not None:
             for result in self._text_worker.take_results():
@@ -231,7 +234,8 @@ class DataParallelInferenceCoordinator:
             for identity, message in waiting:
                 fault = None
                 try:
-                    if self._router.send(identity, encode(message, self._max_frame_bytes)):
+                    frame = encode(message, self._max_frame_bytes)
+                    if self._router.send(identity, frame, keeps=self._core.is_engine(identity)):
                         continue
                 except ProtocolError as error:
                     fault = error

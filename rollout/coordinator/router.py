@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ logger = logging.getLogger(__name__)
 
 # How long a closing socket may take to hand over its last frames.
 _LINGER_MS = 1000
-# Frames that wait for one slow peer; more are not sent, and it is told again later.
+# Frames that wait for one slow peer in the socket; a client that is slower is told again later.
 _MAX_WAITING_FRAMES = 4096
+# Frames that wait here for one slow engine besides: as many as its own queue holds. Its lease says
+# whether it is alive; to be slow, or to get much at once, is no reason to give it up.
+_MAX_KEPT_FRAMES = 2**16
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 # As integers: their enumerations take longer to combine and convert than a frame to be sent.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -69,6 +73,7 @@ class Router:
             self.close()
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._kept: dict[bytes, deque[bytes]] = {}  # by identity; none is empty
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         """(identity, frame) of up to `max_frames` messages that are here. A message of several
@@ -90,16 +95,42 @@ class Router:
                 frame = receive(_NOBLOCK, copy=False)
             yield identity, b""
 
-    def send(self, identity: bytes, frame: bytes) -> bool:
-        """Whether it was taken: not if the peer is not there, or too many frames wait for it."""
+    def send(self, identity: bytes, frame: bytes, *, keeps: bool = False) -> bool:
+        """Whether it was taken: not if the peer is not there, or too many frames wait for it.
+
+        `keeps`: what the socket has no room for is kept for `flush`, and what follows behind it.
+        """
+        kept = self._kept.get(identity)
+        if kept is None:
+            fault = self._try(identity, frame)
+            if fault != zmq.EAGAIN or not keeps:
+                return fault is None
+            kept = self._kept[identity] = deque()
+        if len(kept) >= _MAX_KEPT_FRAMES:
+            return False
+        kept.append(frame)
+        return True
+
+    def flush(self) -> None:
+        """Send of what is kept as much as there is room for. What is for a peer that has gone is
+        dropped: the next message for it cannot be sent, which says so."""
+        for identity, frames in list(self._kept.items()):
+            fault = None
+            while frames and (fault := self._try(identity, frames[0])) is None:
+                frames.popleft()
+            if fault != zmq.EAGAIN:
+                del self._kept[identity]
+
+    def _try(self, identity: bytes, frame: bytes) -> int | None:
+        """Why the socket has not taken it, one of _UNREACHABLE; None if it has."""
         try:
             self.socket.send(identity, _MORE)
             self.socket.send(frame, _NOBLOCK)
         except zmq.ZMQError as fault:
             if fault.errno in _UNREACHABLE:
-                return False
+                return fault.errno
             raise
-        return True
+        return None
 
     def close(self) -> None:
         """Hand over what waits, for a moment, and close. Twice is fine."""

@@ -42,8 +42,9 @@ class FakeFleet:
     def __init__(self, policy: RoutingPolicy | None = None, **options: Any) -> None:
         options.setdefault("limits", LIMITS)
         options.setdefault("data_parallel_size", 2)
+        options.setdefault("coordinator_id", b"k" * 16)
         self.policy = policy or RoundRobinPolicy()
-        self.core = CoordinatorCore(self.policy, coordinator_id=b"k" * 16, **options)
+        self.core = CoordinatorCore(self.policy, **options)
         self.now = 100.0
         self.peers: dict[bytes, Peer] = {}
         self.to_core: dict[bytes, deque[bytes]] = {}

@@ -32,8 +32,8 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
 
-# The coordinator answers at a deadline; that answer may take so long.
-_GRACE_S = 5.0
+# Above a coordinator's commit_grace_s and abort_grace_s: it may answer so long after a deadline.
+_GRACE_S = 15.0
 
 
 class ClientStateError(RolloutError):

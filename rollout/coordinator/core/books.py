@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from rollout.coordinator.core.counters import Counters
@@ -22,17 +22,19 @@ TimerKey = (
 @dataclass(slots=True)
 class Books:
     """One coordinator's tables, and what it has to say: `outbox` to peers, `text_jobs` to whoever
-    tokenizes. Both are emptied by the owner of the socket."""
+    tokenizes. Both are emptied by the owner of the socket. `first_id`: of its requests."""
 
     limits: CoordinatorLimits
+    first_id: InitVar[int]
     counters: Counters = field(default_factory=Counters)
     timers: Timers[TimerKey] = field(default_factory=Timers)
-    requests: RequestTable = field(default_factory=RequestTable)
+    requests: RequestTable = field(init=False)
     sessions: Sessions = field(init=False)
     outbox: list[tuple[bytes, Message]] = field(default_factory=list)
     text_jobs: TextQueue = field(default_factory=TextQueue)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, first_id: int) -> None:
+        self.requests = RequestTable(first_id)
         self.sessions = Sessions(max_ranks=self.limits.max_engines)
 
     def send(self, peer: Peer, message: Message) -> None:

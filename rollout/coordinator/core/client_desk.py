@@ -9,7 +9,13 @@ from rollout.coordinator.core.bounded_ids import BoundedIds
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_desk import RequestDesk
 from rollout.coordinator.core.sessions import ClientPeer
-from rollout.coordinator.protocol.messages import PROTOCOL_VERSION, Connect, ConnectAck, nack_of
+from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    Connect,
+    ConnectAck,
+    Heartbeat,
+    nack_of,
+)
 from rollout.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +71,13 @@ class ClientDesk:
         )
         self._books.send(client, ack)
         self.tell_again(client)
+
+    def heartbeat(self, client: ClientPeer, message: Heartbeat) -> None:
+        """Answer. What could not be delivered is tried again now: not with each of its messages,
+        as a slow client's acknowledgements would all bring all of it."""
+        if client.has_missed:
+            self.tell_again(client)
+        self._books.send(client, Heartbeat(sequence=message.sequence))
 
     def tell_again(self, client: ClientPeer) -> None:
         """What it may have missed: answers to commands, replies, streamed tokens."""

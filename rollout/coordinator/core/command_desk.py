@@ -121,8 +121,7 @@ class CommandDesk:
         for order in self._queue:
             if order.number == number:
                 self._queue.remove(order)
-                error = EngineStateError(f"{order.name}: not begun in time, others ran before it")
-                self._answer(order, Outcome({}, WireError.of(error)))
+                self._answer(order, _not_begun(order))
                 return
 
     def advance(self, now: float) -> bool:
@@ -130,6 +129,10 @@ class CommandDesk:
         if self._current is not None or not self._queue or self.is_over:
             return False
         order = self._queue.popleft()
+        if now >= order.deadline_at:
+            # It passed together with that of the one before, which was looked at first.
+            self._answer(order, _not_begun(order))
+            return True
         try:
             outcome = self._begin(order, now)
         except RolloutError as error:
@@ -214,3 +217,9 @@ class CommandDesk:
         for command_id in list(client.answers)[: max(num_over, 0)]:
             if client.answers[command_id] is not None:
                 del client.answers[command_id]
+
+
+def _not_begun(order: _Order) -> Outcome:
+    """The outcome where the deadline passed while others ran."""
+    error = EngineStateError(f"{order.name}: not begun in time, others ran before it")
+    return Outcome({}, WireError.of(error))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.client_desk import ClientDesk
 from rollout.coordinator.core.command_desk import CommandDesk
 from rollout.coordinator.core.counters import Counters
 from rollout.coordinator.core.engine_replies import EngineReplies
-from rollout.coordinator.core.fleet import CoordinatorState, Fleet, command_ids_of_life
+from rollout.coordinator.core.fleet import CoordinatorState, Fleet, first_id_of_life
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.membership import Membership
 from rollout.coordinator.core.operations import Parts
@@ -68,8 +70,8 @@ class CoordinatorCore:
         """`block_size_tokens`: of the blocks that prompts are routed by, None for no look at them.
         `deterministic_mode`: engines are taken once all are there, ranked by their ids.
         """
-        self._books = books = Books(limits or CoordinatorLimits())
-        self._fleet = fleet = Fleet(command_ids_of_life(coordinator_id))
+        self._books = books = Books(limits or CoordinatorLimits(), first_id_of_life(coordinator_id))
+        self._fleet = fleet = Fleet(count(books.requests.first_id))
         self._placement = placement = Placement(
             books, policy, block_size_tokens=block_size_tokens, recorder=recorder
         )
@@ -118,6 +120,10 @@ class CoordinatorCore:
         """The engines that get work: their ids by rank."""
         engines = self._books.sessions.ready_engines()
         return dict(sorted((engine.rank, engine.engine_id) for engine in engines))
+
+    def is_engine(self, identity: bytes) -> bool:
+        """Whether it counts as lost if a message cannot be sent there."""
+        return isinstance(self._books.sessions.peer(identity), EnginePeer)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called at the latest; None if only a frame can bring anything."""
@@ -179,7 +185,7 @@ class CoordinatorCore:
     ) -> Outgoing:
         """A message could not be sent: it is too large (`fault`), or its peer is not there.
 
-        An engine that cannot be reached has gone; a client gets all again once it is heard.
+        An engine that cannot be reached has gone; a client gets all again with its next heartbeat.
         """
         self._books.counters.num_undelivered += 1
         peer = self._books.sessions.peer(identity)
@@ -216,12 +222,12 @@ class CoordinatorCore:
         if isinstance(peer, EnginePeer):
             peer.last_seen = now
             if type(message) in _FROM_ENGINES:
-                self._from_engine(identity, peer, message, now)
+                self._from_engine(peer, message, now)
                 return
         elif peer is not None:
             peer.last_seen = now
             if type(message) in _FROM_CLIENTS:
-                self._from_client(identity, peer, message, now)
+                self._from_client(peer, message, now)
                 return
         elif isinstance(message, Connect):
             self._clients.connect(identity, message, now)
@@ -235,9 +241,7 @@ class CoordinatorCore:
         self._books.counters.num_unexpected += 1
         self._notes.log_once(identity, f"sent a {type(message).__name__}, which it may not")
 
-    def _from_engine(
-        self, identity: bytes, engine: EnginePeer, message: Message, now: float
-    ) -> None:
+    def _from_engine(self, engine: EnginePeer, message: Message, now: float) -> None:
         if isinstance(message, EngineReplyPartial):
             self._replies.progress(engine, message)
         elif isinstance(message, EngineReply):
@@ -247,28 +251,24 @@ class CoordinatorCore:
         elif isinstance(message, (Ack, Nack)):
             self._commands.answered(engine, message, now)
         elif isinstance(message, Register):
-            self._membership.register(identity, message, now)
+            self._membership.register(engine.identity, message, now)
         elif isinstance(message, Disconnect):
             reason = f"it said goodbye: {message.reason}"
             self._membership.remove(engine, reason, now, tell=False, is_fault=False)
 
-    def _from_client(
-        self, identity: bytes, client: ClientPeer, message: Message, now: float
-    ) -> None:
-        if client.has_missed:
-            self._clients.tell_again(client)
+    def _from_client(self, client: ClientPeer, message: Message, now: float) -> None:
         if isinstance(message, SubmitRequest):
             self._submissions.submit(client, message, now)
         elif isinstance(message, ReplyAck):
             self._desk.acknowledged(client, message)
         elif isinstance(message, Heartbeat):
-            self._books.send(client, Heartbeat(sequence=message.sequence))
+            self._clients.heartbeat(client, message)
         elif isinstance(message, AbortRequest):
             self._desk.abort(client, message, now)
         elif isinstance(message, (Command, UpdateWeights)):
             self._commands.submit(client, message, now)
         elif isinstance(message, Connect):
-            self._clients.connect(identity, message, now)
+            self._clients.connect(client.identity, message, now)
         elif isinstance(message, Disconnect):
             self._clients.part(client)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import count
 
 from rollout.coordinator.protocol.messages import WeightsSource
 from rollout.engine.state import EngineState
@@ -59,7 +58,8 @@ class Fleet:
         return 0 if self.weights is None else self.weights.version
 
 
-def command_ids_of_life(coordinator_id: bytes) -> Iterator[int]:
-    """Ids for commands to engines that another life of the coordinator does not use: an engine
-    answers a repeated id without doing anything."""
-    return count(int.from_bytes(coordinator_id[:5], "big") << 22)
+def first_id_of_life(coordinator_id: bytes) -> int:
+    """Where the ids of requests and commands begin, so that no other life of the coordinator uses
+    them: engines re-send replies to the next life, and answer a repeated command without doing
+    anything."""
+    return int.from_bytes(coordinator_id[:5], "big") << 22

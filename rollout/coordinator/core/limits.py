@@ -16,6 +16,7 @@ class CoordinatorLimits:
     progress_deadline_s: a step count that stands still for so long, with work to do, is death.
     orphan_deadline_s: how long requests wait for an engine when there is none.
     command_deadline_s: of commands that name none.
+    max_lost_attempts: a request whose engine was lost so often fails: it may be the reason.
     abort_grace_s: how long an aborted request waits for its engine's record.
     commit_grace_s: least time engines have for a commit, once it is decided.
     report_interval_tokens: most tokens of a request between two partial replies.
@@ -34,6 +35,7 @@ class CoordinatorLimits:
     progress_deadline_s: float = 60.0
     orphan_deadline_s: float = 60.0
     command_deadline_s: float = 60.0
+    max_lost_attempts: int = 3
     abort_grace_s: float = 10.0
     commit_grace_s: float = 10.0
     report_interval_tokens: int = 16

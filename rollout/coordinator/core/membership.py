@@ -268,9 +268,11 @@ class Membership:
         logger.log(logging.WARNING if is_fault else logging.INFO, "%s left: %s", engine, reason)
         self._books.counters.num_engines_lost += 1
         if tell:
-            error = RolloutError(f"{reason}; register again")
-            self._books.send(engine, nack_of(None, error))
-        self._let_go(self._drop(engine), now)
+            self._books.send(engine, nack_of(None, RolloutError(f"{reason}; register again")))
+        left = self._drop(engine)
+        if is_fault:
+            self._desk.engine_lost(left)
+        self._let_go(left, now)
 
     def _drop(self, engine: EnginePeer) -> list[Request]:
         """Forget the session; returns the requests that it leaves behind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,8 +97,11 @@ class Operation:
         self.waiting = dict(self.members)
 
     def ask_ready(self, message: Message, now: float) -> Outcome | None:
-        """Make members of all that are ready, and ask them; complete at once if there are none."""
-        engines = self.parts.books.sessions.ready_engines()
+        """As `ask`, of all that are ready."""
+        return self.ask(self.parts.books.sessions.ready_engines(), message, now)
+
+    def ask(self, engines: Iterable[EnginePeer], message: Message, now: float) -> Outcome | None:
+        """Make members of these engines, and ask them; complete at once if there are none."""
         self.members = {engine.engine_id: engine for engine in engines}
         self.ask_all(message, now)
         return None if self.waiting else self.complete(now)
@@ -228,7 +231,10 @@ class Question(Operation):
     def begin(self, now: float) -> Outcome | None:
         seconds_left = self.deadline_at - now
         own = replace(self._command, command_id=self.command_id, deadline_s=seconds_left)
-        return self.ask_ready(own, now)
+        return self.ask(self._asked(), own, now)
+
+    def _asked(self) -> Iterable[EnginePeer]:
+        return self.parts.books.sessions.ready_engines()
 
     def complete(self, now: float) -> Outcome:
         return self.refused() if self.refusals else self.done()
@@ -242,6 +248,10 @@ class Shutdown(Question):
 
     def __init__(self, parts: Parts, command: Command, deadline_at: float) -> None:
         super().__init__(parts, command, deadline_at, "the coordinator ends all the same")
+
+    def _asked(self) -> Iterable[EnginePeer]:
+        """Those that have no work yet, too: they would look for the coordinator for ever."""
+        return self.parts.books.sessions.engines.values()
 
 
 def _at_rank(rank: int, error: WireError) -> WireError:

@@ -128,7 +128,9 @@ class Placement:
             engine.server_ids[request.server_id] = None
             self._policy.assigned(engine.rank, group.hashes, request.num_tokens)
             if self._recorder is not None:
-                self._recorder.record(request.server_id, engine.rank, len(group.hashes))
+                # Counted from 0, so that the schedules of two lives can be compared.
+                number = request.server_id - self._books.requests.first_id
+                self._recorder.record(number, engine.rank, len(group.hashes))
             samples.append(
                 Sample(
                     request_id=request.server_id,
@@ -138,15 +140,18 @@ class Placement:
                     resumed=request.log.whole(),
                 )
             )
-        self._books.send(
-            engine,
-            AssignRequest(
-                samples=tuple(samples),
+        # Fresh ones share the computation of their prompt. What goes on does not, and its tokens
+        # are many: those of a whole group may be more than one message may hold.
+        fresh = [sample for sample in samples if sample.resumed is None]
+        resumed = [[sample] for sample in samples if sample.resumed is not None]
+        for together in [fresh, *resumed] if fresh else resumed:
+            assignment = AssignRequest(
+                samples=tuple(together),
                 prompt_tokens=group.prompt_tokens,
                 prompt=group.prompt,
                 priority=group.priority,
-            ),
-        )
+            )
+            self._books.send(engine, assignment)
 
     def release(self, request: Request) -> None:
         """Its engine is done with it, or is to be."""
@@ -172,6 +177,7 @@ class Placement:
                 and request.last_engine_id == engine.engine_id
             ):
                 request.phase, request.engine = Phase.ASSIGNED, engine
+                request.lost_attempts -= {held.attempt}
                 engine.server_ids[request.server_id] = None
                 adopted.append(request)
         return adopted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.placement import Placement
 from rollout.coordinator.core.request_table import Phase, Request
@@ -59,6 +61,19 @@ class RequestDesk:
         for request in self._books.requests.members(group, Phase.WAITING):
             self.fail(request, WireError.of(error))
         self._books.requests.waiting_groups.pop(group_id, None)
+
+    def engine_lost(self, requests: Sequence[Request]) -> None:
+        """The engine of these attempts is lost, perhaps by one of them: a request does not go from
+        engine to engine for ever."""
+        for request in requests:
+            request.lost_attempts |= {request.attempt}
+            num_lost = len(request.lost_attempts)
+            if num_lost >= self._books.limits.max_lost_attempts and request.abort_error is None:
+                error = RolloutError(
+                    f"{num_lost} engines were lost while they ran this request; it is not given "
+                    "to another one"
+                )
+                self.fail(request, WireError.of(error))
 
     def grace_passed(self, server_id: int) -> None:
         """An engine has not answered an abort in time: the client need not wait for it."""

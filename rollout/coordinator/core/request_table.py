@@ -48,9 +48,10 @@ class Request:
     """One request. `server_id` names it towards engines, `client_request_id` towards its client.
 
     attempt: of the latest assignment; -1 before the first. engine: who has that attempt now.
-    last_engine_id: who had it last. num_tokens: prompt and new tokens it may come to, as routing
-    counted them. abort_error: why it is being aborted, None if it is not; put into the reply in
-    any case if `is_overdue`, else if there is no record. kept_bytes: of its reply.
+    last_engine_id: who had it last. lost_attempts: those that ended with their engine.
+    num_tokens: prompt and new tokens it may come to, as routing counted them. abort_error: why it
+    is being aborted, None if it is not; put into the reply in any case if `is_overdue`, else if
+    there is no record. kept_bytes: of its reply.
     """
 
     server_id: int
@@ -64,6 +65,7 @@ class Request:
     attempt: int = -1
     engine: EnginePeer | None = None
     last_engine_id: bytes | None = None
+    lost_attempts: frozenset[int] = frozenset()
     num_tokens: int = 0
     abort_error: WireError | None = None
     is_overdue: bool = False
@@ -72,13 +74,14 @@ class Request:
 
 
 class RequestTable:
-    """Requests and groups by id. Ids are never used again."""
+    """Requests and groups by id. Ids count from `first_id` on and are never used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
         self.requests: dict[int, Request] = {}
         self.groups: dict[int, Group] = {}
         self.waiting_groups: dict[int, None] = {}  # in order; those with a WAITING request
-        self._next_id = 0
+        self._next_id = first_id
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -17,7 +17,7 @@ class ClientPeer:
     server_ids: of its unfinished requests and kept replies, by its own ids. request_bytes: of the
     former, kept_bytes: of the latter. answered: its ids of acknowledged requests. answers: by
     command id; None while the command waits or runs. has_missed: something could not be
-    delivered, so it gets everything again once it is heard.
+    delivered, so it gets everything again with its next heartbeat.
     """
 
     client_id: bytes

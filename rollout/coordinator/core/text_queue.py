@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections import OrderedDict
 
 from rollout.coordinator.core.text_jobs import TextJob
 
@@ -14,7 +14,8 @@ class TextQueue:
     """Jobs by the group that waits for its prompt, or the request that waits for its text."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, TextJob] = {}
+        # Not a dict: to find its first key it passes over all that were deleted before.
+        self._waiting: OrderedDict[int, TextJob] = OrderedDict()
         self._num_taken = 0  # and not done
 
     def __len__(self) -> int:
@@ -29,8 +30,8 @@ class TextQueue:
 
     def take(self) -> list[TextJob]:
         """In order, as many as may be in work; `done` makes room for more."""
-        room = _MAX_TAKEN - self._num_taken
-        jobs = [self._waiting.pop(number) for number in list(islice(self._waiting, room))]
+        room = min(_MAX_TAKEN - self._num_taken, len(self._waiting))
+        jobs = [self._waiting.popitem(last=False)[1] for _ in range(room)]
         self._num_taken += len(jobs)
         return jobs
 

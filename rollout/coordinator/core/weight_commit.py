@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from rollout.coordinator.core.command_rules import next_version
 from rollout.coordinator.core.fleet import CommittedWeights
@@ -96,12 +95,18 @@ class WeightCommit(Operation):
 
     def _agreed_checksum(self) -> tuple[str, WeightUpdateError | None]:
         """The checksum that source and members name, and what is wrong if they name several."""
-        named: dict[Any, str] = {}
+        named: dict[str, str] = {}
         if self._message.source.checksum:
             named[self._message.source.checksum] = "the source"
         for rank, vote in sorted(self.results.items()):
-            if vote.get("checksum"):
-                named.setdefault(vote["checksum"], f"rank {rank}")
+            checksum = vote.get("checksum") or ""
+            if not isinstance(checksum, str):
+                return "", WeightUpdateError(
+                    f"rank {rank} names the checksum {checksum!r:.100}, which is no text; the "
+                    "serving weights are kept"
+                )
+            if checksum:
+                named.setdefault(checksum, f"rank {rank}")
         if len(named) > 1:
             told = ", ".join(f"{checksum!r} by {who}" for checksum, who in named.items())
             return "", WeightUpdateError(

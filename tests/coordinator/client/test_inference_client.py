@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams, Status
+from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.tokens import TokenSequencer, rest_of
+from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
@@ -606,6 +608,12 @@ def test_futures_that_nobody_looks_at_warn_nobody():
         gc.collect(0)
 
     run(politely(script), test)
+
+
+def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline():
+    limits = CoordinatorLimits()
+    coordinators_grace_s = max(limits.commit_grace_s, limits.abort_grace_s)
+    assert coordinators_grace_s < inference_client._GRACE_S
 
 
 def test_what_is_never_answered_fails_soon_after_its_deadline(monkeypatch):

@@ -9,7 +9,14 @@ import pytest
 
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Disconnect, EngineReply, Nack
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Command,
+    Disconnect,
+    EngineReply,
+    Nack,
+    UpdateWeights,
+)
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
@@ -108,6 +115,17 @@ def test_shutdown_is_legal_in_every_state_and_ends_it(state: str) -> None:
     assert [engine.state for engine in engines] == ["STOPPED", "STOPPED"]
 
 
+def test_shutdown_reaches_an_engine_that_has_no_work_yet() -> None:
+    fleet, client, _ = fleet_in("PAUSED", 1)
+    fleet.give(client, client.update(source_of(2), version=2))
+    late = fleet.engine()
+    fleet.move_one(late)
+    assert list(fleet.core.ranks()) == [0]
+    assert isinstance(fleet.give(client, client.command(H.SHUTDOWN)), Ack)
+    assert late.state == "STOPPED"
+    assert fleet.core.is_over
+
+
 def test_the_state_changes_with_the_last_confirmation() -> None:
     fleet, client, (first, second) = fleet_in("RUNNING")
     command = client.command(H.PAUSE)
@@ -183,6 +201,30 @@ def test_a_command_past_its_deadline_names_the_ranks_that_are_silent() -> None:
         client.answer(command)
     )
     assert "not begun in time" in error_of(client.answer(queued))
+
+
+@pytest.mark.parametrize("name", ["SET_GENERATION_EPOCH", "STATS", "UPDATE_WEIGHTS", "SHUTDOWN"])
+def test_a_command_whose_deadline_passes_with_that_of_the_one_before_is_not_begun(
+    name: str,
+) -> None:
+    fleet, client, (_, second) = fleet_in("PAUSED")
+    second.ignores = {"SUSPEND"}
+    suspend = client.command(H.SUSPEND, deadline_s=3.0)
+    queued: Command | UpdateWeights
+    if name == "UPDATE_WEIGHTS":
+        queued = client.update(source_of(5), deadline_s=3.0)
+    else:
+        arguments = {"version": 5} if name == "SET_GENERATION_EPOCH" else {}
+        queued = client.command(H[name], arguments=arguments, deadline_s=3.0)
+    fleet.send(client, suspend, queued)
+    fleet.run()
+    fleet.now += 4
+    fleet.run()
+    assert "no answer in time from rank 1" in error_of(client.answer(suspend))
+    assert f"{name}: not begun in time" in error_of(client.answer(queued))
+    assert list(fleet.core.ranks()) == [0, 1]
+    assert fleet.core.weights_version == 0
+    assert not fleet.core.is_over
 
 
 @pytest.mark.parametrize(

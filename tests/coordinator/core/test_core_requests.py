@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -12,6 +13,7 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Disconnect,
     EngineReply,
+    Heartbeat,
     ReplyAck,
 )
 from rollout.errors import ProtocolError
@@ -76,7 +78,7 @@ def test_a_reply_is_kept_for_a_client_that_comes_back() -> None:
     assert fleet.core.num_requests_held == 0
 
 
-def test_a_client_that_could_not_be_reached_gets_all_again_once_it_is_heard() -> None:
+def test_a_client_that_could_not_be_reached_gets_all_again_with_its_next_heartbeat() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4]))
@@ -87,6 +89,9 @@ def test_a_client_that_could_not_be_reached_gets_all_again_once_it_is_heard() ->
         fleet.run(engine)
     assert fleet.core.counters.num_undelivered == 1
     fleet.attach(client, AbortRequest(attempts=()))
+    fleet.run()
+    assert not client.asked[0].replies, "a slow client's every message brought all its replies"
+    fleet.send(client, Heartbeat(sequence=1))
     fleet.run()
     assert len(client.asked[0].replies) == 1
 
@@ -117,11 +122,83 @@ def test_a_dead_engines_requests_go_on_elsewhere_from_the_last_reported_token() 
     fleet.cut(first)
     fleet.pass_time(LIMITS.engine_lease_s + 1)
     fleet.run()
-    (moved,) = assignments(second)
-    assert [sample.attempt for sample in moved.samples] == [1, 1]
-    assert [len(sample.resumed) for sample in moved.samples if sample.resumed] == [3, 3]
+    moved = [sample for message in assignments(second) for sample in message.samples]
+    assert [sample.attempt for sample in moved] == [1, 1]
+    assert [len(sample.resumed) for sample in moved if sample.resumed] == [3, 3]
     fleet.finish()
     assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+
+
+def test_samples_that_go_on_travel_alone_and_fresh_ones_of_a_group_together() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.send(client, client.submission([9, 9, 9, 9]))
+    fleet.run()
+    ids = list(first.held)
+    for server_id in ids[1:3]:
+        first.held[server_id].num_tokens = 3
+        fleet.send(first, first.report(server_id, 0))
+    fleet.run()
+    fleet.cut(first)
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    fleet.run()
+    moved = [[sample.request_id for sample in m.samples] for m in assignments(second)]
+    assert moved == [[ids[0], ids[3]], [ids[1]], [ids[2]]]
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1] * 4
+
+
+def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=3))
+    client = fleet.client()
+    fleet.send(client, client.submission([9], streaming=True))
+    for _ in range(3):
+        assert not client.asked[0].replies
+        engine = fleet.engine()
+        fleet.run()
+        assert len(engine.held) == 1
+        fleet.cut(engine)
+        fleet.pass_time(LIMITS.engine_lease_s + 1)
+        fleet.run()
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert "3 engines were lost while they ran this request" in str(reply.error.message)
+    last = fleet.engine()
+    fleet.run()
+    assert not last.held
+
+
+def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    for _ in range(2):
+        fleet.send(engine, Disconnect())
+        fleet.run()
+        fleet.cut(engine)
+        engine = fleet.engine()
+        fleet.run()
+        assert len(engine.held) == 1
+    fleet.redial(engine)
+    fleet.run()
+    fleet.finish()
+    assert not client.asked[0].replies[0].is_failed
+
+
+def test_an_attempt_that_its_engine_brings_back_was_not_lost() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=2))
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    for _ in range(3):
+        fleet.pass_time(LIMITS.engine_lease_s + 1, silent=[engine])
+        fleet.redial(engine)
+        fleet.run()
+        assert len(engine.held) == 1
+    fleet.finish()
+    assert not client.asked[0].replies[0].is_failed
+    assert fleet.core.counters.num_reassigned == 0
 
 
 def test_an_engine_that_cannot_be_reached_is_removed_at_once() -> None:
@@ -152,6 +229,42 @@ def test_what_a_returning_engine_still_says_of_old_attempts_is_dropped() -> None
     assert not first.ended, "the attempt was not to be kept"
     fleet.finish()
     assert len(client.asked[0].replies) == 1
+
+
+def test_a_reply_of_another_life_of_the_coordinator_answers_nobody() -> None:
+    former = FakeFleet()
+    client, engine = former.client(), former.engine()
+    former.send(client, client.submission([4]))
+    former.run()
+    late = engine.step(4)
+    fleet = FakeFleet(coordinator_id=b"l" * 16)
+    client = fleet.client()
+    fleet.send(client, client.submission([6]))
+    fleet.run()
+    fleet.attach(engine, engine.registration())
+    fleet.run()
+    assert len(engine.held) == 1
+    fleet.send(engine, *late)
+    fleet.run()
+    assert not client.asked[0].replies
+    assert fleet.core.counters.num_stale == 1
+    fleet.finish()
+    assert len(client.asked[0].replies) == 1
+
+
+@pytest.mark.parametrize("coordinator_id", [bytes(16), b"\xff" * 16])
+def test_requests_are_recorded_from_0_in_every_life(coordinator_id: bytes) -> None:
+    recorded: list[tuple[int, int, int]] = []
+
+    class Recorder:
+        def record(self, *record: int) -> None:
+            recorded.append(record)
+
+    fleet = FakeFleet(coordinator_id=coordinator_id, recorder=Recorder())
+    client, _ = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([4, 4]), client.submission([4]))
+    fleet.run()
+    assert recorded == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
 def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:

@@ -150,6 +150,22 @@ def test_votes_with_different_checksums_roll_all_back() -> None:
     assert fleet.core.weights_version == 0
 
 
+@pytest.mark.parametrize("checksum", [["a"], {"a": 1}, 7])
+def test_a_vote_whose_checksum_is_no_text_rolls_all_back(checksum: object) -> None:
+    fleet, client, (engine,) = fleet_in("PAUSED", 1)
+    update = client.update(replace(source_of(1), checksum=""))
+    fleet.send(client, update)
+    fleet.run(client)
+    fleet.run_to(engine)
+    prepare = engine.seen[-1]
+    assert isinstance(prepare, Prepare)
+    fleet.send(engine, Ack(command_id=prepare.command_id, result={"checksum": checksum}))
+    fleet.run()
+    assert f"rank 0 names the checksum {checksum!r}" in error_of(client.answer(update))
+    assert fleet.core.weights_version == 0
+    assert engine.prepared is None
+
+
 def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
     fleet, client, _ = fleet_in("PAUSED", 1)
     fleet.give(client, client.update(source_of(2), version=2))

@@ -1,0 +1,78 @@
+"""One turn of the coordinator's loop, without its thread and its peers' sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.messages import Connect, Message, encode
+from tests.coordinator.fake_engine import FakeEngine
+
+ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in range(3)]
+
+
+class ScriptedSocket:
+    """In a router's place: `incoming` is received, at one second each. `sent`: to whom, and whether
+    it was to be kept for a peer that is slow."""
+
+    address = "tcp://nowhere"
+
+    def __init__(self, incoming: Sequence[tuple[bytes, Message]]) -> None:
+        self.incoming = incoming
+        self.now = 100.0
+        self.sent: list[tuple[bytes, bool]] = []
+
+    def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
+        for identity, message in self.incoming:
+            self.now += 1.0
+            yield identity, encode(message)
+
+    def send(self, identity: bytes, frame: bytes, *, keeps: bool) -> bool:
+        self.sent.append((identity, keeps))
+        return True
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def turned(
+    monkeypatch: pytest.MonkeyPatch, socket: ScriptedSocket
+) -> DataParallelInferenceCoordinator:
+    """A coordinator that has taken what there is at `socket`, by the time there."""
+    module = "rollout.coordinator.coordinator"
+    monkeypatch.setattr(f"{module}.Router", lambda *_, **__: socket)
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: socket.now))
+    coordinator = DataParallelInferenceCoordinator(None, 1, None)
+    coordinator._turn(has_frames=True)
+    return coordinator
+
+
+def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its lease could end at the coordinator while it still runs at the engine, which counts
+    it from when it sent what was received."""
+    socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
+    coordinator: Any = turned(monkeypatch, socket)
+    sessions = coordinator._core._books.sessions
+    assert [engine.last_seen for engine in sessions.engines.values()] == [101.0, 102.0, 103.0]
+    coordinator.stop()
+
+
+def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client is told again; an engine would be given up."""
+    greeting = Connect(protocol_version=PROTOCOL_VERSION, client_id=bytes(16))
+    socket = ScriptedSocket([(b"client", greeting), (b"engine0", ENGINES[0].registration())])
+    coordinator = turned(monkeypatch, socket)
+    assert socket.sent == [(b"client", False), (b"engine0", True)]
+    coordinator.stop()

@@ -1,0 +1,94 @@
+"""The coordinator's socket towards peers that read slowly, or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from rollout.coordinator import router as router_module
+from rollout.coordinator.router import Router
+
+WAIT_S = 30.0
+NUM_FRAMES = 400
+PADDING = bytes(2**16)  # all frames together are more than the machine's sockets take
+
+
+@contextmanager
+def router_and_peer() -> Iterator[tuple[Router, bytes, zmq.Socket[bytes]]]:
+    """A router, and a peer by its identity and its socket."""
+    router = Router("127.0.0.1", None, max_frame_bytes=2**20)
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.RCVHWM, 1)
+        peer.setsockopt(zmq.RCVBUF, 2**16)
+        peer.connect(router.address)
+        peer.send(b"here")
+        assert router.socket.poll(WAIT_S * 1000)
+        ((identity, _),) = router.receive(9)
+        yield router, identity, peer
+    finally:
+        peer.close()
+        router.socket.setsockopt(zmq.LINGER, 0)
+        router.close()
+
+
+def frame_of(number: int) -> bytes:
+    return number.to_bytes(4, "big") + PADDING
+
+
+@pytest.fixture(autouse=True)
+def _few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "_MAX_WAITING_FRAMES", 4)
+
+
+def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
+    with router_and_peer() as (router, identity, peer):
+        for number in range(NUM_FRAMES):
+            assert router.send(identity, frame_of(number), keeps=True)
+        arrived: list[int] = []
+        end = time.monotonic() + WAIT_S
+        while len(arrived) < NUM_FRAMES:
+            assert time.monotonic() < end
+            router.flush()
+            # What is sent meanwhile does not overtake what waits.
+            if len(arrived) == NUM_FRAMES // 2:
+                assert router.send(identity, frame_of(NUM_FRAMES), keeps=True)
+            if peer.poll(1):
+                arrived.append(int.from_bytes(peer.recv()[:4], "big"))
+        assert arrived == list(range(NUM_FRAMES))
+        while not peer.poll(1):
+            assert time.monotonic() < end
+            router.flush()
+        assert peer.recv() == frame_of(NUM_FRAMES)
+
+
+def test_what_a_slow_client_is_sent_is_not_kept() -> None:
+    with router_and_peer() as (router, identity, _):
+        assert not all(router.send(identity, frame_of(i)) for i in range(NUM_FRAMES))
+
+
+def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "_MAX_KEPT_FRAMES", 8)
+    with router_and_peer() as (router, identity, _):
+        sent = [router.send(identity, frame_of(i), keeps=True) for i in range(NUM_FRAMES)]
+        assert sent == sorted(sent, reverse=True)
+        assert not sent[-1]
+
+
+def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:
+    with router_and_peer() as (router, identity, peer):
+        for number in range(NUM_FRAMES):
+            router.send(identity, frame_of(number), keeps=True)
+        peer.close()
+        end = time.monotonic() + WAIT_S
+        while router.send(identity, b"", keeps=True):
+            assert time.monotonic() < end
+            router.socket.poll(5)
+            router.flush()
