@@ -10,6 +10,16 @@ from typing import Any
 from rollout.errors import InvalidRequestError
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
+_MAX_TOP_K = 2**31 - 1  # far above any vocabulary, and what all arrays of it can hold
+_SWITCHES = (
+    "ignore_eos",
+    "return_log_probs",
+    "skip_prompt_log_probs",
+    "add_BOS",
+    "detokenize_stop_sequence",
+    "return_prompt_tokens",
+    "streaming",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class SamplingParams:
         self._check_float("temperature", 0.0, math.inf)
         self._check_float("top_p", 0.0, 1.0)
         self._check_float("min_p", 0.0, 1.0)
-        self._check_int("top_k", 0)
+        self._check_int("top_k", 0, _MAX_TOP_K)
         self._check_int("top_n_logprobs", 0)
         self._check_int("streaming_interval", 1)
         self._check_int("num_tokens_to_generate", 1, optional=True)
@@ -62,6 +72,8 @@ class SamplingParams:
         self._check_int("termination_id", -1, optional=True)
         # The widest integers msgpack can carry.
         self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
+        for name in _SWITCHES:
+            self._check_bool(name)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequestError(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and "
@@ -87,6 +99,12 @@ class SamplingParams:
         if unknown:
             raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")
         return cls(**encoded)
+
+    def _check_bool(self, name: str) -> None:
+        """Raise InvalidRequestError unless `name` is True or False."""
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name}={value!r} must be True or False")
 
     def _check_float(self, name: str, low: float, high: float) -> None:
         """Raise InvalidRequestError unless `name` is a finite number in [low, high]."""

@@ -18,7 +18,9 @@ OUT_OF_RANGE = [
     ("temperature", math.nan, "finite and >= 0"),
     ("temperature", math.inf, "finite and >= 0"),
     ("temperature", "hot", "finite and >= 0"),
-    ("top_k", -1, ">= 0"),
+    ("top_k", -1, "[0, 2147483647]"),
+    ("top_k", 2**31, "[0, 2147483647]"),
+    ("top_k", 2**63, "[0, 2147483647]"),
     ("top_k", 1.5, "integer"),
     ("top_k", True, "integer"),
     ("top_p", -0.1, "[0, 1]"),
@@ -36,6 +38,13 @@ OUT_OF_RANGE = [
     ("stop_words", [""], "non-empty string"),
     ("stop_words", [1], "non-empty string"),
     ("stop_words", 1, "non-empty string"),
+    ("ignore_eos", None, "True or False"),
+    ("return_log_probs", 1, "True or False"),
+    ("skip_prompt_log_probs", "no", "True or False"),
+    ("add_BOS", [], "True or False"),
+    ("detokenize_stop_sequence", 0.0, "True or False"),
+    ("return_prompt_tokens", {}, "True or False"),
+    ("streaming", b"", "True or False"),
 ]
 
 params_strategy = st.builds(
@@ -66,7 +75,13 @@ def test_value_out_of_range_raises_naming_field_value_and_range(field, value, in
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", 0), ("top_p", 1.0), ("min_p", 1), ("top_k", 0), ("termination_id", -1)],
+    [
+        ("temperature", 0),
+        ("top_p", 1.0),
+        ("min_p", 1),
+        ("top_k", 2**31 - 1),
+        ("termination_id", -1),
+    ],
 )
 def test_ends_of_the_ranges_are_legal(field, value):
     assert getattr(SamplingParams(**{field: value}), field) == value

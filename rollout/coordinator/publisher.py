@@ -6,6 +6,7 @@ the publisher and all who mapped it are, however they ended. Linux only.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import uuid
@@ -155,14 +156,19 @@ def _write(
 
 
 def _view(bytes_N: Tensor, name: str, entry: TensorEntry) -> Tensor:
+    """Raises WeightUpdateError naming the tensor that cannot lie there."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
     fits = isinstance(dtype, torch.dtype) and end <= bytes_N.numel()
-    if not fits or torch.Size(entry.shape).numel() * dtype.itemsize != entry.num_bytes:
-        raise WeightUpdateError(
-            f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {bytes_N.numel()} as "
-            f"{entry.dtype} {list(entry.shape)}"
-        )
-    return bytes_N[entry.offset : end].view(dtype).view(entry.shape)
+    where = (
+        f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {bytes_N.numel()} as "
+        f"{entry.dtype} {list(entry.shape)}"
+    )
+    if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
+        raise WeightUpdateError(where)
+    try:
+        return bytes_N[entry.offset : end].view(dtype).view(entry.shape)
+    except RuntimeError as error:  # an offset between two items, or a shape too large to count
+        raise WeightUpdateError(f"{where}: {error}") from error
 
 
 def _close(segment: _Segment | None) -> None:

@@ -115,7 +115,8 @@ class RequestIntake:
     def reenter(self, record: DynamicInferenceRequestRecord) -> Entry:
         """An unfinished request that another engine began, to go on from the tokens it has.
 
-        The record must end in a segment that has generated nothing. Raises InvalidRequestError.
+        The record must end in a segment that has generated nothing. Its segments get the stop words
+        as this engine's tokenizer writes them. Raises InvalidRequestError.
         """
         first, segment = record[0], record.current
         params, seed = first.sampling_params, segment.seed
@@ -133,6 +134,9 @@ class RequestIntake:
                 f"request {record.request_id} has {len(tokens)} tokens already, and this engine "
                 f"gives it room for {admission.max_length}"
             )
+        stop_words = self._stop_word_ids(params)
+        for request in record.requests:
+            request.stop_word_ids = _id_lists(stop_words)
         self._next_id = max(self._next_id, record.request_id + 1)
         return Entry(
             request=segment,
@@ -142,7 +146,7 @@ class RequestIntake:
             row_sampling=_row_sampling(params, seed),
             stop_rule=StopRule(
                 end_ids=self._end_ids_of(params),
-                stop_words=self._stop_word_ids(params),
+                stop_words=stop_words,
                 max_length=admission.max_length,
             ),
             wants_prompt_logprobs=not params.skip_prompt_log_probs and len(tokens) == num_prompt,
@@ -168,7 +172,7 @@ class RequestIntake:
                 sampling_params=params,
                 priority=priority,
                 seed=seed,
-                stop_word_ids=[list(word) for word in stop_words] or None,
+                stop_word_ids=_id_lists(stop_words),
                 block_size_tokens=self._block_size,
                 enable_prefix_caching=self._enable_prefix_caching,
                 weights_version=weights_version,
@@ -241,6 +245,11 @@ class RequestIntake:
         if params.ignore_eos:
             return ()
         return self._end_ids if params.termination_id is None else (params.termination_id,)
+
+
+def _id_lists(stop_words: tuple[tuple[int, ...], ...]) -> list[list[int]] | None:
+    """The stop words as a request's document has them."""
+    return [list(word) for word in stop_words] or None
 
 
 def _int_list(prompt: Sequence[int]) -> list[int]:

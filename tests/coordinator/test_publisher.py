@@ -92,11 +92,20 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_bytes": 64}, {"offset": 10_000}, {"dtype": "nonsense"}, {"shape": (9,)}]
+    "change",
+    [
+        {"num_bytes": 64},
+        {"offset": 10_000},
+        {"offset": 2},
+        {"dtype": "nonsense"},
+        {"shape": (9,)},
+        {"shape": (2**32, 2**32), "num_bytes": 0},
+        {"shape": (2**62, 2**62, 0), "num_bytes": 0},
+    ],
 )
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher = WeightPublisher()
-    source = publisher.publish({"w": torch.ones(4)})
+    source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
     manifest = {"w": dataclasses.replace(source.manifest["w"], **change)}
     with pytest.raises(WeightUpdateError, match="'w'"):
         fetch_weights(dataclasses.replace(source, manifest=manifest))

@@ -6,6 +6,7 @@ the engine may run.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Command,
     Commit,
+    EngineReply,
+    EngineReplyPartial,
     EngineStatus,
     Message,
     Nack,
@@ -36,6 +39,7 @@ from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 
+_logger = logging.getLogger(__name__)
 _ANSWERS_KEPT = 256
 Ordered = Command | Prepare | Commit | Rollback
 
@@ -139,6 +143,10 @@ class EngineAgent:
             return self._answer(message)
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
+    def refuse(self, reply: EngineReply | EngineReplyPartial, error: RolloutError) -> EngineReply:
+        """End the attempt that `reply` tells of, as that cannot be sent; returns what can."""
+        return self._requests.refuse(reply, error)
+
     def _answer(self, message: Ordered) -> Sequence[Message]:
         """Done once per command and phase; a repeated one gets the answer it got before.
 
@@ -148,7 +156,9 @@ class EngineAgent:
         if key not in self._answers:
             try:
                 self._answers[key] = Ack(command_id=message.command_id, result=self._do(message))
-            except RolloutError as error:
+            except Exception as error:
+                if not isinstance(error, RolloutError):
+                    _logger.exception("command %d failed", message.command_id)
                 self._answers[key] = nack_of(message.command_id, error)
             if len(self._answers) > _ANSWERS_KEPT:
                 self._answers.popitem(last=False)

@@ -42,7 +42,8 @@ class EngineLink:
     the engine's may be in the middle of a step: they must neither wait for it nor change anything.
 
     While the coordinator is away messages wait, and are sent after the next registration, those
-    first that may have been lost with the connection: some arrive twice, none is missing. The
+    first that may have been lost with the connection: some arrive twice, none is missing. Another
+    life of the coordinator gets none of them: they are about names that it never gave. The
     engine's thread owes the link `receive` now and then: with a full inbox nothing more is read,
     answers to heartbeats neither.
     """
@@ -62,6 +63,7 @@ class EngineLink:
         self._max_frame_bytes = max_frame_bytes
         self._context = zmq.Context()
         self._waker = Waker()
+        self._max_queued = max_queued
         self._inbox = Inbox(max_queued, self._waker.wake)
         self._outbox = Outbox(max_queued, self._waker.wake)
         self._num_taken = 0  # RegisterAcks that the engine's thread has got
@@ -114,6 +116,7 @@ class EngineLink:
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
         """Return the messages that are here, waiting up to `timeout_s` for the first; [] if none.
+        A RegisterAck is the first of those it comes with.
 
         RegisterAck, AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit, Rollback: all
         others are the link's own. Raises RolloutError when the link is closed or has failed.
@@ -123,19 +126,20 @@ class EngineLink:
         return messages
 
     def send(self, message: Message) -> None:
-        """Queue a message. Raises ProtocolError if it cannot be sent, RolloutError if the queue is
-        full or the link closed.
+        """Queue a message; one for a former life of the coordinator is dropped. Raises
+        ProtocolError if it cannot be sent, RolloutError if the queue is full or the link closed.
         """
-        self._outbox.put(encode(message, self._max_frame_bytes))
+        self._outbox.put(encode(message, self._max_frame_bytes), self._num_taken)
 
     def may_step(self) -> bool:
         """Whether the engine's lease runs, as of now: also right after the process stood still.
 
         After a registration it does once `receive` has returned the RegisterAck, which says what
-        counts no more.
+        counts no more. Not while half of the queue waits for the coordinator: steps bring more.
         """
         is_current = self._num_taken == self._session.num_sessions
-        return is_current and time.monotonic() < self._session.lease.until
+        has_room = self._outbox.num_kept <= self._max_queued // 2
+        return is_current and has_room and time.monotonic() < self._session.lease.until
 
     @property
     def is_registered(self) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from rollout.coordinator.protocol.messages import Message
+from rollout.coordinator.protocol.messages import Message, RegisterAck
 from rollout.errors import RolloutError
 
 
@@ -29,12 +29,17 @@ class Inbox:
             self._news.notify()
 
     def take_all(self, timeout_s: float) -> list[Message]:
-        """Return all messages, waiting for the first one. Raises the end, once all are taken."""
+        """Return the messages of one session, waiting for the first one: a RegisterAck, which
+        begins a session, is the first of those returned. Raises the end, once all are taken.
+        """
         with self._news:
             self._news.wait_for(lambda: self._messages or self._end is not None, timeout_s)
             was_full = not self.has_room
-            taken = list(self._messages)
-            self._messages.clear()
+            taken: list[Message] = []
+            while self._messages:
+                if taken and isinstance(self._messages[0], RegisterAck):
+                    break
+                taken.append(self._messages.popleft())
             if not taken and self._end is not None:
                 raise self._end
         if was_full:
@@ -56,6 +61,7 @@ class Outbox:
         self._max_frames, self._on_first = max_frames, on_first
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
+        self._first_session = 0  # of this life of the coordinator
         self._num_confirmed = 0  # of all that were ever sent
         self._marks: dict[int, int] = {}  # heartbeat -> how many had been sent before it
         self._lock = threading.Lock()
@@ -65,12 +71,20 @@ class Outbox:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def put(self, frame: bytes) -> None:
-        """Raises RolloutError if it is full, or the end."""
+    @property
+    def num_kept(self) -> int:
+        return len(self._waiting) + len(self._sent)
+
+    def put(self, frame: bytes, session: int) -> None:
+        """`session`: the one that the frame belongs to; it is dropped if a life of the coordinator
+        has begun since. Raises RolloutError if it is full, or the end.
+        """
         with self._lock:
             if self._end is not None:
                 raise self._end
-            if len(self._waiting) + len(self._sent) >= self._max_frames:
+            if session < self._first_session:
+                return
+            if self.num_kept >= self._max_frames:
                 raise RolloutError(
                     f"{self._max_frames} messages wait for the coordinator; an engine whose lease "
                     "has run out must not go on"
@@ -105,6 +119,14 @@ class Outbox:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
         self._marks.clear()
+
+    def begin_life(self, session: int) -> None:
+        """From `session` on there is another coordinator, to which nothing of before is known: what
+        waits is dropped. To be called before anything is sent in that session.
+        """
+        with self._lock:
+            self._first_session = session
+            self._waiting.clear()
 
     def close(self, end: RolloutError) -> None:
         with self._lock:

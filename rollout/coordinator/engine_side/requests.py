@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from rollout.coordinator.protocol.record_runs import resumed_record, token_run
 from rollout.engine.engine import Engine
 from rollout.errors import RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -83,7 +86,10 @@ class EngineRequests:
         for samples in (*([fresh] if fresh else []), *alone):
             try:
                 self._add(message, samples)
-            except RolloutError as error:
+            except Exception as error:
+                # Whatever it is, it must not reach the requests of others.
+                if not isinstance(error, RolloutError):
+                    _logger.exception("%d requests of one prompt failed to enter", len(samples))
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
         return replies
 
@@ -125,6 +131,12 @@ class EngineRequests:
             return [self._ended[named.request_id]]
         return [self._end(self._engine.abort_request(named.request_id))]
 
+    def refuse(self, reply: EngineReply | EngineReplyPartial, error: RolloutError) -> EngineReply:
+        """End the attempt that `reply` tells of, by what kept that from being sent."""
+        _logger.warning("what request %d brought cannot be sent: %s", reply.request_id, error)
+        self.drop(reply.request_id)
+        return self._keep(_refusal(reply, error))
+
     def drop(self, request_id: int) -> None:
         """End an attempt that counts no more, without a word."""
         self._ended.pop(request_id, None)
@@ -163,7 +175,10 @@ class EngineRequests:
         partials: list[EngineReplyPartial] = []
         for request_id, attempt in running:
             attempt.num_steps_unreported = 0
-            run = token_run(self._engine.get_record(request_id), attempt.num_reported)
+            record = self._engine.get_record(request_id)
+            if record.current.completed_at_version is not None:
+                continue  # its tokens come with its end: without that nobody could go on from them
+            run = token_run(record, attempt.num_reported)
             if run is not None:
                 attempt.num_reported += len(run)
                 partials.append(
@@ -193,10 +208,10 @@ def _num_known(sample: Sample) -> int:
     return 0 if sample.resumed is None else len(sample.resumed)
 
 
-def _refusal(sample: Sample, error: RolloutError) -> EngineReply:
+def _refusal(named: Sample | EngineReply | EngineReplyPartial, error: Exception) -> EngineReply:
     return EngineReply(
-        request_id=sample.request_id,
-        attempt=sample.attempt,
+        request_id=named.request_id,
+        attempt=named.attempt,
         error=WireError.of(error),
         is_failed=True,
     )

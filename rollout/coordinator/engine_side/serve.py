@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.link import EngineLink
-from rollout.coordinator.protocol.messages import Heartbeat, Message, RegisterAck
-from rollout.errors import WeightUpdateError
+from rollout.coordinator.protocol.messages import (
+    EngineReply,
+    EngineReplyPartial,
+    Heartbeat,
+    Message,
+    RegisterAck,
+)
+from rollout.errors import ProtocolError, WeightUpdateError
 
 _logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5  # longest wait for a message; one that comes is not waited for
 _MAX_FAILURES = 3  # of steps in sequence; the requests are back in the queue after each
-_MAX_MISSES = 20  # of the fleet's weights, about _IDLE_S apart
+_MAX_MISSES = 20  # of the fleet's weights or state, about _IDLE_S apart
 
 
 def serve(agent: EngineAgent, link: EngineLink) -> None:
     """Do what the coordinator asks, and step while the lease runs, until it says SHUTDOWN.
 
-    Raises what steps raise if several in sequence fail, WeightUpdateError if the weights that the
-    fleet serves cannot be had, and RolloutError if the link fails.
+    Raises what steps raise if several in sequence fail, what entering the fleet raises if it fails
+    again and again, and RolloutError if the link fails.
     """
     entrance = _Entrance(agent, link)
+
+    def runs() -> bool:
+        return agent.has_work and not entrance.missed and link.may_step()
+
     num_failures = 0
     while not agent.is_shut_down:
-        runs = agent.has_work and link.may_step()
-        for message in link.receive(0.0 if runs else _IDLE_S) or entrance.missed:
+        for message in link.receive(0.0 if runs() else _IDLE_S) or entrance.missed:
             if isinstance(message, RegisterAck):
                 entrance.take(message)
-                continue
-            for answer in agent.handle(message):
-                link.send(answer)
-        if not (agent.has_work and link.may_step()):
+            else:
+                _send_all(agent, link, agent.handle(message))
+        if not runs():
             continue
         try:
             outbox = agent.step()
@@ -43,13 +52,24 @@ def serve(agent: EngineAgent, link: EngineLink) -> None:
             _logger.exception("a step failed; its requests are queued again")
             continue
         num_failures = 0
-        for answer in outbox:
-            link.send(answer)
+        _send_all(agent, link, outbox)
+
+
+def _send_all(agent: EngineAgent, link: EngineLink, messages: Iterable[Message]) -> None:
+    """What a request brought and no frame can carry ends that request, and nothing else."""
+    for message in messages:
+        try:
+            link.send(message)
+        except ProtocolError as error:
+            if not isinstance(message, (EngineReply, EngineReplyPartial)):
+                raise
+            link.send(agent.refuse(message, error))
 
 
 class _Entrance:
     """Enters the fleet, which may have given up the weights it named for newer ones by then: it
-    will name those. Meanwhile the engine has no work. `missed`: the entry to try again, if any.
+    will name those. Memory may be short for a while, too. Until it is in, the engine does not step.
+    `missed`: the entry to try again, if any.
     """
 
     def __init__(self, agent: EngineAgent, link: EngineLink) -> None:
@@ -60,14 +80,15 @@ class _Entrance:
     def take(self, entry: RegisterAck) -> None:
         try:
             answers = self._agent.handle(entry)
-        except WeightUpdateError as error:
+        except Exception as error:
             self._num_misses += 1
             if self._num_misses == _MAX_MISSES:
                 raise
-            _logger.warning("the fleet's weights are not to be had yet: %s", error)
+            is_known = isinstance(error, WeightUpdateError)
+            _logger.warning("the fleet is not entered yet: %s", error, exc_info=not is_known)
             self.missed = [entry]
             return
         self._num_misses, self.missed = 0, []
         # It gets work once it is known to be there: at once, not with the next beat.
-        for answer in (*answers, Heartbeat(sequence=0, status=self._agent.status())):
-            self._link.send(answer)
+        arrived = Heartbeat(sequence=0, status=self._agent.status())
+        _send_all(self._agent, self._link, (*answers, arrived))

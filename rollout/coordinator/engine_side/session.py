@@ -68,6 +68,7 @@ class EngineSession:
         self._registration, self._status = registration, status
         self.lease = EngineLease()
         self.num_sessions = 0  # RegisterAcks put into the inbox
+        self._coordinator_id: bytes | None = None  # of the latest session
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
         self.has_news = threading.Event()  # a first answer to a registration
@@ -148,6 +149,9 @@ class EngineSession:
         self._next_heartbeat = time.monotonic()
         # In this order: the engine's thread may step under the lease once it has taken the message.
         self.num_sessions += 1
+        if self._coordinator_id not in (None, ack.coordinator_id):
+            self._outbox.begin_life(self.num_sessions)
+        self._coordinator_id = ack.coordinator_id
         self.lease.begin(ack.lease_s, self._registered_at)
         self._inbox.put(ack)
         self.refusal = None

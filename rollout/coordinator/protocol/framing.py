@@ -75,6 +75,13 @@ def unpack(
         raise ProtocolError(f"not a msgpack value: {reason[:200]}") from fault
 
 
+def check_num_items(packed: bytes, max_items: int = DEFAULT_MAX_ITEMS) -> None:
+    """Raise ProtocolError if `packed`, which `pack` returned, has more items than are read."""
+    # No item is smaller than a byte: what is shorter need not be looked at.
+    if len(packed) > max_items:
+        _walk(packed, max_items)
+
+
 def _walk(packed: bytes | memoryview, max_items: int) -> None:
     """Raise ProtocolError unless `packed` is one complete value of at most `max_items` items.
 

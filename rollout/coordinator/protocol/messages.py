@@ -8,7 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from rollout.coordinator.protocol.field_codecs import class_codec_of
-from rollout.coordinator.protocol.framing import DEFAULT_MAX_FRAME_BYTES, pack, unpack
+from rollout.coordinator.protocol.framing import (
+    DEFAULT_MAX_FRAME_BYTES,
+    check_num_items,
+    pack,
+    unpack,
+)
 from rollout.coordinator.protocol.headers import CONTROL_HEADERS, PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages_control import (
     Ack,
@@ -213,12 +218,14 @@ ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
     """Return the frame of `message`. The same checks as `decode`, so that the fault is found here.
 
-    Raises ProtocolError naming the field at fault, or the size of a frame nobody would take.
+    Raises ProtocolError naming the field at fault, or the size or the number of items of a frame
+    nobody would take.
     """
     frame = pack(_WRITERS[type(message)](message))
     if len(frame) > max_bytes:
         name = type(message).__name__
         raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
+    check_num_items(frame)
     return frame
 
 

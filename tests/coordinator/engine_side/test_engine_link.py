@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.engine_side.lease import EngineLease
 from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
-from rollout.coordinator.engine_side.queues import Outbox
+from rollout.coordinator.engine_side.queues import Inbox, Outbox
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -196,6 +196,27 @@ def test_a_full_queue_refuses_the_next_message_and_drops_none():
             assert router.wait_for(Ack, 3) == acks(3)
 
 
+def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
+    is_deaf = threading.Event()
+
+    def script(message: Message) -> list[Message] | None:
+        if isinstance(message, Register):
+            return [register_ack(lease_s=BOUND_S)]
+        return [] if is_deaf.is_set() and isinstance(message, Heartbeat) else None
+
+    # Nothing is known to have arrived while no heartbeat is answered.
+    with ScriptedRouter(politely(script)) as router, link_to(router, max_queued=8) as link:
+        received(link)
+        is_deaf.set()
+        for message in acks(4):
+            link.send(message)
+        assert link.may_step()
+        link.send(Ack(command_id=4))
+        assert not link.may_step()
+        is_deaf.clear()
+        assert becomes(link.may_step)
+
+
 def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
     commands = [Command(header=Headers.PAUSE, command_id=i) for i in range(20)]
     with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
@@ -294,6 +315,35 @@ def test_messages_wait_while_the_coordinator_is_away_and_follow_the_registration
             assert link.may_step()
 
 
+def test_another_life_of_the_coordinator_gets_nothing_of_the_former_one():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.vanish()
+        router.received.clear()
+        for message in acks(3):
+            link.send(message)
+        another = register_ack(coordinator_id=bytes(16))
+        router.script = politely(lambda m: [another] if isinstance(m, Register) else None)
+        router.come_back()
+        router.wait_for(Heartbeat)
+        link.send(Ack(command_id=3))  # the engine has not taken the new life's entry yet
+        assert received(link) == [another]
+        link.send(Ack(command_id=4))
+        assert router.wait_for(Ack) == [Ack(command_id=4)]
+        assert link.may_step()
+
+
+def test_what_an_engine_takes_at_once_is_of_one_session():
+    inbox = Inbox(10, lambda: None)
+    pause = Command(header=Headers.PAUSE, command_id=1)
+    for message in (pause, register_ack(), pause, pause, register_ack()):
+        inbox.put(message)
+    assert inbox.take_all(0) == [pause]
+    assert inbox.take_all(0) == [register_ack(), pause, pause]
+    assert inbox.take_all(0) == [register_ack()]
+    assert inbox.take_all(0) == []
+
+
 def test_a_connection_that_breaks_at_any_time_loses_no_message():
     with ScriptedRouter() as router, link_to(router) as link:
         for round_ in range(10):
@@ -359,7 +409,7 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
     sequence = 0
     for what in [*events, "send", "beat", "hear", "hear"]:
         if what == "put":
-            outbox.put(str(num_put).encode())
+            outbox.put(str(num_put).encode(), 0)
             num_put += 1
         elif what == "send":
             outbox.send_all(partial(takes, connection))

@@ -319,6 +319,15 @@ def test_what_nobody_would_take_is_not_sent():
         encode(reply, max_bytes=1000)
 
 
+def test_more_items_than_are_read_are_not_sent():
+    samples = tuple(Sample(request_id=i, sampling_params=b"") for i in range(45_000))
+    request = SubmitRequest(samples=samples, prompt="many")
+    with pytest.raises(ProtocolError, match="items or more, at most 262144 are read"):
+        encode(request)
+    fewer = dataclasses.replace(request, samples=samples[:43_000])
+    assert decode(encode(fewer)) == fewer
+
+
 def test_a_frame_of_exactly_the_limit_is_read():
     frame = encode(EngineReply(request_id=1, record=bytes(2000)))
     assert decode(frame, max_bytes=len(frame)).record == bytes(2000)

@@ -1,0 +1,206 @@
+"""What goes wrong with one request, command or entry stays there: the engine process goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout import SamplingParams
+from rollout.coordinator.engine_side import serve as serving
+from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.engine_side.link import LinkClosedError
+from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    AssignRequest,
+    Attempt,
+    Command,
+    EngineReply,
+    EngineReplyPartial,
+    Heartbeat,
+    Message,
+    Nack,
+    Prepare,
+    Sample,
+    WeightsSource,
+    encode,
+    error_from,
+    unpack_record,
+)
+from rollout.errors import ProtocolError, RemoteError
+from tests.coordinator.scripted_router import register_ack
+from tests.tiny_models import prompt_of, tiny_engine, tiny_model
+
+SOURCE = WeightsSource(kind="test", address="here", manifest={}, checksum="")
+MODEL: Any = tiny_model("qwen3", seed=20)
+
+
+class FaultyEngine:
+    """A real engine, but that some of its functions raise the first `num_faults` times."""
+
+    def __init__(self, num_faults: int = 1000, **faults: Exception) -> None:
+        self._engine = tiny_engine(MODEL, num_blocks=64)
+        self._faults = {name: [fault] * num_faults for name, fault in faults.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._faults.get(name):
+            return getattr(self._engine, name)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise self._faults[name].pop()
+
+        return fail
+
+
+class ScriptedLink:
+    """Hands out one message at each `receive`, and is closed behind the last one."""
+
+    def __init__(self, *messages: Message, max_frame_bytes: int = 2**20) -> None:
+        self._messages, self._max_frame_bytes = list(messages), max_frame_bytes
+        self.sent: list[Message] = []
+        self.timeouts: list[float] = []
+        self.num_waits_left = 300
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        self.timeouts.append(timeout_s)
+        if self._messages:
+            return [self._messages.pop(0)]
+        self.num_waits_left -= 1
+        if not self.num_waits_left:
+            raise LinkClosedError("the test is over")
+        return []
+
+    def send(self, message: Message) -> None:
+        encode(message, self._max_frame_bytes)
+        self.sent.append(message)
+
+    def may_step(self) -> bool:
+        return True
+
+    def of(self, message_type: type) -> list[Any]:
+        return [m for m in self.sent if isinstance(m, message_type)]
+
+
+def agent_of(engine: Any) -> EngineAgent:
+    return EngineAgent(
+        engine,
+        engine_id=bytes(16),
+        block_size_tokens=8,
+        max_requests=4,
+        fetch=lambda _: dict(MODEL.named_parameters()),
+    )
+
+
+def serve(agent: EngineAgent, link: ScriptedLink) -> None:
+    """Until the script is over."""
+    with pytest.raises(LinkClosedError):
+        serving.serve(agent, link)  # type: ignore[arg-type]
+
+
+def assignment(request_id: int, num_tokens: int = 3, **changes: Any) -> AssignRequest:
+    """`changes`: of the params, legal or not."""
+    params = SamplingParams(num_tokens_to_generate=num_tokens).serialize() | changes
+    sample = Sample(request_id=request_id, sampling_params=pack(params), seed=0)
+    return AssignRequest(samples=(sample,), prompt_tokens=np.array(prompt_of(5), dtype=np.int32))
+
+
+# ---- requests
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2**63}, {"top_k": 2**31}, {"add_BOS": []}])
+def test_params_that_no_engine_can_take_end_their_request_alone(changes: dict[str, Any]) -> None:
+    link = ScriptedLink(register_ack(), assignment(0, **changes), assignment(1))
+    serve(agent_of(FaultyEngine()), link)
+    bad, good = link.of(EngineReply)
+    assert (bad.request_id, bad.error.type_name) == (0, "InvalidRequestError")
+    assert len(unpack_record(good.record).merge().generated_tokens) == 3
+
+
+def test_any_fault_of_adding_a_request_is_its_end() -> None:
+    engine = FaultyEngine(1, add_group=TypeError("unhashable"))
+    link = ScriptedLink(register_ack(), assignment(0), assignment(1))
+    serve(agent_of(engine), link)
+    bad, good = link.of(EngineReply)
+    assert (bad.request_id, bad.is_failed) == (0, True)
+    assert bad.error.to_error().message == "unhashable"
+    assert not good.is_failed
+
+
+def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
+    agent = agent_of(FaultyEngine())
+    link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)
+    serve(agent, link)
+    replies = {reply.request_id: reply for reply in link.of(EngineReply)}
+    assert not replies[1].is_failed
+    assert replies[0].is_failed
+    with pytest.raises(ProtocolError, match="bytes, at most 4000"):
+        raise replies[0].error.to_error()
+    assert agent.handle(assignment(0)) == [replies[0]]
+
+
+def test_progress_that_no_frame_can_carry_ends_its_request_alone() -> None:
+    agent = agent_of(FaultyEngine())
+    entry = register_ack(report_interval_tokens=150)
+    link = ScriptedLink(entry, assignment(0, 200), assignment(1), max_frame_bytes=2500)
+    serve(agent, link)
+    assert [(r.request_id, r.is_failed) for r in link.of(EngineReply)] == [(1, False), (0, True)]
+    assert not link.of(EngineReplyPartial)
+    assert not agent.has_work
+
+
+# ---- commands
+
+
+def test_any_fault_while_staging_is_the_vote_no() -> None:
+    engine = FaultyEngine(1, stage_weights=MemoryError("no room for a copy"))
+    prepares = [
+        Prepare(command_id=i, version=5, source=SOURCE, in_flight=True, deadline_s=1.0)
+        for i in (1, 2)
+    ]
+    link = ScriptedLink(register_ack(), *prepares, assignment(0))
+    serve(agent_of(engine), link)
+    (vote,) = link.of(Nack)
+    error = error_from(vote)
+    assert isinstance(error, RemoteError)
+    assert str(error) == "MemoryError: no room for a copy"
+    assert [ack.command_id for ack in link.of(Ack)] == [2]
+    assert len(link.of(EngineReply)) == 1
+
+
+# ---- entering
+
+
+def test_an_entry_that_fails_is_tried_again_and_nothing_runs_before() -> None:
+    engine = FaultyEngine(3, pause=RuntimeError("out of memory"))
+    agent = agent_of(engine)
+    entry = register_ack(weights_version=4, weights=SOURCE, keep=(Attempt(request_id=0),))
+    link = ScriptedLink(assignment(0), entry)
+    serve(agent, link)
+    (beat,) = link.of(Heartbeat)
+    assert beat.status.weights_version == 4
+    (reply,) = link.of(EngineReply)
+    assert unpack_record(reply.record).merge().policy_versions.tolist() == [0, 4, 4]
+    assert link.timeouts[1:5] == [0.0, 0.5, 0.5, 0.5], "it waits between two tries"
+
+
+def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
+    engine = FaultyEngine(pause=RuntimeError("the device is gone"))
+    link = ScriptedLink(register_ack(state="PAUSED"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        serving.serve(agent_of(engine), link)  # type: ignore[arg-type]
+    assert link.sent == []
+
+
+def test_a_command_after_a_failed_one_is_done() -> None:
+    engine = FaultyEngine(1, suspend=RuntimeError("the arena is broken"))
+    commands = [
+        Command(header=header, command_id=i)
+        for i, header in enumerate([Headers.PAUSE, Headers.SUSPEND, Headers.SUSPEND])
+    ]
+    link = ScriptedLink(register_ack(), *commands)
+    serve(agent_of(engine), link)
+    assert [nack.command_id for nack in link.of(Nack)] == [1]
+    assert [ack.command_id for ack in link.of(Ack)] == [0, 2]
