@@ -254,7 +254,7 @@ class CoordinatorCore:
             self._membership.register(engine.identity, message, now)
         elif isinstance(message, Disconnect):
             reason = f"it said goodbye: {message.reason}"
-            self._membership.remove(engine, reason, now, tell=False, is_fault=False)
+            self._membership.remove(engine, reason, now, tell=False, is_fault=message.is_fault)
 
     def _from_client(self, client: ClientPeer, message: Message, now: float) -> None:
         if isinstance(message, SubmitRequest):

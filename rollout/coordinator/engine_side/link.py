@@ -17,6 +17,7 @@ from rollout.coordinator.engine_side.queues import Inbox, Outbox
 from rollout.coordinator.engine_side.session import EngineSession
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
+    Disconnect,
     EngineStatus,
     Message,
     Register,
@@ -28,6 +29,7 @@ from rollout.errors import RolloutError
 
 _logger = logging.getLogger(__name__)
 MAX_QUEUED = 2**16  # messages, in each direction
+_MAX_REASON = 1000
 
 
 class LinkClosedError(RolloutError):
@@ -67,7 +69,7 @@ class EngineLink:
         self._inbox = Inbox(max_queued, self._waker.wake)
         self._outbox = Outbox(max_queued, self._waker.wake)
         self._num_taken = 0  # RegisterAcks that the engine's thread has got
-        self._is_closing, self._close_reason = False, ""
+        self._is_closing, self._goodbye = False, Disconnect()
         self._poller = zmq.Poller()  # of the waker, and of this socket for these events
         self._polled: tuple[zmq.Socket[bytes] | None, int] = (None, 0)
         try:
@@ -97,7 +99,10 @@ class EngineLink:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if isinstance(error, Exception):
+            self.close(f"it failed: {error!r}", is_fault=True)
+        else:
+            self.close()
 
     # ---- the engine's thread
 
@@ -157,7 +162,7 @@ class EngineLink:
         try:
             while not self._is_closing:
                 self._turn()
-            self._session.finish(self._close_reason)
+            self._session.finish(self._goodbye)
         except Exception as fault:
             _logger.exception("the engine's link failed")
             self._session.lease.end()
@@ -191,12 +196,13 @@ class EngineLink:
 
     # ---- the end
 
-    def close(self, reason: str = "the engine stops") -> None:
+    def close(self, reason: str = "the engine stops", *, is_fault: bool = False) -> None:
         """Send what is queued, if somebody takes it, say goodbye, and end the thread. Twice is
-        fine.
+        fine. `is_fault`: what the engine ran may be why it goes.
         """
         self._end(LinkClosedError(f"the link to {self.address} is closed"))
-        self._close_reason = self._close_reason or reason
+        if not self._is_closing:
+            self._goodbye = Disconnect(reason=reason[:_MAX_REASON], is_fault=is_fault)
         self._is_closing = True
         self._waker.wake()
         self._thread.join()

@@ -36,7 +36,6 @@ from rollout.errors import ProtocolError, RolloutError
 _logger = logging.getLogger(__name__)
 _FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit, Rollback)
 _BATCH = 256
-_MAX_REASON = 1000  # characters
 _MIN_HEARTBEAT_S = 0.005
 # How long a registration may be unanswered before it is sent again.
 _REGISTER_TIMEOUT_S = 2.0
@@ -127,11 +126,11 @@ class EngineSession:
         if self.is_registered and ready & zmq.POLLOUT:
             self._outbox.send_all(self._send)
 
-    def finish(self, reason: str) -> None:
+    def finish(self, goodbye: Disconnect) -> None:
         """Send what waits and say goodbye."""
         if self.is_registered:
             self._outbox.send_all(self._send)
-            self._send(encode(Disconnect(reason=reason[:_MAX_REASON])))
+            self._send(encode(goodbye))
         self.lease.end()
 
     # ---- the session

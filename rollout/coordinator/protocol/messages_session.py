@@ -115,6 +115,7 @@ class Heartbeat(WireData):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Disconnect(WireData):
-    """Either way: the sender goes, and says why."""
+    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by what it ran."""
 
     reason: Name = ""
+    is_fault: bool = False

@@ -168,6 +168,16 @@ def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() 
     assert not last.held
 
 
+def test_an_engine_that_goes_since_it_failed_counts_as_lost() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    fleet.send(engine, Disconnect(reason="a step failed", is_fault=True))
+    fleet.run()
+    assert client.asked[0].replies[0].is_failed
+
+
 def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -485,6 +486,16 @@ def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on(
 
 
 # ---- the end
+
+
+def test_an_engine_that_fails_says_so_when_it_goes():
+    with ScriptedRouter() as router:
+        with contextlib.suppress(ZeroDivisionError), link_to(router) as link:
+            received(link)
+            raise ZeroDivisionError("in a step")
+        (goodbye,) = router.wait_for(Disconnect)
+        assert goodbye.is_fault
+        assert "ZeroDivisionError('in a step')" in goodbye.reason
 
 
 def test_closing_sends_what_waits_says_goodbye_and_leaves_no_thread():
