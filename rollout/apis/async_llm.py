@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
 Results = Mapping[str, Any]
+_PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
 
 
 class AsyncLLM:
@@ -82,7 +83,7 @@ class AsyncLLM:
         self._publisher = WeightPublisher()
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._client: InferenceClient | None = None
-        self._is_shut_down = False
+        self._end: asyncio.Future[None] | None = None
         self._state, self._weights_version = EngineState.RUNNING, weights_version
 
     @property
@@ -120,7 +121,7 @@ class AsyncLLM:
 
     async def _connected(self) -> InferenceClient:
         async with self._start_turn:
-            if self._is_shut_down:
+            if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
                 client = InferenceClient(self._fleet.address, seed=self._seed)
@@ -136,7 +137,7 @@ class AsyncLLM:
         try:
             yield
         except RolloutError as error:
-            if not self._is_shut_down:
+            if self._end is None:
                 raise
             task = asyncio.current_task()
             if task is not None:
@@ -239,6 +240,7 @@ class AsyncLLM:
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         async with self._update_turn:
+            await self._connected()  # whose end may have come before this turn
             start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)
             try:
@@ -257,22 +259,29 @@ class AsyncLLM:
         return engine_stats(await self._order(lambda client: client.engine_stats()))
 
     async def shutdown(self) -> None:
-        """End all processes. From any state; twice is fine."""
-        if self._is_shut_down:
-            return
-        self._is_shut_down, self._state = True, EngineState.STOPPED
-        async with self._start_turn:  # a start under way ends first
-            client, self._client = self._client, None
-        try:
+        """End all processes. From any state; twice is fine, and whoever calls it awaits the end."""
+        if self._end is None:
+            self._state = EngineState.STOPPED
+            self._end = asyncio.ensure_future(self._shut_down())
+        await asyncio.shield(self._end)
+
+    async def _shut_down(self) -> None:
+        async with AsyncExitStack() as last:  # each of these, whatever another one raises
+            last.callback(self._publisher.close)
+            last.push_async_callback(self._await_update)
+            last.push_async_callback(asyncio.to_thread, self._fleet.close)
+            async with self._start_turn:  # a start under way ends first
+                client, self._client = self._client, None
             if client is not None:
-                await client.shutdown_engines(deadline_s=5.0)
-        except Exception:  # whatever the engines say, they are ended below
-            pass
-        finally:
-            if client is not None:
-                await client.aclose()
-            await asyncio.to_thread(self._fleet.close)
-            self._publisher.close()
+                last.push_async_callback(client.aclose)
+                with suppress(Exception):  # whatever the engines say, they are ended anyway
+                    await client.shutdown_engines(deadline_s=5.0)
+
+    async def _await_update(self) -> None:
+        """One that is publishing cannot be stopped, and gives up what it has published."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._update_turn.acquire(), _PUBLISH_S)
+            self._update_turn.release()
 
     async def __aenter__(self) -> AsyncLLM:
         try:

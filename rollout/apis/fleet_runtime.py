@@ -6,6 +6,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +18,6 @@ from rollout.apis.prompts import Prompt
 from rollout.apis.text_output import finished_request
 from rollout.config import KVCacheManagementMode
 from rollout.coordinator.client.requests import RequestFuture
-from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError, InvalidRequestError
@@ -26,6 +27,7 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
+_VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has not ended
 
 
 class FleetRuntime:
@@ -34,15 +36,13 @@ class FleetRuntime:
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
         self.tokenizer = self._llm.tokenizer
-        self._ended: queue.SimpleQueue[DynamicInferenceRequest | CoordinatorLostError] = (
-            queue.SimpleQueue()
-        )
-        self._open: dict[int, RequestFuture] = {}  # written by the loop's thread alone
-        self._num_open = 0  # submitted and not handed out; of the caller's thread
+        self._ended: queue.SimpleQueue[DynamicInferenceRequest] = queue.SimpleQueue()
+        # Written by the loop's thread alone; what leaves it is in `_ended` before.
+        self._open: dict[int, RequestFuture] = {}
+        self._turn = threading.Lock()  # held to schedule, so that nothing is after the end
+        self._end: Future[None] | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="fleet runtime", daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, name="fleet runtime", daemon=True)
         self._thread.start()
         try:
             self._do(self._llm.start())
@@ -50,11 +50,20 @@ class FleetRuntime:
             self.shutdown()
             raise
 
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
     def _do(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if not self._thread.is_alive():
-            work.close()
-            raise EngineStateError("this LLM is shut down; make a new one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with self._turn:
+            if self._end is not None:
+                work.close()
+                raise EngineStateError("this LLM is shut down; make a new one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise EngineStateError("this LLM was shut down before the answer came") from None
 
     # ---- requests
 
@@ -67,9 +76,7 @@ class FleetRuntime:
         """
         if self.tokenizer is None and any(isinstance(prompt, str) for prompt, _ in groups):
             raise InvalidRequestError("a text prompt needs a tokenizer; pass LLM(..., tokenizer=)")
-        ids = self._do(self._submit(groups))
-        self._num_open += sum(map(len, ids))
-        return ids
+        return self._do(self._submit(groups))
 
     async def _submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
@@ -91,28 +98,29 @@ class FleetRuntime:
         return [[future.request_id for future in futures] for futures in sent]
 
     def _note_ended(self, prompt: Prompt, params: SamplingParams, future: Any) -> None:
+        if not future.cancelled():
+            self._ended.put(self._outcome(prompt, params, future))
         del self._open[future.request_id]
-        if future.cancelled():
-            return
+
+    def _outcome(
+        self, prompt: Prompt, params: SamplingParams, future: Any
+    ) -> DynamicInferenceRequest:
         error = future.exception()
         if error is None:
-            self._ended.put(finished_request(future.result(), self.tokenizer))
-        elif isinstance(error, CoordinatorLostError):
-            self._ended.put(error)
-        else:
-            self._ended.put(self._failed(future.request_id, prompt, params, error))
+            try:
+                return finished_request(future.result(), self.tokenizer)
+            except Exception as fault:  # the tokenizer is the user's: one text must not end all
+                error = fault
+        return self._failed(future.request_id, prompt, params, error)
 
     def _failed(
         self, request_id: int, prompt: Prompt, params: SamplingParams, error: Exception
     ) -> DynamicInferenceRequest:
-        """Of a request that no engine took."""
-        ids = (
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) and self.tokenizer else prompt
-        )
+        """Of a request without a record, or without its text."""
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_tokens=torch.as_tensor(ids, dtype=torch.int64),
+            prompt_tokens=torch.tensor(self._ids_of(prompt), dtype=torch.int64),
             sampling_params=params,
             status=Status.FAILED,
         )
@@ -121,9 +129,18 @@ class FleetRuntime:
         request.add_event_fail()
         return request
 
+    def _ids_of(self, prompt: Prompt) -> list[int]:
+        """None of a text that the tokenizer fails on, which may be why its request failed."""
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]  # of arrays of any kind
+        with suppress(Exception):
+            if self.tokenizer is not None:
+                return self.tokenizer.encode(prompt)
+        return []
+
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """Wait until a request has ended. Raises CoordinatorLostError if there is no hope."""
-        if not self._num_open:
+        """Wait until a request has ended. One that was lost with the coordinator ends FAILED."""
+        if not self._open and self._ended.empty():
             raise EngineStateError("nothing was submitted that could still end")
         if self._ended.empty() and self.state is not EngineState.RUNNING:
             raise EngineStateError(
@@ -133,21 +150,13 @@ class FleetRuntime:
             first = self._ended.get(timeout=timeout_s)
         except queue.Empty:
             return []
-        return [self._checked(first), *self._drain()]
+        return [first, *self._drain()]
 
     def _drain(self) -> list[DynamicInferenceRequest]:
         ended = []
         while not self._ended.empty():
-            ended.append(self._checked(self._ended.get()))
+            ended.append(self._ended.get())
         return ended
-
-    def _checked(
-        self, item: DynamicInferenceRequest | CoordinatorLostError
-    ) -> DynamicInferenceRequest:
-        self._num_open -= 1
-        if isinstance(item, CoordinatorLostError):
-            raise item
-        return item
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now; waits for their records."""
@@ -161,6 +170,14 @@ class FleetRuntime:
         if futures:
             await asyncio.wait(futures)
             await asyncio.sleep(0)  # for the callbacks that note them
+
+    def drop(self, request_ids: Sequence[int]) -> None:
+        self._do(self._drop(request_ids))
+
+    async def _drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            if request_id in self._open:
+                self._open[request_id].cancel()
 
     # ---- control
 
@@ -201,11 +218,23 @@ class FleetRuntime:
         return self._do(self._llm.stats())
 
     def shutdown(self) -> None:
-        if not self._thread.is_alive():
-            return
+        """Whoever calls it waits for the end."""
+        with self._turn:
+            if self._end is None:
+                self._end = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+                self._end.add_done_callback(
+                    lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
+                )
         try:
-            self._do(self._llm.shutdown())
+            self._end.result()
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._loop.close()
+
+    async def _shut_down(self) -> None:
+        """Verbs under way come to their end, or are cancelled: somebody waits for each."""
+        try:
+            await self._llm.shutdown()
+        finally:
+            verbs = asyncio.all_tasks() - {asyncio.current_task()}
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*verbs, return_exceptions=True), _VERBS_S)

@@ -65,6 +65,16 @@ class GroupBook:
         group = self._open[group_id]
         return [i for i in group.request_ids if i not in group.finished]
 
+    def forget(self, group_id: int) -> list[int]:
+        """Hand a group out to nobody; returns its samples still running."""
+        if self._finished.pop(group_id, None) is not None or group_id not in self._open:
+            return []
+        left = self.unfinished_requests(group_id)
+        for request_id in left:
+            del self._group_of[request_id]
+        del self._open[group_id]
+        return left
+
     def take(self, group_id: int) -> RolloutGroup:
         return self._finished.pop(group_id)
 

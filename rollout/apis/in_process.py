@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -43,10 +44,6 @@ class InProcessRuntime:
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Raises InvalidRequestError."""
-        if any(params.streaming for _, each in groups for params in each):
-            raise InvalidRequestError(
-                "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
-            )
         with self._turn:
             return list(self.engine.add_groups([(prompt, list(each)) for prompt, each in groups]))
 
@@ -68,6 +65,12 @@ class InProcessRuntime:
                 record = self.engine.abort_request(request_id)
             ended.append(finished_request(record, self.tokenizer))
         return ended
+
+    def drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            # One that has ended may have been handed out.
+            with suppress(EngineStateError), self._turn:
+                self.engine.abort_request(request_id)
 
     # ---- control
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import ConfigError, InvalidRequestError
+from rollout.errors import ConfigError, InvalidRequestError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -113,13 +114,18 @@ class LLM:
 
         The list is prompt-major, in input order. `progress` shows a live bar. Raises
         InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
-        run here comes back FAILED with its error event.
+        run here comes back FAILED with its error event. Whatever else it raises, its requests are
+        aborted.
         """
         batch, is_single = as_batch(prompts)
         group_ids = self._submit(batch, sampling_params, n)
-        with progress_bar(progress, len(batch) * n) as advance:
-            self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
-        requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
+        try:
+            with progress_bar(progress, len(batch) * n) as advance:
+                self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
+            requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
+        except BaseException:
+            self._drop(group_ids)
+            raise
         return requests[0] if is_single and n == 1 else requests
 
     def submit(
@@ -159,8 +165,18 @@ class LLM:
 
     def _submit(self, batch: list[Prompt], sampling_params: SamplingArgument, n: int) -> list[int]:
         groups = per_sample(sampling_params, len(batch), n)
+        if any(params.streaming for each in groups for params in each):
+            raise InvalidRequestError(
+                "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
+            )
         ids = self._runtime.submit(list(zip(batch, groups, strict=True)))
         return [self._groups.open(request_ids) for request_ids in ids]
+
+    def _drop(self, group_ids: Sequence[int]) -> None:
+        """Leave nothing of groups whose ids nobody has."""
+        left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
+        with suppress(RolloutError):  # an engine that has ended has no requests
+            self._runtime.drop(left)
 
     def _work_until(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
+from typing import Any
 
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
@@ -11,22 +12,32 @@ from rollout.step.seeds import mix_seed
 
 Prompt = str | Sequence[int]
 
+# Iterable, but no lists of token ids.
+_NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
+
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """(list of prompts, whether a single one was given). A flat list of ids is one prompt.
 
-    Tensors and arrays count as lists. Raises InvalidRequestError for anything else.
+    Tensors and arrays count as lists. Raises InvalidRequestError for anything else; the ids
+    themselves are not looked at.
     """
     if isinstance(prompts, str):
         return [prompts], True
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Iterable):
+    if not _is_list(prompts):
         raise InvalidRequestError(f"prompts={prompts!r} must be text, token ids or a list of those")
-    items = list(prompts)
-    if not items:
-        return [], False
-    return ([items], True) if _is_id(items[0]) else (items, False)
+    items: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if items and _is_id(items[0]):
+        return [items], True
+    for index, item in enumerate(items):
+        if not isinstance(item, str) and not (_is_list(item) and isinstance(item, Sized)):
+            raise InvalidRequestError(f"prompts[{index}]={item!r} must be text or token ids")
+    return items, False
+
+
+def _is_list(value: object) -> bool:
+    is_scalar = getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not isinstance(value, _NO_LISTS) and not is_scalar
 
 
 def _is_id(item: object) -> bool:

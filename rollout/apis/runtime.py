@@ -16,8 +16,8 @@ from rollout.text import Tokenizer
 
 
 class Runtime(Protocol):
-    """One thread calls `submit`, `advance` and `abort`; any may call the control verbs, which are
-    those of LLM.
+    """One thread calls `submit`, `advance`, `abort` and `drop`; any may call the control verbs,
+    which are those of LLM.
     """
 
     tokenizer: Tokenizer | None
@@ -37,6 +37,10 @@ class Runtime(Protocol):
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now, in any state. Returns all that has ended meanwhile, those included."""
+        ...
+
+    def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now, in any state; nobody wants them. Leaves alone what has ended."""
         ...
 
     @property

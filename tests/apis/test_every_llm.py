@@ -193,7 +193,8 @@ def test_illegal_commands_are_refused_with_the_state_and_the_legal_ones(llm: Any
 
 
 def test_a_malformed_prompt_is_refused_and_an_impossible_one_fails(llm: AnyLLM) -> None:
-    for prompt in ("text without a tokenizer", [1, "two"], [1.5]):
+    wrong = ("text without a tokenizer", [1, "two"], [1.5], 5, b"ab", {"prompt": [1]}, {1, 2})
+    for prompt in wrong:
         with pytest.raises(InvalidRequestError):
             llm.call("generate", [prompt_of(3), prompt], sampled(1))
     good, long = llm.call("generate", [prompt_of(3), prompt_of(600)], sampled(1))

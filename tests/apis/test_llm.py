@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -83,7 +85,9 @@ def test_n_samples_are_flat_and_prompt_major() -> None:
         ([[1], [2]], [PARAMS], 1, "1 sampling_params for 2 prompts"),
         (["text"], PARAMS, 1, "tokenizer"),
         (5, PARAMS, 1, "5"),
-        ([[1], 5], PARAMS, 1, "5"),
+        ([[1], 5], PARAMS, 1, r"prompts\[1\]=5"),
+        ([[1], b"ab"], PARAMS, 1, r"prompts\[1\]=b'ab'"),
+        ({"prompt": [1]}, PARAMS, 1, "{'prompt': "),
         ([[1]], SamplingParams(streaming=True), 1, "streaming"),
     ],
 )
@@ -170,6 +174,55 @@ def test_generate_does_not_take_what_submit_queued() -> None:
     ids = llm.submit([[1], [2]], SamplingParams(num_tokens_to_generate=2))
     assert llm.generate([3], PARAMS).prompt_tokens.tolist() == [3]
     assert [group.group_id for group in llm.collect(timeout_s=0)] == ids
+
+
+def pause(llm: LLM) -> None:
+    pauser = threading.Thread(target=llm.engine.pause)
+    pauser.start()
+    pauser.join()
+
+
+def interrupt(llm: LLM) -> None:
+    raise KeyboardInterrupt
+
+
+def fail(llm: LLM) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [(pause, EngineStateError), (interrupt, KeyboardInterrupt), (fail, ZeroDivisionError)],
+)
+def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
+    event: Callable[[LLM], None], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of its groups have ended then, one with the records of a step that nobody got."""
+    llm = llm_of()
+    lengths = (1, 2, 6)
+    params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in lengths]
+    (mine,) = llm.submit([9], SamplingParams(num_tokens_to_generate=12, seed=1), n=2)
+    step, num_steps = llm.engine.step, 0
+
+    def eventful_step() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        records = step()
+        if num_steps == 2:
+            event(llm)
+        return records
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", eventful_step)
+        with pytest.raises(error):
+            llm.generate([[1], [2], [3]], params, n=2)
+    assert llm.stats().num_running + llm.stats().num_waiting == 2
+    llm.unpause()
+    (group,) = llm.collect(num_groups=1)
+    assert group.group_id == mine
+    assert [request.generated_length for request in group.requests] == [12, 12]
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.generate([4], PARAMS).generated_length == 6
 
 
 def test_collect_returns_after_its_timeout_with_what_there_is() -> None:

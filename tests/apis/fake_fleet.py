@@ -1,0 +1,181 @@
+"""A fleet without processes: AsyncLLM and LLM on top of it are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rollout import LLM, SamplingParams
+from rollout.apis import async_llm
+from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import Status
+
+WAIT_S = 10.0
+
+
+@dataclass
+class FakeProcesses:
+    """`linger`: closing them takes until `may_end` is set."""
+
+    address: str = "tcp://127.0.0.1:1"
+    is_closing: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event | None = None
+    num_closed: int = 0
+
+    def linger(self) -> threading.Event:
+        self.may_end = threading.Event()
+        return self.may_end
+
+    def close(self) -> None:
+        self.is_closing.set()
+        if self.may_end is not None:
+            assert self.may_end.wait(WAIT_S)
+        self.num_closed += 1
+
+
+class FakeClient:
+    """Its requests end when a test says so, or at once where `answers`; commands are done at once,
+    updates never.
+    """
+
+    coordinator = None
+
+    def __init__(self) -> None:
+        self.futures: dict[int, RequestFuture] = {}
+        self.answers = False
+        self.is_updating = threading.Event()
+        self._orders: list[asyncio.Future[Any]] = []
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def aclose(self) -> None:
+        self.fail(CoordinatorLostError("the client was stopped"))
+        for order in self._orders:
+            if not order.done():
+                order.set_exception(CoordinatorLostError("the client was stopped"))
+
+    # ---- what an AsyncLLM orders
+
+    def add_group(self, prompt: Any, params: Sequence[SamplingParams]) -> list[RequestFuture]:
+        first = len(self.futures)
+        futures = [RequestFuture(first + i, self._loop) for i in range(len(params))]
+        self.futures |= {future.request_id: future for future in futures}
+        if self.answers:
+            self._reply([future.request_id for future in futures])
+        return futures
+
+    async def _done(self) -> dict[str, Any]:
+        return {"state": "RUNNING", "weights_version": 0}
+
+    def pause_engines(self) -> Any:
+        return self._done()
+
+    def shutdown_engines(self, *, deadline_s: float) -> Any:
+        return self._done()
+
+    def update_weights(self, *args: Any) -> asyncio.Future[Any]:
+        self.is_updating.set()
+        self._orders.append(self._loop.create_future())
+        return self._orders[-1]
+
+    # ---- what a test has happen, from its own thread
+
+    def reply(self, *request_ids: int) -> None:
+        self._in_loop(lambda: self._reply(request_ids))
+
+    def lose(self) -> None:
+        """As the real one when it gives the coordinator up."""
+        self._in_loop(lambda: self.fail(CoordinatorLostError("it is gone")))
+
+    @property
+    def open_ids(self) -> list[int]:
+        return [i for i, future in self.futures.items() if not future.done()]
+
+    def fail(self, error: Exception) -> None:
+        for request_id in self.open_ids:
+            self.futures[request_id].set_exception(error)
+            self.futures[request_id].exception()
+
+    def _reply(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self.futures[request_id].set_result(_record(request_id))
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        async def do() -> None:
+            work()
+            await asyncio.sleep(0)  # for the callbacks of what has ended
+
+        asyncio.run_coroutine_threadsafe(do(), self._loop).result(WAIT_S)
+
+
+def _record(request_id: int) -> DynamicInferenceRequestRecord:
+    request = DynamicInferenceRequest(
+        request_id=request_id,
+        prompt_tokens=[1, 2],
+        generated_tokens=[3, 4],
+        sampling_params=SamplingParams(),
+        status=Status.COMPLETED,
+    )
+    request.finish_reason = "length"
+    return DynamicInferenceRequestRecord([request])
+
+
+@dataclass
+class FakeFleet:
+    processes: FakeProcesses = field(default_factory=FakeProcesses)
+    client: FakeClient = field(default_factory=FakeClient)
+
+    def llm(self, tokenizer: Any = None) -> LLM:
+        return LLM("a model", tokenizer, use_coordinator=True)
+
+
+def fake_fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
+    """What the next LLM or AsyncLLM gets instead of processes and a client."""
+    fleet = FakeFleet()
+    monkeypatch.setattr(async_llm, "FleetProcesses", lambda *_, **__: fleet.processes)
+    monkeypatch.setattr(async_llm, "InferenceClient", lambda *_, **__: fleet.client)
+    return fleet
+
+
+class Caller:
+    """A thread that calls something; `error` is what it raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:  # a thread's error would go unseen
+            self.error = error
+
+    def waits(self) -> bool:
+        """Whether it still does, a moment later."""
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def returned(self) -> bool:
+        self._thread.join(WAIT_S)
+        return not self._thread.is_alive()
+
+
+def memory_files() -> list[str]:
+    """Of weights, that this process has open."""
+    names = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            names.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [name for name in names if "rollout-weights" in name]

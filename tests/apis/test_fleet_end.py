@@ -1,0 +1,164 @@
+"""The end of a fleet's LLM while others use it: nobody waits for ever, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import LLM, AsyncLLM, EngineStateError
+from rollout.apis import async_llm, fleet_runtime
+from tests.apis.fake_fleet import WAIT_S, Caller, fake_fleet, memory_files
+
+
+class SlowWeights:
+    """Tensors whose copying has begun when `is_read` is set, and goes on once `may_go_on` is."""
+
+    def __init__(self) -> None:
+        self.is_read, self.may_go_on = threading.Event(), threading.Event()
+        self.is_lost = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.is_read.set()
+        assert self.may_go_on.wait(WAIT_S)
+        if self.is_lost:
+            raise ZeroDivisionError
+        yield "weight", torch.ones(4)
+
+
+def updating(llm: LLM, weights: Any) -> Caller:
+    """A thread that brings `weights`, once it is at work."""
+    caller = Caller(lambda: llm.update_weights(weights))
+    assert weights.is_read.wait(WAIT_S)
+    return caller
+
+
+def test_an_update_that_is_being_published_hears_of_the_end_and_leaves_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, weights, before = fake_fleet(monkeypatch), SlowWeights(), memory_files()
+    llm = fleet.llm()
+    updater = updating(llm, weights)
+    later = SlowWeights()
+    queued = Caller(lambda: llm.update_weights(later))
+    ender = Caller(llm.shutdown)
+    assert fleet.processes.is_closing.wait(WAIT_S)
+    weights.may_go_on.set()
+    assert all([updater.returned(), queued.returned(), ender.returned()])
+    assert isinstance(updater.error, EngineStateError)
+    assert isinstance(queued.error, EngineStateError)
+    assert not later.is_read.is_set()
+    assert "shut down before the answer came" in str(updater.error)
+    assert ender.error is None
+    assert memory_files() == before
+
+
+def test_an_update_that_the_engines_do_not_answer_hears_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, weights, before = fake_fleet(monkeypatch), SlowWeights(), memory_files()
+    llm = fleet.llm()
+    updater = updating(llm, weights)
+    weights.may_go_on.set()
+    assert fleet.client.is_updating.wait(WAIT_S)
+    llm.shutdown()
+    assert updater.returned()
+    assert "shut down before the answer came" in str(updater.error)
+    assert memory_files() == before
+
+
+def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_llm, "_PUBLISH_S", 0.02)
+    monkeypatch.setattr(fleet_runtime, "_VERBS_S", 0.02)
+    fleet, weights = fake_fleet(monkeypatch), SlowWeights()
+    llm = fleet.llm()
+    updater = updating(llm, weights)
+    llm.shutdown()
+    assert updater.returned()
+    assert isinstance(updater.error, EngineStateError)
+    assert "shut down before the answer came" in str(updater.error)
+    weights.is_lost = True
+    weights.may_go_on.set()
+
+
+def test_all_threads_that_shut_down_wait_for_the_processes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    llm, may_end = fleet.llm(), fleet.processes.linger()
+    first = Caller(llm.shutdown)
+    assert fleet.processes.is_closing.wait(WAIT_S)
+    second = Caller(llm.shutdown)
+    assert second.waits()
+    assert first.waits()
+    with pytest.raises(EngineStateError, match="this LLM is shut down"):
+        llm.pause()
+    may_end.set()
+    assert first.returned()
+    assert second.returned()
+    assert (first.error, second.error) == (None, None)
+    assert fleet.processes.num_closed == 1
+    llm.shutdown()
+
+
+def test_a_verb_is_answered_whenever_the_end_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(20):
+        llm = fake_fleet(monkeypatch).llm()
+        has_begun = threading.Event()
+
+        def pause_on(llm: LLM = llm, has_begun: threading.Event = has_begun) -> None:
+            while True:
+                llm.pause()
+                has_begun.set()
+
+        callers = [Caller(pause_on) for _ in range(3)]
+        assert has_begun.wait(WAIT_S)
+        llm.shutdown()
+        assert all([caller.returned() for caller in callers])
+        assert {type(caller.error) for caller in callers} == {EngineStateError}
+
+
+def test_the_end_comes_also_when_the_first_that_awaits_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    may_end = fleet.processes.linger()
+
+    async def work() -> None:
+        llm = AsyncLLM("a model")
+        await llm.start()
+        first, second = (asyncio.ensure_future(llm.shutdown()) for _ in range(2))
+        await asyncio.to_thread(fleet.processes.is_closing.wait, WAIT_S)
+        assert not second.done(), "the processes are there"
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not second.done()
+        may_end.set()
+        await asyncio.wait_for(second, WAIT_S)
+        assert fleet.processes.num_closed == 1
+        await llm.shutdown()
+
+    asyncio.run(work())
+    assert fleet.processes.num_closed == 1
+
+
+def test_the_processes_end_whatever_their_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fake_fleet(monkeypatch)
+    llm = fleet.llm()
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    fleet.client.aclose = fail  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        llm.shutdown()
+    assert fleet.processes.num_closed == 1
+    with pytest.raises(EngineStateError, match="this LLM is shut down"):
+        llm.pause()
