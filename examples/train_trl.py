@@ -131,6 +131,7 @@ class TrainerFactory:
     ) -> Any:
         """A GRPOTrainer that generates through `rollouts`, or itself."""
         from datasets import Dataset
+        from transformers import PrinterCallback
         from trl import GRPOConfig, GRPOTrainer
 
         settings = self.settings
@@ -182,6 +183,7 @@ class TrainerFactory:
             processing_class=self.tokenizer,
             rollout_func=rollouts,
         )
+        trainer.remove_callback(PrinterCallback)  # a line per optimizer step
         if rollouts is not None:
             rollouts.attach(trainer)
         return trainer
