@@ -239,6 +239,8 @@ class DataParallelInferenceCoordinator:
                         continue
                 except ProtocolError as error:
                     fault = error
+                if self._has_ended:
+                    continue  # who has gone before needs no goodbye
                 failed += self._core.undelivered(identity, message, fault, now)
             waiting = failed
 

@@ -26,6 +26,7 @@ class ScriptedSocket:
         self.incoming = incoming
         self.now = 100.0
         self.sent: list[tuple[bytes, bool]] = []
+        self.reaches_anybody = True
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         for identity, message in self.incoming:
@@ -34,7 +35,7 @@ class ScriptedSocket:
 
     def send(self, identity: bytes, frame: bytes, *, keeps: bool) -> bool:
         self.sent.append((identity, keeps))
-        return True
+        return self.reaches_anybody
 
     def flush(self) -> None:
         """Nothing waits."""
@@ -76,3 +77,15 @@ def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
     coordinator = turned(monkeypatch, socket)
     assert socket.sent == [(b"client", False), (b"engine0", True)]
     coordinator.stop()
+
+
+def test_peers_that_have_gone_before_the_end_are_no_alarm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
+    coordinator = turned(monkeypatch, socket)
+    socket.sent.clear()
+    socket.reaches_anybody = False
+    coordinator.stop()
+    assert [identity for identity, _ in socket.sent] == [engine.identity for engine in ENGINES]
+    assert not caplog.records
