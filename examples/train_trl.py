@@ -132,11 +132,10 @@ class TrainerFactory:
         """A GRPOTrainer that generates through `rollouts`, or itself."""
         from datasets import Dataset
         from transformers import PrinterCallback
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOTrainer
 
         settings = self.settings
         num_prompts = min(settings.num_prompts, num_steps * settings.groups_per_step)
-        num_rollouts = settings.groups_per_step * settings.group_size
         problems = self.stream.take(num_prompts)
         entries = {problem.index: problem.entry for problem in problems}
 
@@ -150,7 +149,28 @@ class TrainerFactory:
             own = [entries[i] for i in index]
             return self.task.reward(prompts, completions, completion_ids, entries=own)
 
-        config = GRPOConfig(
+        trainer = GRPOTrainer(
+            model=policy,
+            reward_funcs=reward,
+            args=self._config(num_steps, directory),
+            train_dataset=Dataset.from_list(
+                [{"prompt": problem.question, "index": problem.index} for problem in problems]
+            ),
+            processing_class=self.tokenizer,
+            rollout_func=rollouts,
+        )
+        trainer.remove_callback(PrinterCallback)  # a line per optimizer step
+        if rollouts is not None:
+            rollouts.attach(trainer)
+        return trainer
+
+    def _config(self, num_steps: int, directory: Path) -> Any:
+        """TRL's own, of the demo's sizes."""
+        from trl import GRPOConfig
+
+        settings = self.settings
+        num_rollouts = settings.groups_per_step * settings.group_size
+        return GRPOConfig(
             output_dir=str(directory / "trl"),
             per_device_train_batch_size=num_rollouts // settings.num_minibatches,
             steps_per_generation=settings.num_minibatches,
@@ -173,20 +193,6 @@ class TrainerFactory:
             disable_tqdm=True,
             log_level="error",
         )
-        trainer = GRPOTrainer(
-            model=policy,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_list(
-                [{"prompt": problem.question, "index": problem.index} for problem in problems]
-            ),
-            processing_class=self.tokenizer,
-            rollout_func=rollouts,
-        )
-        trainer.remove_callback(PrinterCallback)  # a line per optimizer step
-        if rollouts is not None:
-            rollouts.attach(trainer)
-        return trainer
 
 
 def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
