@@ -23,7 +23,8 @@ from trainer_hooks.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
-NUM_KILLS, STEPS_PER_LIFE = (10, 5) if IS_LONG else (2, 2)
+NUM_KILLS = 10 if IS_LONG else 2
+STEPS_PER_LIFE = 5  # in fewer a job may be at its end before it is killed
 
 
 def start_job(directory: Path, num_steps: int, *arguments: str) -> subprocess.Popen[str]:
