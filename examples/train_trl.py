@@ -111,7 +111,7 @@ def warm_up(
         ids = [request.generated_tokens for request in requests]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         entries = [problem.entry for problem in problems]
-        return fmean(task.reward([], texts, ids, entries=entries))
+        return fmean(task.reward([], texts, ids, entries))
 
     for _ in supervise(policy, tokenizer, stream, settings.warmup, sampled_reward):
         pass
@@ -147,7 +147,7 @@ class TrainerFactory:
             **columns: Any,
         ) -> list[float | None]:
             own = [entries[i] for i in index]
-            return self.task.reward(prompts, completions, completion_ids, entries=own)
+            return self.task.reward(prompts, completions, completion_ids, own)
 
         trainer = GRPOTrainer(
             model=policy,

@@ -104,7 +104,7 @@ async def greedy_reward_async(run: AsyncRun) -> float:
     metrics = await evaluate(
         run.llm,
         [PromptItem(p.question, {"entry": p.entry}) for p in run.task.held_out],
-        run.reward,
+        run.task.reward,
         SamplingParams(
             temperature=0.0,
             num_tokens_to_generate=params.num_tokens_to_generate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,16 +82,6 @@ class AsyncRun:
         return save_checkpoint(
             root, state, self.learner.saved, self.learner.optimizer, self.tokenizer
         )
-
-    def reward(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        entry: Sequence[Mapping[str, Any]],
-    ) -> list[float | None]:
-        """The verifier's scores, as the task's own."""
-        return self.task.reward(prompts, completions, completion_ids, entries=entry)
 
 
 @asynccontextmanager
@@ -197,18 +187,10 @@ def make_producer(
     """The producer group of the config, on this task."""
     own, algorithm = settings.producer, settings.algorithm
 
-    def reward(
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        entry: Sequence[Mapping[str, Any]],
-    ) -> list[float | None]:
-        return task.reward(prompts, completions, completion_ids, entries=entry)
-
     return AsyncRolloutProducer(
         llm,
         items,
-        reward,
+        task.reward,
         algorithm.group_size,
         algorithm.groups_per_step,
         own.max_staleness_versions,

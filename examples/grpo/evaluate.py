@@ -21,7 +21,7 @@ def rewards_of(
         [problem.question for problem in problems],
         run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
         completion_ids,
-        entries=[problem.entry for problem in problems],
+        [problem.entry for problem in problems],
     )
 
 

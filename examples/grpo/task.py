@@ -57,13 +57,15 @@ class PalindromeTask:
         prompts: Sequence[str],
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
-        *,
-        entries: Sequence[Mapping[str, Any]],
+        entry: Sequence[Mapping[str, Any]],
     ) -> list[float | None]:
-        """The verifier's score of each completion, in [0, 1]; None where nothing was generated."""
+        """The verifier's score of each completion, in [0, 1]; None where nothing was generated.
+
+        `entry`: of each one's problem, under the name of the prompts' column.
+        """
         return [
-            self._dataset.score_answer(completion, entry=entry) if ids else None
-            for completion, ids, entry in zip(completions, completion_ids, entries, strict=True)
+            self._dataset.score_answer(completion, entry=own) if ids else None
+            for completion, ids, own in zip(completions, completion_ids, entry, strict=True)
         ]
 
     @property

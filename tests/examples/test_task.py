@@ -50,7 +50,7 @@ def test_the_verifier_of_the_library_scores_completions(task: PalindromeTask) ->
     problem = task.held_out[0]
     completions = [problem.answer, "xyxyx", "ab", ""]
     rewards = task.reward(
-        [problem.question] * 4, completions, [[1], [1], [1], []], entries=[problem.entry] * 4
+        [problem.question] * 4, completions, [[1], [1], [1], []], [problem.entry] * 4
     )
     assert rewards == [1.0, 0.05, 0.02, None]
 

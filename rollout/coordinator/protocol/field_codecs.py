@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from rollout.coordinator.protocol.field_types import Binary, Bounds, Length, Pla
 from rollout.coordinator.protocol.framing import pack
 from rollout.errors import ProtocolError
 
-T = TypeVar("T")
 MAX_PLAIN_DEPTH = 8
 _ANY_LENGTH = Length(0, 2**32)
 _SHORT_BYTES = 4096
@@ -41,13 +40,6 @@ def to_fields(instance: WireData) -> list[Any]:
     key: Any = type(instance)  # mypy takes no class for hashable
     fields: list[Any] = class_codec_of(key).write(instance)
     return fields
-
-
-def from_fields(cls: type[T], encoded: Any) -> T:
-    """Return the `cls` that `to_fields` wrote. Raises ProtocolError naming the field at fault."""
-    key: Any = cls
-    instance: T = class_codec_of(key).read(encoded)
-    return instance
 
 
 @cache
