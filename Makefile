@@ -14,6 +14,8 @@ SEEDS ?= 1
 PIP_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Modules are compiled when they are first imported, and kept: few of all that is installed are.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -34,7 +36,7 @@ $(STAMP):
 	@echo "installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
-	@$(PY) -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP)
