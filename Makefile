@@ -36,6 +36,8 @@ $(STAMP):
 	@echo "installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
+	@# The pip that Python brings takes a third longer to find out what to install.
+	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) --upgrade pip
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 

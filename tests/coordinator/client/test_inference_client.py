@@ -708,7 +708,7 @@ def test_a_coordinator_that_stays_away_fails_what_is_pending_until_it_is_back():
         start = time.monotonic()
         router.vanish()
         for pending in (request, command, stream.__anext__()):
-            with pytest.raises(CoordinatorLostError, match=r"silent for 2\."):
+            with pytest.raises(CoordinatorLostError, match=r"silent for 2(\.\d+)? s"):
                 await pending
         assert 2 * LEASE_S - 0.2 < time.monotonic() - start < 2 * LEASE_S + 2
         with pytest.raises(CoordinatorLostError):
