@@ -1,12 +1,13 @@
 """Bare peers for benchmarks/coordinator.py: a ROUTER that only relays, and DEALERs in a plain loop.
 
 The peers send frames that were encoded before. To the coordinator they speak the protocol: an
-engine puts the request id of the assignment into its reply, a client acknowledges each batch of
-replies in one frame. To the relay they send the same submissions and replies, and read nothing.
+engine puts the request id of the assignment into its reply, a client acknowledges replies together,
+as InferenceClient does. To the relay they send the same submissions and replies, and read nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import msgpack
 import zmq
 
 from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
+from rollout.coordinator.client.requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -109,6 +111,8 @@ class _BareClient:
         self._next_id = _FIRST_ID
         self._frames: list[bytes] = []
         self._sent_at: list[float] = []
+        self._arrived: list[bytes] = []  # packed ids of replies that are not acknowledged
+        self._acknowledge_at = math.inf
         if not is_relay:
             greeting = Connect(protocol_version=PROTOCOL_VERSION, client_id=uuid.uuid4().bytes)
             self.socket.send(encode(greeting))
@@ -139,20 +143,28 @@ class _BareClient:
         self.socket.send(self._frames.pop())
 
     def take(self) -> list[float]:
-        """Take the replies that are here and acknowledge them; returns their seconds.
+        """Take the replies that are here, acknowledge what is to be; returns their seconds.
 
         Those of several engines may come in another order; the sum of the seconds is the same.
         """
         replies = list(_waiting(self.socket))
         now = time.monotonic()
-        if replies and not self._is_relay:
+        if not self._is_relay:
+            if replies and not self._arrived:
+                self._acknowledge_at = now + ACKNOWLEDGE_WITHIN_S
             # [21, id, ...]: one byte each for the array and the header, nine for the id.
-            ids = [int.from_bytes(frames[0][3:11], "big") for frames in replies]
-            attempts = [[request_id, 0] for request_id in ids]
-            self.socket.send(msgpack.packb([int(Headers.REPLY_ACK), attempts]))
+            self._arrived += [frames[0][3:11] for frames in replies]
+            if len(self._arrived) >= MAX_UNACKNOWLEDGED or now >= self._acknowledge_at:
+                self.acknowledge()
         latencies = [now - sent_at for sent_at in self._sent_at[: len(replies)]]
         del self._sent_at[: len(replies)]
         return latencies
+
+    def acknowledge(self) -> None:
+        arrived, self._arrived, self._acknowledge_at = self._arrived, [], math.inf
+        if arrived:
+            attempts = [[int.from_bytes(packed, "big"), 0] for packed in arrived]
+            self.socket.send(msgpack.packb([int(Headers.REPLY_ACK), attempts]))
 
 
 def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_relay: bool) -> None:
@@ -166,6 +178,8 @@ def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_r
             pipe.send("prepared")
             pipe.recv()
             pipe.send(_timed_turns(clients) if load.window == 0 else _timed(clients, load.window))
+            for client in clients:
+                client.acknowledge()
         for client in clients:
             client.socket.close()
 

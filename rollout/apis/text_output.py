@@ -20,6 +20,7 @@ def finished_request(
     """
     request = record.merge()
     params = request.sampling_params
+    assert params is not None, "engines take no request without"
     if tokenizer is not None:
         tokens = request.generated_tokens
         if request.finish_reason == "stop" and not params.detokenize_stop_sequence:

@@ -36,6 +36,9 @@ PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolic
 
 # Frames taken before timers, texts and the end have their turn.
 _BATCH = 256
+# Messages that wait for each other, about a millisecond: the socket's thread, and who receives
+# them, wake once for what is sent at once.
+_SENT_TOGETHER = 32
 # A turn that takes so much longer than planned was a stopped process, or a machine asleep.
 _STANDSTILL_S = 0.5
 # How often a coordinator process looks whether it was adopted, where no descriptor tells.
@@ -215,10 +218,15 @@ class DataParallelInferenceCoordinator:
         now = time.monotonic()
         self._router.flush()
         if has_frames:
+            outgoing: Outgoing = []
             for identity, frame in self._router.receive(_BATCH):
                 # Each anew: its sender counts a lease from when it was sent, which was no later.
                 now = time.monotonic()
-                self._send(self._core.handle(identity, frame, now), now)
+                outgoing += self._core.handle(identity, frame, now)
+                if len(outgoing) >= _SENT_TOGETHER:
+                    self._send(outgoing, now)
+                    outgoing = []
+            self._send(outgoing, now)
         if self._text_worker is not None:
             for result in self._text_worker.take_results():
                 self._send(self._core.text_done(result, now), now)
@@ -228,21 +236,16 @@ class DataParallelInferenceCoordinator:
                 self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        waiting = outgoing
-        while waiting:
-            failed = []
-            for identity, message in waiting:
-                fault = None
-                try:
-                    frame = encode(message, self._max_frame_bytes)
-                    if self._router.send(identity, frame, keeps=self._core.is_engine(identity)):
-                        continue
-                except ProtocolError as error:
-                    fault = error
-                if self._has_ended:
-                    continue  # who has gone before needs no goodbye
-                failed += self._core.undelivered(identity, message, fault, now)
-            waiting = failed
+        for identity, message in outgoing:
+            fault = None
+            try:
+                frame = encode(message, self._max_frame_bytes)
+                if self._router.send(identity, frame, keeps=self._core.is_engine):
+                    continue
+            except ProtocolError as error:
+                fault = error
+            if not self._has_ended:  # who has gone before needs no goodbye
+                outgoing += self._core.undelivered(identity, message, fault, now)
 
     # ---- the end
 

@@ -158,12 +158,15 @@ def _write(
 def _view(bytes_N: Tensor, name: str, entry: TensorEntry) -> Tensor:
     """Raises WeightUpdateError naming the tensor that cannot lie there."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
-    fits = isinstance(dtype, torch.dtype) and end <= bytes_N.numel()
     where = (
         f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {bytes_N.numel()} as "
         f"{entry.dtype} {list(entry.shape)}"
     )
-    if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
+    if (
+        not isinstance(dtype, torch.dtype)
+        or end > bytes_N.numel()
+        or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes
+    ):
         raise WeightUpdateError(where)
     try:
         return bytes_N[entry.offset : end].view(dtype).view(entry.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +95,16 @@ class Router:
                 frame = receive(_NOBLOCK, copy=False)
             yield identity, b""
 
-    def send(self, identity: bytes, frame: bytes, *, keeps: bool = False) -> bool:
+    def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
         """Whether it was taken: not if the peer is not there, or too many frames wait for it.
 
-        `keeps`: what the socket has no room for is kept for `flush`, and what follows behind it.
+        `keeps`: of which identities that which the socket has no room for is kept for `flush`, and
+        what follows behind it.
         """
         kept = self._kept.get(identity)
         if kept is None:
             fault = self._try(identity, frame)
-            if fault != zmq.EAGAIN or not keeps:
+            if fault != zmq.EAGAIN or not keeps(identity):
                 return fault is None
             kept = self._kept[identity] = deque()
         if len(kept) >= _MAX_KEPT_FRAMES:

@@ -75,7 +75,7 @@ class Linear(BackendLayer):
 
     def part_weights(self) -> list[Tensor]:
         """Each part's weight in row order, as a contiguous view of the fused parameter."""
-        return list(self.weight.detach().split(list(self.parts.values())))
+        return list(torch.split(self.weight.detach(), list(self.parts.values())))
 
     def weight_views(self) -> dict[str, Tensor]:
         """Each part's weight (and bias) by name, as a contiguous view of the fused parameter."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +67,7 @@ def encode_value(value: Any) -> Any:
 
 def decode_value(encoded: Any) -> Any:
     """Return the value that `encode_value` wrote."""
-    if isinstance(encoded, Mapping) and encoded.keys() == _TENSOR_KEYS:
+    if isinstance(encoded, dict) and encoded.keys() == _TENSOR_KEYS:
         return decode_tensor(encoded)
     return list(encoded) if isinstance(encoded, list) else encoded
 
@@ -95,13 +96,19 @@ SPANS = FieldCodec(VersionSpans.serialize, VersionSpans.deserialize)
 SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserialize)
 
 
+@cache
+def _field_names(cls: type[Any]) -> Mapping[str, None]:
+    """The fields of a dataclass, in their order. To ask it itself takes as long as to read one."""
+    return dict.fromkeys(field.name for field in dataclasses.fields(cls))
+
+
 def encode_fields(instance: Any, codecs: Mapping[str, FieldCodec]) -> dict[str, Any]:
     """Return every field of a dataclass instance, encoded by its codec, or VALUE if it has none."""
     encoded: dict[str, Any] = {}
-    for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
-        codec = codecs.get(field.name, VALUE)
-        encoded[field.name] = None if value is None else codec.encode(value)
+    key: Any = type(instance)  # mypy takes no class for hashable
+    for name in _field_names(key):
+        value = getattr(instance, name)
+        encoded[name] = None if value is None else codecs.get(name, VALUE).encode(value)
     return encoded
 
 
@@ -111,8 +118,8 @@ def decode_fields(cls: type[T], encoded: Mapping[str, Any], codecs: Mapping[str,
     Raises ProtocolError on fields that `cls` does not have, misses, or cannot read; a field that is
     readable but illegal raises its own error.
     """
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if unknown := sorted(encoded.keys() - known):
+    key: Any = cls
+    if unknown := sorted(encoded.keys() - _field_names(key)):
         raise ProtocolError(f"{cls.__name__} has no field {', '.join(unknown)}")
     try:
         return cls(

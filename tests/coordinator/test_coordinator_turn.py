@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +33,8 @@ class ScriptedSocket:
             self.now += 1.0
             yield identity, encode(message)
 
-    def send(self, identity: bytes, frame: bytes, *, keeps: bool) -> bool:
-        self.sent.append((identity, keeps))
+    def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
+        self.sent.append((identity, keeps(identity)))
         return self.reaches_anybody
 
     def flush(self) -> None:

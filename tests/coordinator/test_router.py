@@ -37,6 +37,14 @@ def router_and_peer() -> Iterator[tuple[Router, bytes, zmq.Socket[bytes]]]:
         router.close()
 
 
+def everybody(_: bytes) -> bool:
+    return True
+
+
+def nobody(_: bytes) -> bool:
+    return False
+
+
 def frame_of(number: int) -> bytes:
     return number.to_bytes(4, "big") + PADDING
 
@@ -49,7 +57,7 @@ def _few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
     with router_and_peer() as (router, identity, peer):
         for number in range(NUM_FRAMES):
-            assert router.send(identity, frame_of(number), keeps=True)
+            assert router.send(identity, frame_of(number), keeps=everybody)
         arrived: list[int] = []
         end = time.monotonic() + WAIT_S
         while len(arrived) < NUM_FRAMES:
@@ -57,7 +65,7 @@ def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
             router.flush()
             # What is sent meanwhile does not overtake what waits.
             if len(arrived) == NUM_FRAMES // 2:
-                assert router.send(identity, frame_of(NUM_FRAMES), keeps=True)
+                assert router.send(identity, frame_of(NUM_FRAMES), keeps=everybody)
             if peer.poll(1):
                 arrived.append(int.from_bytes(peer.recv()[:4], "big"))
         assert arrived == list(range(NUM_FRAMES))
@@ -69,7 +77,7 @@ def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
 
 def test_what_a_slow_client_is_sent_is_not_kept() -> None:
     with router_and_peer() as (router, identity, _):
-        assert not all(router.send(identity, frame_of(i)) for i in range(NUM_FRAMES))
+        assert not all(router.send(identity, frame_of(i), keeps=nobody) for i in range(NUM_FRAMES))
 
 
 def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
@@ -77,7 +85,7 @@ def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
 ) -> None:
     monkeypatch.setattr(router_module, "_MAX_KEPT_FRAMES", 8)
     with router_and_peer() as (router, identity, _):
-        sent = [router.send(identity, frame_of(i), keeps=True) for i in range(NUM_FRAMES)]
+        sent = [router.send(identity, frame_of(i), keeps=everybody) for i in range(NUM_FRAMES)]
         assert sent == sorted(sent, reverse=True)
         assert not sent[-1]
 
@@ -85,10 +93,10 @@ def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
 def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:
     with router_and_peer() as (router, identity, peer):
         for number in range(NUM_FRAMES):
-            router.send(identity, frame_of(number), keeps=True)
+            router.send(identity, frame_of(number), keeps=everybody)
         peer.close()
         end = time.monotonic() + WAIT_S
-        while router.send(identity, b"", keeps=True):
+        while router.send(identity, b"", keeps=everybody):
             assert time.monotonic() < end
             router.socket.poll(5)
             router.flush()

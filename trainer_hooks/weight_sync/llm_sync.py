@@ -43,7 +43,8 @@ class LLMWeightSync:
         since an engine was lost is tried once more, with those that are left. Raises ConfigError
         for an asynchronous LLM, which is left as it is.
         """
-        tensors, how = _detached(named_parameters), {"version": version, **self._how}
+        tensors = _detached(named_parameters)
+        how: dict[str, Any] = {"version": version, **self._how}
         report: WeightUpdateReport
         try:
             report = self._updated(tensors, how)
@@ -67,7 +68,8 @@ class LLMWeightSync:
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
         """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
-        tensors, how = _detached(named_parameters), {"version": version, **self._how}
+        tensors = _detached(named_parameters)
+        how: dict[str, Any] = {"version": version, **self._how}
         report: WeightUpdateReport
         try:
             report = await _result(self._llm.update_weights(tensors, **how))

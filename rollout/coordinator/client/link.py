@@ -106,7 +106,7 @@ class CoordinatorLink:
         tasks = [task for task in (self.listener_task, self._heartbeat_task) if task is not None]
         if self.is_greeted:
             # Past asyncio's half of the socket, whose loop may be closed.
-            plain = zmq.Socket.shadow(self.socket.underlying)
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)
             plain.send(encode(Disconnect(reason=reason)), zmq.NOBLOCK)
         self.is_greeted = False
         for task in tasks:

@@ -27,6 +27,11 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 
 Record = DynamicInferenceRequestRecord
 
+# Replies are acknowledged together: a message for each would cost the coordinator as much as the
+# reply. Nobody waits for it; meanwhile the coordinator keeps them.
+MAX_UNACKNOWLEDGED = 64
+ACKNOWLEDGE_WITHIN_S = 0.01
+
 
 class RequestFuture(asyncio.Future[Record]):
     """Of the record of one request. Cancelling it aborts the request."""
@@ -101,6 +106,7 @@ class ClientRequests:
         self.futures: dict[int, RequestFuture] = {}
         self._requests: dict[int, _Request] = {}
         self._to_abort: list[int] = []
+        self._to_acknowledge: list[Attempt] = []
 
     # ---- submitting
 
@@ -153,18 +159,26 @@ class ClientRequests:
     # ---- what comes back
 
     def take(self, messages: list[EngineReply | EngineReplyPartial]) -> None:
-        """Hand replies to their futures and pieces to their streams; then acknowledge the replies,
-        known or not.
+        """Hand replies to their futures and pieces to their streams. All replies, known or not, are
+        acknowledged soon.
         """
-        acknowledged = []
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 self._take_partial(message)
-            else:
-                self._take_reply(message)
-                acknowledged.append(Attempt(request_id=message.request_id, attempt=message.attempt))
-        if acknowledged:
-            self._send(ReplyAck(attempts=tuple(acknowledged)))
+                continue
+            self._take_reply(message)
+            if not self._to_acknowledge:
+                loop = asyncio.get_running_loop()
+                loop.call_later(ACKNOWLEDGE_WITHIN_S, self._acknowledge)
+            attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
+            self._to_acknowledge.append(attempt)
+            if len(self._to_acknowledge) == MAX_UNACKNOWLEDGED:
+                self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        arrived, self._to_acknowledge = self._to_acknowledge, []
+        if arrived:
+            self._send(ReplyAck(attempts=tuple(arrived)))
 
     def _take_partial(self, message: EngineReplyPartial) -> None:
         request = self._requests.get(message.request_id)

@@ -106,8 +106,9 @@ class Placement:
                 deadline_at = now + books.limits.orphan_deadline_s
                 books.timers.set(("orphan", group.group_id), deadline_at)
             return
-        books.requests.waiting_groups.pop(group.group_id, None)
-        books.timers.cancel(("orphan", group.group_id))
+        if group.group_id in books.requests.waiting_groups:
+            del books.requests.waiting_groups[group.group_id]
+            books.timers.cancel(("orphan", group.group_id))
         if not waiting:
             return
         if engine is None:

@@ -180,14 +180,17 @@ class RequestDesk:
             self._books.text_jobs.drop(request.group.group_id)
             self._books.timers.cancel(("deadline", request.group.group_id))
             self._books.timers.cancel(("orphan", request.group.group_id))
-        self._books.timers.cancel(("grace", request.server_id))
+        if request.abort_error is not None:
+            self._books.timers.cancel(("grace", request.server_id))
 
     def _answer(self, request: Request, reply: EngineReply) -> None:
         counters = self._books.counters
         counters.num_failed += reply.is_failed
         counters.num_completed += not reply.is_failed
         request.phase, request.reply = Phase.FINISHED, reply
-        request.log, request.sampling_params = TokenLog(), b""
+        request.sampling_params = b""
+        if len(request.log):
+            request.log = TokenLog()
         request.kept_bytes = len(reply.record or b"") + len(reply.generated_text or "")
         request.client.kept_bytes += request.kept_bytes
         self._books.send(request.client, reply)

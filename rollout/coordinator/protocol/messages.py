@@ -152,9 +152,10 @@ MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
     }
 )
 # A command's header is its first field; all others stand before the fields.
+_TYPES: Mapping[Headers, Any] = MESSAGE_TYPES  # mypy takes no class for hashable
 _CODECS = {
     header: class_codec_of(cls, None if cls is Command else int(header))
-    for header, cls in MESSAGE_TYPES.items()
+    for header, cls in _TYPES.items()
 }
 _WRITERS = {cls: _CODECS[header].write for header, cls in MESSAGE_TYPES.items()}
 _READERS = {int(header): codec.read for header, codec in _CODECS.items()}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from rollout import errors
-from rollout.coordinator.protocol.field_codecs import WireData
+from rollout.coordinator.protocol.field_codecs import WireData, wire_data
 from rollout.coordinator.protocol.field_types import Count, Length, Name, PlainMap, Seconds, Version
 from rollout.coordinator.protocol.headers import CONTROL_HEADERS, Headers
 from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class WireError(WireData):
     """An error on its way: the class of rollout.errors it has, or the name of a foreign one."""
 
@@ -47,7 +47,7 @@ class WireError(WireData):
         return decode_error(encoded)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Command(WireData):
     """Client -> coordinator -> engines. Answered once, by Ack or Nack of its `command_id`.
 
@@ -64,7 +64,7 @@ class Command(WireData):
             raise ProtocolError(f"Command: {self.header!r} is no command")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Ack(WireData):
     """Command `command_id` is done; to Prepare it is the vote yes."""
 
@@ -72,7 +72,7 @@ class Ack(WireData):
     result: PlainMap = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Nack(WireData):
     """Command `command_id` is refused or has failed, and why; to Prepare it is the vote no.
 
@@ -96,7 +96,7 @@ def error_from(nack: Nack) -> RolloutError:
 # ---- weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class TensorEntry(WireData):
     """Where one tensor lies in its source: `num_bytes` from `offset`, row-major."""
 
@@ -106,7 +106,7 @@ class TensorEntry(WireData):
     num_bytes: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class WeightsSource(WireData):
     """Where weights can be fetched; they never travel over these sockets.
 
@@ -120,7 +120,7 @@ class WeightsSource(WireData):
     checksum: Name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class UpdateWeights(WireData):
     """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
 
@@ -134,7 +134,7 @@ class UpdateWeights(WireData):
     deadline_s: Seconds | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Prepare(WireData):
     """Coordinator -> engine: stage and verify `source`, then vote by Ack or Nack. Changes nothing
     that is served. A deadline that passes without a vote is the vote no."""
@@ -146,7 +146,7 @@ class Prepare(WireData):
     deadline_s: Seconds | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Commit(WireData):
     """Coordinator -> engine: all have voted yes to `command_id`; serve it. Answered by Ack."""
 
@@ -154,7 +154,7 @@ class Commit(WireData):
     version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Rollback(WireData):
     """Coordinator -> engine: drop what `command_id` has staged. Answered by Ack, also if nothing
     was."""

@@ -9,10 +9,9 @@ changes its name, nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
-from rollout.coordinator.protocol.field_codecs import WireData
+from rollout.coordinator.protocol.field_codecs import WireData, wire_data
 from rollout.coordinator.protocol.field_types import (
     Count,
     Int,
@@ -26,7 +25,7 @@ from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import ProtocolError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Attempt(WireData):
     """One assignment of one request. Of two attempts of a request the larger one counts."""
 
@@ -34,7 +33,7 @@ class Attempt(WireData):
     attempt: Count = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Sample(WireData):
     """One request of a group. `sampling_params`: packed by `pack_params`, for the engine to read.
 
@@ -56,7 +55,7 @@ class Sample(WireData):
 Samples = Annotated[tuple[Sample, ...], Length(1, 2**16)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class SubmitRequest(WireData):
     """Client -> coordinator: samples of one prompt, which go to one rank. Idempotent by name.
 
@@ -79,7 +78,7 @@ class SubmitRequest(WireData):
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class AssignRequest(WireData):
     """Coordinator -> engine: run these samples of one prompt.
 
@@ -95,7 +94,7 @@ class AssignRequest(WireData):
         _check_names("AssignRequest", self.samples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class EngineReplyPartial(WireData):
     """Progress: engine -> coordinator, and on to a client that streams."""
 
@@ -104,7 +103,7 @@ class EngineReplyPartial(WireData):
     tokens: TokenRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class EngineReply(WireData):
     """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
 
@@ -125,14 +124,14 @@ class EngineReply(WireData):
             raise ProtocolError("EngineReply: without a record it needs an error and is_failed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class ReplyAck(WireData):
     """Client -> coordinator -> engine: these replies are safe here and may be forgotten there."""
 
     attempts: tuple[Attempt, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class AbortRequest(WireData):
     """Client -> coordinator -> engine: end these. Each is answered by its EngineReply.
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rollout.coordinator.protocol.field_codecs import WireData
+from rollout.coordinator.protocol.field_codecs import WireData, wire_data
 from rollout.coordinator.protocol.field_types import Count, Name, Seconds, Uuid, Version
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages_control import WeightsSource
 from rollout.coordinator.protocol.messages_requests import Attempt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Connect(WireData):
     """Client -> coordinator, first of all. `client_id` is a uuid; after a reconnect the same."""
 
@@ -20,7 +18,7 @@ class Connect(WireData):
     name: Name = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class ConnectAck(WireData):
     """Coordinator -> client. A changed `coordinator_id` is another life of the coordinator.
 
@@ -37,7 +35,7 @@ class ConnectAck(WireData):
     heartbeat_s: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class RunningAttempt(WireData):
     """An attempt that an engine still holds, finished or not, and its generated tokens."""
 
@@ -46,7 +44,7 @@ class RunningAttempt(WireData):
     num_tokens: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Register(WireData):
     """Engine -> coordinator, first of all and whenever its lease has run out.
 
@@ -66,7 +64,7 @@ class Register(WireData):
     prepared_command_id: Count | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class RegisterAck(WireData):
     """Coordinator -> engine: what to be. The engine aborts all attempts that `keep` does not name.
 
@@ -89,7 +87,7 @@ class RegisterAck(WireData):
     keep: tuple[Attempt, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class EngineStatus(WireData):
     """An engine as it sends a heartbeat. `num_steps` is what progress is judged by."""
 
@@ -101,7 +99,7 @@ class EngineStatus(WireData):
     weights_version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Heartbeat(WireData):
     """Either way; the coordinator answers each with its `sequence` and no status.
 
@@ -113,7 +111,7 @@ class Heartbeat(WireData):
     status: EngineStatus | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class Disconnect(WireData):
     """Either way: the sender goes, and says why. is_fault: it failed, perhaps by what it ran."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.protocol.field_codecs import WireData
+from rollout.coordinator.protocol.field_codecs import WireData, wire_data
 from rollout.coordinator.protocol.field_types import (
     Count,
     Doubles,
@@ -33,7 +32,7 @@ _PER_TOKEN = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class TopNRun(WireData):
     """The most probable tokens at each of n positions, one after the other.
 
@@ -82,7 +81,7 @@ class TopNRun(WireData):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@wire_data
 class TokenRun(WireData):
     """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
 

@@ -144,6 +144,11 @@ async def heard(router: ScriptedRouter, message_type: type, num: int = 1) -> lis
     return await asyncio.to_thread(router.wait_for, message_type, num)
 
 
+def acknowledged(router: ScriptedRouter) -> list[int]:
+    acks = [message for message in router.received if isinstance(message, ReplyAck)]
+    return [named.request_id for ack in acks for named in ack.attempts]
+
+
 async def becomes(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BOUND_S
     while not condition():
@@ -237,8 +242,7 @@ def test_a_request_comes_back_under_the_id_of_its_client_with_its_text():
             assert record.request_id == future.request_id == request_id
             assert record.merge().generated_text == "abc"
             assert record.merge().generated_tokens == [0, 1, 2]
-        acks = await heard(router, ReplyAck, 3)
-        assert acks == [ReplyAck(attempts=(Attempt(request_id=i),)) for i in range(3)]
+        await becomes(lambda: acknowledged(router) == [0, 1, 2])
         submitted = router.wait_for(SubmitRequest, 3)[0]
         assert submitted.prompt.tolist() == [1, 2]
         assert (submitted.priority, submitted.deadline_s, submitted.streaming) == (4, 30.0, False)
@@ -269,10 +273,25 @@ def test_a_thousand_requests_at_once_find_their_way():
         records = await asyncio.gather(*[client.add_request(p, PARAMS) for p in prompts])
         assert [record.request_id for record in records] == list(range(1000))
         assert [record[0].prompt_tokens.tolist() for record in records] == prompts
-        acked = [a.request_id for m in router.wait_for(ReplyAck) for a in m.attempts]
-        assert sorted(acked) == list(range(len(acked)))
+        await becomes(lambda: len(acknowledged(router)) == 1000)
+        assert sorted(acknowledged(router)) == list(range(1000))
 
     run(obedient, test)
+
+
+def test_replies_are_acknowledged_together_and_soon():
+    async def test(client, router):
+        futures = [client.add_request([1], PARAMS) for _ in range(70)]
+        await heard(router, SubmitRequest, 70)
+        router.send(*(reply_to(future.request_id) for future in futures[:-1]))
+        await asyncio.gather(*futures[:-1])
+        await becomes(lambda: acknowledged(router) == list(range(69)))
+        assert len(router.wait_for(ReplyAck)) < 10
+        router.send(reply_to(69))
+        await futures[-1]
+        await becomes(lambda: acknowledged(router)[69:] == [69])
+
+    run(polite, test)
 
 
 def test_seeds_are_fixed_by_the_client():
@@ -371,9 +390,7 @@ def test_a_failed_record_is_a_result_and_an_error_without_one_is_raised():
             await futures[2]
         with pytest.raises(ProtocolError, match="no segment"):
             await futures[3]
-        await becomes(
-            lambda: sum(len(m.attempts) for m in router.received if isinstance(m, ReplyAck)) == 4
-        )
+        await becomes(lambda: len(acknowledged(router)) == 4)
 
     run(politely(script), test)
 
@@ -387,8 +404,7 @@ def test_a_cancelled_future_aborts_its_request_and_others_go_on():
         assert aborted.attempts == (Attempt(request_id=0), Attempt(request_id=2))
         router.send(reply_to(0), reply_to(2), reply_to(1))
         assert (await futures[1]).request_id == 1
-        acks = await heard(router, ReplyAck)
-        assert [a.request_id for m in acks for a in m.attempts] == [0, 2, 1]
+        await becomes(lambda: acknowledged(router) == [0, 2, 1])
 
     run(polite, test)
 
@@ -418,9 +434,7 @@ def test_a_reply_counts_once():
         await heard(router, SubmitRequest)
         router.send(reply_to(0), reply_to(0, prompt=(9,)), reply_to(77))
         assert (await future)[0].prompt_tokens.tolist() == [1, 2]
-        await becomes(
-            lambda: sum(len(m.attempts) for m in router.received if isinstance(m, ReplyAck)) == 3
-        )
+        await becomes(lambda: len(acknowledged(router)) == 3)
 
     run(polite, test)
 
