@@ -93,9 +93,7 @@ class AsyncLLM:
 
     @property
     def client(self) -> InferenceClient:
-        """For what the verbs do not offer: aborts, deadlines, priorities. Raises EngineStateError
-        unless started.
-        """
+        """For aborts and deadlines, which no verb has. Raises EngineStateError unless started."""
         if self._client is None:
             raise EngineStateError("this AsyncLLM is not started, or shut down already")
         return self._client
@@ -157,11 +155,14 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
+        *,
+        priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
 
-        The list is prompt-major, in input order. Raises InvalidRequestError for a malformed prompt;
-        a request that cannot run comes back FAILED, or its error is raised if no engine took it.
+        The list is prompt-major, in input order. A higher `priority` goes first. Raises
+        InvalidRequestError for a malformed prompt; a request that cannot run comes back FAILED, or
+        its error is raised if no engine took it.
         """
         client = await self._connected()
         batch, is_single = as_batch(prompts)
@@ -169,7 +170,7 @@ class AsyncLLM:
         futures: list[RequestFuture] = []
         try:
             for prompt, params in zip(batch, groups, strict=True):
-                futures += client.add_group(prompt, params)
+                futures += client.add_group(prompt, params, priority=priority)
             with self._until_shutdown():
                 records = await asyncio.gather(*futures)
         finally:
@@ -179,11 +180,11 @@ class AsyncLLM:
         return requests[0] if is_single and n == 1 else requests
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[list[int] | DynamicInferenceRequest]:
         """Token ids as they come, each once, then the whole request. Closed early, it aborts."""
         client = await self._connected()
-        stream = client.stream(prompt, sampling_params or SamplingParams())
+        stream = client.stream(prompt, sampling_params or SamplingParams(), priority=priority)
         try:
             with self._until_shutdown():
                 async for item in stream:
@@ -251,8 +252,7 @@ class AsyncLLM:
                 self._publisher.drop()
                 raise
             self._publisher.commit()
-            seconds = time.perf_counter() - start
-            return weight_update_report(results, seconds)
+            return weight_update_report(results, time.perf_counter() - start)
 
     async def stats(self) -> EngineStats:
         """Counters of all engines together."""

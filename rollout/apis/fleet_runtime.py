@@ -68,7 +68,7 @@ class FleetRuntime:
     # ---- requests
 
     def submit(
-        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Raises InvalidRequestError.
 
@@ -76,16 +76,16 @@ class FleetRuntime:
         """
         if self.tokenizer is None and any(isinstance(prompt, str) for prompt, _ in groups):
             raise InvalidRequestError("a text prompt needs a tokenizer; pass LLM(..., tokenizer=)")
-        return self._do(self._submit(groups))
+        return self._do(self._submit(groups, priority))
 
     async def _submit(
-        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         client = self._llm.client
         sent: list[list[RequestFuture]] = []
         try:
             for prompt, each in groups:
-                sent.append(client.add_group(prompt, each))
+                sent.append(client.add_group(prompt, each, priority=priority))
         except BaseException:
             for futures in sent:
                 for future in futures:

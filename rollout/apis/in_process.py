@@ -41,11 +41,12 @@ class InProcessRuntime:
         self._weights_turn = TurnLock()
 
     def submit(
-        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Raises InvalidRequestError."""
         with self._turn:
-            return list(self.engine.add_groups([(prompt, list(each)) for prompt, each in groups]))
+            listed = [(prompt, list(each)) for prompt, each in groups]
+            return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
         """One step, however long it takes."""

@@ -109,16 +109,19 @@ class LLM:
         sampling_params: SamplingArgument = None,
         n: int = 1,
         progress: bool = False,
+        *,
+        priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
 
-        The list is prompt-major, in input order. `progress` shows a live bar. Raises
+        The list is prompt-major, in input order. `progress` shows a live bar. A higher `priority`
+        goes first. Raises
         InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
         run here comes back FAILED with its error event. Whatever else it raises, its requests are
         aborted.
         """
         batch, is_single = as_batch(prompts)
-        group_ids = self._submit(batch, sampling_params, n)
+        group_ids = self._submit(batch, sampling_params, n, priority)
         try:
             with progress_bar(progress, len(batch) * n) as advance:
                 self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
@@ -133,9 +136,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingArgument = None,
         n: int = 1,
+        *,
+        priority: int = 0,
     ) -> list[int]:
         """Queue n samples of each prompt and return at once, with one group id per prompt."""
-        return self._submit(as_batch(prompts)[0], sampling_params, n)
+        return self._submit(as_batch(prompts)[0], sampling_params, n, priority)
 
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
@@ -163,13 +168,15 @@ class LLM:
             self._groups.note_finished(request)
         return [self._groups.take(group_id) for group_id in group_ids]
 
-    def _submit(self, batch: list[Prompt], sampling_params: SamplingArgument, n: int) -> list[int]:
+    def _submit(
+        self, batch: list[Prompt], sampling_params: SamplingArgument, n: int, priority: int
+    ) -> list[int]:
         groups = per_sample(sampling_params, len(batch), n)
         if any(params.streaming for each in groups for params in each):
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
             )
-        ids = self._runtime.submit(list(zip(batch, groups, strict=True)))
+        ids = self._runtime.submit(list(zip(batch, groups, strict=True)), priority)
         return [self._groups.open(request_ids) for request_ids in ids]
 
     def _drop(self, group_ids: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ class Runtime(Protocol):
     tokenizer: Tokenizer | None
 
     def submit(
-        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         """Queue all groups or none; returns the request ids of each. Raises InvalidRequestError."""
         ...

@@ -53,6 +53,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.futures: dict[int, RequestFuture] = {}
         self.answers = False
+        self.priorities: list[int] = []
         self.is_updating = threading.Event()
         self._orders: list[asyncio.Future[Any]] = []
 
@@ -67,7 +68,10 @@ class FakeClient:
 
     # ---- what an AsyncLLM orders
 
-    def add_group(self, prompt: Any, params: Sequence[SamplingParams]) -> list[RequestFuture]:
+    def add_group(
+        self, prompt: Any, params: Sequence[SamplingParams], *, priority: int
+    ) -> list[RequestFuture]:
+        self.priorities.append(priority)
         first = len(self.futures)
         futures = [RequestFuture(first + i, self._loop) for i in range(len(params))]
         self.futures |= {future.request_id: future for future in futures}

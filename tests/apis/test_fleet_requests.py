@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout import InvalidRequestError, RolloutGroup, SamplingParams, Status
+from rollout import AsyncLLM, InvalidRequestError, RolloutGroup, SamplingParams, Status
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fake_fleet import WAIT_S, fake_fleet
 
@@ -18,6 +19,22 @@ DONE, LOST = (Status.COMPLETED, "length"), (Status.FAILED, "error")
 
 def ends_of(groups: Sequence[RolloutGroup]) -> list[list[Ended]]:
     return [[(r.status, r.finish_reason) for r in group.requests] for group in groups]
+
+
+def test_a_priority_reaches_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fake_fleet(monkeypatch)
+    fleet.client.answers = True
+
+    async def work() -> None:
+        async with AsyncLLM("a model") as llm:
+            await llm.generate([[1], [2]], n=2, priority=5)
+
+    asyncio.run(work())
+    assert fleet.client.priorities == [5, 5]
+    fleet = fake_fleet(monkeypatch)
+    with fleet.llm() as llm:
+        llm.submit([[1]], priority=-3)
+        assert fleet.client.priorities == [-3]
 
 
 def test_what_had_ended_before_the_coordinator_was_lost_is_handed_out(

@@ -169,6 +169,14 @@ def test_groups_are_handed_out_in_the_order_of_their_completion_and_once() -> No
     assert llm.collect() == llm.collect(0) == []
 
 
+def test_a_higher_priority_goes_first() -> None:
+    llm = llm_of(max_requests=1)
+    (low,) = llm.submit([[1]], PARAMS, priority=-1)
+    (usual,) = llm.submit([[2]], PARAMS)
+    (high,) = llm.submit([[3]], PARAMS, priority=7)
+    assert [group.group_id for group in llm.collect()] == [high, usual, low]
+
+
 def test_generate_does_not_take_what_submit_queued() -> None:
     llm = llm_of()
     ids = llm.submit([[1], [2]], SamplingParams(num_tokens_to_generate=2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,8 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
 
 def _checked_prompt(prompt: Prompt) -> str | npt.NDArray[np.int32]:
     """Text as it is, ids as int32 [n]. The vocabulary is known to the engines only."""
+    if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
+        raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     if isinstance(prompt, str):

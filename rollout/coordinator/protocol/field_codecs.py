@@ -23,12 +23,15 @@ from rollout.errors import ProtocolError
 MAX_PLAIN_DEPTH = 8
 _ANY_LENGTH = Length(0, 2**32)
 _SHORT_BYTES = 4096
-
-
 T = TypeVar("T")
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
+@dataclass_transform(
+    kw_only_default=True,
+    frozen_default=True,
+    eq_default=False,
+    field_specifiers=(dataclasses.field,),
+)
 def wire_data(cls: type[T]) -> type[T]:
     """Make a dataclass of a WireData. Nobody changes one once it is made; type checkers watch over
     it, since a dataclass that does so itself takes twice as long to be made.

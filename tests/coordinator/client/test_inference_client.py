@@ -329,6 +329,8 @@ def test_a_group_is_one_submission_with_a_future_per_sample():
     [
         ("", {}, "empty"),
         ([], {}, "empty"),
+        (5, {}, "text or token ids, not 5"),
+        (np.array(5), {}, "text or token ids, not array"),
         ([-1], {}, "token id -1"),
         ([2**31], {}, "token id 2147483648"),
         ([2**70], {}, "flat list"),
