@@ -120,10 +120,11 @@ class RequestBook:
         now = time.time()
         for scored in committed.scored:
             self._append_prompt_scores(scored, output)
-        for request_id in committed.prefilled:
+        for request_id, num_done in committed.prefilled:
             segment = self._records[request_id].current
-            segment.finished_chunk_token_count = len(segment.prompt_tokens)
-            segment.add_event_add_context()
+            segment.finished_chunk_token_count = num_done
+            if num_done == len(segment.prompt_tokens):
+                segment.add_event_add_context()
         for sampled in committed.sampled:
             self._append_token(sampled, committed.weights_version, output, now)
             if sampled.finish_reason is not None:
@@ -222,7 +223,8 @@ class RequestBook:
         segment.kv_spans = VersionSpans() if kv_spans is None else kv_spans.copy()
         segment.generated_length = len(segment.generated_tokens)
         record.observe_version(version)
-        segment.freeze_versions(version)
+        num_before = len(segment.prompt_tokens) - len(record[0].prompt_tokens)
+        segment.freeze_versions(version, num_sampled_before=num_before)
         record.latency = now - _entry_time(segment)
         self._ended[record.request_id] = None
         self._last_token_times.pop(record.request_id, None)

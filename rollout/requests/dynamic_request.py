@@ -174,16 +174,17 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         clock = self.weights_version if self.policy_clock is None else self.policy_clock
         return self._padded(self.policy_spans, clock)
 
-    def freeze_versions(self, version: int) -> None:
+    def freeze_versions(self, version: int, *, num_sampled_before: int = 0) -> None:
         """Fix the staleness of a request that ended at weights version `version`.
 
         KV that is not written reads as `version`, but the last generated token's, which no forward
-        pass will ever write, as the version that sampled it.
+        pass will ever write, as the version that sampled it. `num_sampled_before`: tokens at the
+        end of the prompt that were generated in earlier segments.
         """
         self.completed_at_version = version
         self.policy_spans = self.stamped_policy_spans()
         num_unwritten = self.num_tokens - len(self.kv_spans)
-        if num_unwritten and self.generated_tokens:
+        if num_unwritten and (self.generated_tokens or num_sampled_before):
             self.kv_spans.append(num_unwritten - 1, version)
             self.kv_spans.append(1, self.policy_spans.version_at(self.num_tokens - 1))
         else:

@@ -43,13 +43,13 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """All that a step changed, for the request documents. `prefilled` are ids whose last prompt
-    chunk ran.
+    """All that a step changed, for the request documents. `prefilled`: (request id, tokens of its
+    prompt that are done now) of those with a chunk in the step.
     """
 
     weights_version: int
     sampled: list[SampledToken]
-    prefilled: list[int]
+    prefilled: list[tuple[int, int]]
     scored: list[ScoredPrompt]
 
 
@@ -64,7 +64,7 @@ def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Comm
     return Committed(
         weights_version=plan.weights_version,
         sampled=_sampled(behind, output),
-        prefilled=[s.request_id for s in behind.prefilled if s.phase is not Phase.DONE],
+        prefilled=[(s.request_id, n) for s, n in behind.prefilled if s.phase is not Phase.DONE],
         scored=_scored(behind),
     )
 

@@ -23,9 +23,9 @@ class PlannedRows:
     scored: list[tuple[Sequence, int]] = field(
         default_factory=list
     )  # (sequence, prompt tokens scored)
-    prefilled: list[Sequence] = field(
+    prefilled: list[tuple[Sequence, int]] = field(
         default_factory=list
-    )  # their prompt is complete with this step
+    )  # (sequence, prompt tokens done with this step)
 
 
 class PlanBuilder:
@@ -69,14 +69,14 @@ class PlanBuilder:
         if sequence.scores_prompt:
             self._add_scores(sequence, first_source, start, end)
         self._add_compute(sequence, count)
+        self.behind.prefilled.append((sequence, end))
         if end == sequence.num_tokens:
-            self.behind.prefilled.append(sequence)
             self.add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` samples from the logits that `parent`, the row just added, samples from."""
         self.behind.forks.append((parent, child))
-        self.behind.prefilled.append(child)
+        self.behind.prefilled.append((child, parent.num_computed))
         child.num_computed = parent.num_computed
         self.add_sample(child)
 

@@ -64,6 +64,24 @@ def test_add_context_comes_with_the_last_chunk_of_a_prompt() -> None:
         assert names(engine.get_record(0).merge()) == expected
 
 
+def test_the_rest_of_a_prompt_shrinks_with_each_chunk_also_again_after_a_suspend() -> None:
+    engine = tiny_engine(model(), enable_chunked_prefill=True, max_tokens=4)
+    engine.add_request(prompt_of(10), params())
+
+    def left() -> int:
+        engine.step()
+        return engine.get_record(0).current.remaining_prompt_length
+
+    assert engine.get_record(0).current.remaining_prompt_length == 10
+    assert [left(), left()] == [6, 2]
+    engine.pause()
+    engine.suspend("recompute")
+    assert engine.get_record(0).current.remaining_prompt_length == 10
+    engine.resume()
+    engine.unpause()
+    assert [left(), left(), left(), left()] == [6, 2, 0, 0]
+
+
 def test_statuses_follow_the_request() -> None:
     engine = tiny_engine(model(), num_blocks=7, max_requests=3)
     for i in range(4):

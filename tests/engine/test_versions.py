@@ -174,6 +174,20 @@ def test_provenance_survives_an_eviction() -> None:
     assert finished[first].policy_versions.tolist()[-1] == 1
 
 
+def test_an_abort_after_an_eviction_keeps_the_version_of_the_last_token() -> None:
+    engine = tiny_engine(tiny_model(), num_blocks=6, paused_buffer_size_gb=0.0)
+    _, second = (engine.add_request(prompt_of(12, seed=i), params(28)) for i in (0, 1))
+    while not engine.stats().num_evictions:
+        engine.step()
+    bump(engine, "in_flight")
+    request = engine.abort_request(second).merge()
+    assert request.generated_tokens
+    assert request.kv_cache_staleness.tolist() == [0] * (request.num_tokens - 1) + [1]
+    untouched = engine.add_request(prompt_of(12), params(28))
+    bump(engine, "in_flight")
+    assert engine.abort_request(untouched).merge().kv_cache_staleness.tolist() == [0] * 12
+
+
 @pytest.mark.parametrize("limit", [0, 1])
 def test_kv_older_than_the_limit_is_recomputed_while_younger_kv_goes_on(limit: int) -> None:
     engine = tiny_engine(tiny_model(), max_kv_staleness_versions=limit)
