@@ -208,6 +208,15 @@ class EngineLife(RuleBasedStateMachine):
         self.step(count)
 
     @in_state(EngineState.RUNNING)
+    @rule(index=st.integers(1, NUM_MODELS - 1))
+    def update_and_ask_again(self, index: int) -> None:
+        """The same prompt before and after: its KV may be found under other weights."""
+        same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=2, seed=index)], 0
+        self._add(*same)
+        self.update_between_steps(index, 2)
+        self._add(*same)
+
+    @in_state(EngineState.RUNNING)
     @rule(
         index=st.integers(0, NUM_MODELS - 1), mode=st.sampled_from(MODES), count=st.integers(1, 3)
     )

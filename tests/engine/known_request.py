@@ -96,7 +96,7 @@ def _check_staleness(known: Known, request: DynamicInferenceRequest, version: in
     policy = torch.tensor([known.entry_version] * len(known.prompt) + known.policy)
     written = [entry.version for entry in known.kv]
     missing = [now] * (len(known.tokens) - len(written))
-    if missing and known.is_done and known.num_in_segment:
+    if missing and known.is_done and known.policy:
         missing[-1] = known.policy[-1]  # no forward pass will ever write the last token's KV
     kv = torch.tensor(written + missing)
     assert request.completed_at_version == known.ended_at
