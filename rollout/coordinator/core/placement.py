@@ -116,7 +116,10 @@ class Placement:
         self._assign(waiting, group, engine)
 
     def _assign(self, requests: Sequence[Request], group: Group, engine: EnginePeer) -> None:
-        samples: list[Sample] = []
+        # Fresh ones share the computation of their prompt. What goes on does not, and its tokens
+        # are many: those of a whole group may be more than one message may hold.
+        fresh: list[Sample] = []
+        resumed: list[list[Sample]] = []
         num_prompt_tokens = len(group.prompt_tokens)
         for request in requests:
             request.phase, request.engine = Phase.ASSIGNED, engine
@@ -132,19 +135,17 @@ class Placement:
                 # Counted from 0, so that the schedules of two lives can be compared.
                 number = request.server_id - self._books.requests.first_id
                 self._recorder.record(number, engine.rank, len(group.hashes))
-            samples.append(
-                Sample(
-                    request_id=request.server_id,
-                    attempt=request.attempt,
-                    sampling_params=packed,
-                    seed=request.seed,
-                    resumed=request.log.whole(),
-                )
+            sample = Sample(
+                request_id=request.server_id,
+                attempt=request.attempt,
+                sampling_params=packed,
+                seed=request.seed,
+                resumed=request.log.whole(),
             )
-        # Fresh ones share the computation of their prompt. What goes on does not, and its tokens
-        # are many: those of a whole group may be more than one message may hold.
-        fresh = [sample for sample in samples if sample.resumed is None]
-        resumed = [[sample] for sample in samples if sample.resumed is not None]
+            if sample.resumed is None:
+                fresh.append(sample)
+            else:
+                resumed.append([sample])
         for together in [fresh, *resumed] if fresh else resumed:
             assignment = AssignRequest(
                 samples=tuple(together),

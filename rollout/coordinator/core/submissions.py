@@ -134,4 +134,6 @@ def _size_of(message: SubmitRequest) -> int:
     """Bytes of prompt and params. A character has up to 4, and 4 more as a token of its own."""
     prompt = message.prompt
     num_bytes = 8 * len(prompt) if isinstance(prompt, str) else prompt.nbytes
-    return num_bytes + sum(len(sample.sampling_params) for sample in message.samples)
+    for sample in message.samples:
+        num_bytes += len(sample.sampling_params)
+    return num_bytes
