@@ -115,10 +115,9 @@ class LLM:
         """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
 
         The list is prompt-major, in input order. `progress` shows a live bar. A higher `priority`
-        goes first. Raises
-        InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
-        run here comes back FAILED with its error event. Whatever else it raises, its requests are
-        aborted.
+        goes first. Raises InvalidRequestError for a malformed prompt, before anything is queued; a
+        request that cannot run here comes back FAILED with its error event. Whatever else it
+        raises, its requests are aborted.
         """
         batch, is_single = as_batch(prompts)
         group_ids = self._submit(batch, sampling_params, n, priority)

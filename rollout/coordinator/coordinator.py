@@ -236,6 +236,7 @@ class DataParallelInferenceCoordinator:
                 self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
+        """Send all, and what comes of what cannot be sent, which is added to the list."""
         for identity, message in outgoing:
             fault = None
             try:

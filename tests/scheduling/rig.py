@@ -252,7 +252,8 @@ class Rig:
             assert output.score_logprobs is not None
             scores = output.score_logprobs[scored.start : scored.end].tolist()
             self.known[scored.request_id].scores += scores
-        assert len(set(committed.prefilled)) == len(committed.prefilled)
+        prefilled = [request_id for request_id, _ in committed.prefilled]
+        assert len(set(prefilled)) == len(prefilled)
         for sampled in committed.sampled:
             known = self.known[sampled.request_id]
             assert known.phase in ("running", "paused")
