@@ -249,25 +249,17 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dims"),
-    [
-        ("bf16", (128, 256)),
-        pytest.param("bf16", (64, 96), marks=pytest.mark.slow),
-        pytest.param("fp16", (64, 96, 128, 256), marks=pytest.mark.slow),
-        pytest.param("fp32", (64, 96, 128, 256), marks=pytest.mark.slow),
-    ],
+    "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))]
 )
-def test_every_kernel_compiles_for_an_h100_within_its_memory(
-    dtype: str, head_dims: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_every_kernel_compiles_for_an_h100_within_its_memory(dtype: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.backends.aot_attention", dtype, *map(str, head_dims)]
+    command = [sys.executable, "-m", "tests.backends.aot_attention", dtype]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     usage = json.loads(done.stdout)
-    assert len(usage) > 5 * len(head_dims)
+    assert len(usage) > 20
     assert max(use["shared"] for use in usage.values()) <= SHARED_MEMORY_BYTES
     assert max(use["stack"] for use in usage.values()) <= SPILLED_BYTES
