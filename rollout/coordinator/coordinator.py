@@ -88,7 +88,7 @@ class DataParallelInferenceCoordinator:
         self._max_frame_bytes = max_frame_bytes
         self._parent_pid: int | None = None
         self._stop_reason: str | None = None
-        self._is_serving, self._has_ended, self._awake_at = False, False, 0.0
+        self._is_serving, self._has_ended, self._awake_at = False, False, math.inf
         tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         with contextlib.ExitStack() as undo:
             self._waker = Waker()
@@ -200,28 +200,33 @@ class DataParallelInferenceCoordinator:
         return None if math.isinf(wait_s) else max(0, math.ceil(wait_s * 1000))
 
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
-        """What is ready, once anything is or is due. Notices if this process was stopped."""
+        """What is ready, once anything is or is due."""
         timeout_ms = self._timeout_ms()
         ready: dict[Any, int] = dict(poller.poll(timeout_ms))
+        self._now(math.inf if timeout_ms is None else timeout_ms / 1000)
+        return ready
+
+    def _now(self, planned_s: float = 0.0) -> float:
+        """The time. Notices if this process was stopped since it was asked for last."""
         now = time.monotonic()
         unheard_s, self._awake_at = now - self._awake_at, now
-        if timeout_ms is not None and unheard_s - timeout_ms / 1000 > _STANDSTILL_S:
+        if unheard_s - planned_s > _STANDSTILL_S:
             logger.warning("the coordinator stood still within the last %.1f s", unheard_s)
             self._core.stood_still(unheard_s)
-        return ready
+        return now
 
     def _is_adopted(self) -> bool:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
     def _turn(self, *, has_frames: bool) -> None:
         """Take what is there, do what is due, send what comes of it."""
-        now = time.monotonic()
+        now = self._now()
         self._router.flush()
         if has_frames:
             outgoing: Outgoing = []
             for identity, frame in self._router.receive(_BATCH):
                 # Each anew: its sender counts a lease from when it was sent, which was no later.
-                now = time.monotonic()
+                now = self._now()
                 outgoing += self._core.handle(identity, frame, now)
                 if len(outgoing) >= _SENT_TOGETHER:
                     self._send(outgoing, now)
@@ -236,7 +241,6 @@ class DataParallelInferenceCoordinator:
                 self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        """Send all, and what comes of what cannot be sent, which is added to the list."""
         for identity, message in outgoing:
             fault = None
             try:

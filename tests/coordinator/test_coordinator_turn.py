@@ -30,7 +30,7 @@ class ScriptedSocket:
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         for identity, message in self.incoming:
-            self.now += 1.0
+            self.now += 0.25
             yield identity, encode(message)
 
     def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
@@ -64,7 +64,7 @@ def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     coordinator: Any = turned(monkeypatch, socket)
     sessions = coordinator._core._books.sessions
-    assert [engine.last_seen for engine in sessions.engines.values()] == [101.0, 102.0, 103.0]
+    assert [engine.last_seen for engine in sessions.engines.values()] == [100.25, 100.5, 100.75]
     coordinator.stop()
 
 
