@@ -25,12 +25,13 @@ class ScriptedSocket:
     def __init__(self, incoming: Sequence[tuple[bytes, Message]]) -> None:
         self.incoming = incoming
         self.now = 100.0
+        self.seconds_per_frame = 0.25
         self.sent: list[tuple[bytes, bool]] = []
         self.reaches_anybody = True
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         for identity, message in self.incoming:
-            self.now += 0.25
+            self.now += self.seconds_per_frame
             yield identity, encode(message)
 
     def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
@@ -65,6 +66,14 @@ def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
     coordinator: Any = turned(monkeypatch, socket)
     sessions = coordinator._core._books.sessions
     assert [engine.last_seen for engine in sessions.engines.values()] == [100.25, 100.5, 100.75]
+    coordinator.stop()
+
+
+def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
+    socket.seconds_per_frame = 100.0  # far above any lease
+    coordinator: Any = turned(monkeypatch, socket)
+    assert len(coordinator._core._books.sessions.engines) == len(ENGINES)
     coordinator.stop()
 
 
