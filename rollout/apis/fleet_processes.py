@@ -10,13 +10,14 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from rollout.apis.clean_process import mentions_main, needs_main, start_clean_process
 from rollout.apis.engine_process import run_engine
 from rollout.config import InferenceConfig
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
@@ -25,8 +26,6 @@ from rollout.errors import ConfigError, EngineStateError
 from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
-# A clean interpreter each: torch's threads and CUDA do not survive a fork.
-_PROCESSES = multiprocessing.get_context("spawn")
 _START_S, _LEAVE_S, _END_S = 120.0, 5.0, 5.0
 
 
@@ -65,8 +64,10 @@ class FleetProcesses:
                 "inference_coordinator_port": port,
                 **({} if host is None else {"host": host}),
             }
-            coordinator = self._spawn("coordinator", _coordinator_process, (arguments,))
-            engines = self._spawn_engines(recipe, data_parallel_size)
+            coordinator = self._start(
+                "coordinator", _coordinator_process, arguments, imports_main=needs_main(arguments)
+            )
+            engines = self._start_engines(recipe, data_parallel_size)
             with coordinator:
                 self.address = str(_word_of("the coordinator", coordinator))
             for engine in engines:
@@ -85,26 +86,27 @@ class FleetProcesses:
         """The coordinator's process, then those of the engines."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def _spawn_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
+    def _start_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
         threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
         # Pickled here, tensors are copied; multiprocessing would have all processes write to the
         # same ones.
         pickled = pickle.dumps(recipe)
+        imports_main = mentions_main(pickled)
         return [
-            self._spawn(f"engine {rank}", _engine_process, (pickled, threads))
+            self._start(
+                f"engine {rank}", _engine_process, pickled, threads, imports_main=imports_main
+            )
             for rank in range(count)
         ]
 
-    def _spawn(self, name: str, target: Any, arguments: Sequence[Any]) -> Connection:
+    def _start(self, name: str, run: Any, *arguments: Any, imports_main: bool) -> Connection:
         """Start a process, which gets the other end of the pipe that is returned."""
-        ours, theirs = _PROCESSES.Pipe()
-        process = _PROCESSES.Process(
-            target=target, args=(theirs, *arguments), name=f"rollout {name}", daemon=True
-        )
-        with theirs, _no_interrupt():
-            process.start()
+        with _no_interrupt():
+            process, pipe = start_clean_process(
+                run, *arguments, name=f"rollout {name}", imports_main=imports_main
+            )
         self._processes.append(process)
-        return ours
+        return pipe
 
     def check(self) -> None:
         """Raise EngineStateError if all engines are gone."""

@@ -43,7 +43,8 @@ class LLM:
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
     coordinator, and they work all the time: the verbs are the same, and return when the last engine
-    has confirmed. A program that does this must guard its start: `if __name__ == "__main__":`.
+    has confirmed. They import what `model` and `tokenizer` are made of: a program that defines such
+    a thing itself must guard its start by `if __name__ == "__main__":`.
 
     One thread generates. Any other may call the control verbs meanwhile: they take effect between
     two steps, and an update is verified and prepared while steps go on.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from rollout.apis.clean_process import needs_main, start_clean_process
 from rollout.errors import ConfigError, RolloutError
 from trainer_hooks.rewards.calling import RewardFunction, rewards_of
 from trainer_hooks.rewards.turns import Turns
@@ -60,8 +60,8 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
 class RewardProcesses:
     """`num_workers` processes, each started when it is first needed.
 
-    They are spawned, so the function must be importable there, and a program that uses them must
-    guard its start: `if __name__ == "__main__":`.
+    They are spawned, so the function must be importable there: a program that defines it itself
+    must guard its start by `if __name__ == "__main__":`.
     """
 
     def __init__(self, reward_fn: RewardFunction, num_workers: int) -> None:
@@ -120,11 +120,9 @@ class RewardProcesses:
 
 class _Worker:
     def __init__(self, reward_fn: RewardFunction) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, its_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its_end, reward_fn), daemon=True)
-        self._process.start()
-        its_end.close()
+        self._process, self._pipe = start_clean_process(
+            _serve, reward_fn, name="reward", imports_main=needs_main(reward_fn)
+        )
         self._is_ready = False
 
     def call(
