@@ -1,4 +1,4 @@
-"""Run in a process of its own: fills a pool, suspends and resumes, and prints what the system saw.
+"""Fills a pool, suspends and resumes. Run in a process of its own it prints what the system saw:
 
 python -m tests.walks.memory_probe reserved offload kv_cache
 """
@@ -103,8 +103,8 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
     }
 
 
-def static_cycles(mode: str) -> dict[str, object]:
-    """Addresses of the KV before and after each of 20 suspend, update, resume."""
+def static_cycles(mode: str) -> tuple[list[dict[str, int]], int]:
+    """Addresses of the KV before and after each of 20 suspend, update, resume; the last version."""
     engine = filled_engine("reserved", is_static=True)
     pointers = [engine.kv_data_ptrs()]
     source = CausalLM.random(SPEC, seed=1).weight_views()
@@ -118,13 +118,12 @@ def static_cycles(mode: str) -> dict[str, object]:
         engine.unpause()
         engine.step()
         pointers.append(engine.kv_data_ptrs())
-    return {"pointers": pointers, "version": engine.weights_version}
+    version = engine.weights_version
+    engine.shutdown()
+    return pointers, version
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kind, mode, owners = sys.argv[1:4]
-    if kind == "static":
-        print(json.dumps(static_cycles(mode)))
-    else:
-        print(json.dumps(cycle(kind, mode, tuple(owners.split("+")))))
+    print(json.dumps(cycle(kind, mode, tuple(owners.split("+")))))
