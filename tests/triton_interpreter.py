@@ -1,4 +1,4 @@
-"""Triton's interpreter on machines without a GPU, mended where NumPy 2.4 breaks it, and hastened."""
+"""Triton's interpreter on machines without a GPU: mended where NumPy 2.4 breaks it, hastened."""
 
 from __future__ import annotations
 

@@ -13,12 +13,14 @@ class InjectedFault(RuntimeError):
 
 
 class Fuse:
-    """Blows at the named point, once, if armed."""
+    """Blows at the named point, once, if armed. `passed` has the points that it was asked about."""
 
     def __init__(self) -> None:
         self.armed: str | None = None
+        self.passed: set[str] = set()
 
     def check(self, point: str) -> None:
+        self.passed.add(point)
         if self.armed == point:
             self.armed = None
             raise InjectedFault(point)

@@ -99,6 +99,7 @@ class Rig:
     def run(self, name: str, fault: str | None = None) -> BaseException | None:
         """Run a command; returns what it raised. `fault` may stay unused."""
         self.fuse.armed = fault
+        self.fuse.passed.clear()
         try:
             result = COMMANDS[name](self.engine)
         except (RolloutError, InjectedFault) as error:
@@ -174,8 +175,10 @@ LEGAL = {
 }
 
 
-def points(name: str) -> tuple[str, ...]:
-    """Where a command can fail."""
+def points(key: Key, name: str) -> tuple[str, ...]:
+    """Where a command is made to fail."""
+    if key.state in (EngineState.RUNNING, EngineState.STOPPED):
+        return ()
     if not name.startswith(("suspend", "resume", "unpause", "shutdown")):
         return ()
     return (*KV_POINTS, *WEIGHT_POINTS)
@@ -190,23 +193,26 @@ class Explorer:
     def __init__(self) -> None:
         self.paths: dict[Key, tuple[tuple[str, str | None], ...]] = {Rig().key(): ()}
         self.frontier = deque(self.paths)
-        self._probed: dict[tuple[Key, str], set[str]] = {}
         self.num_transitions = self.num_refused = self.num_failures = 0
 
     def explore(self) -> None:
         while self.frontier:
             key = self.frontier.popleft()
-            self._run_commands(key)
+            passed = self._run_commands(key)
             if IS_LONG or not any(fault for _, fault in self.paths[key]):
-                for name in COMMANDS:
-                    for point in points(name):
-                        self._run_failure(key, name, point)
+                for name, on_its_way in passed.items():
+                    for point in points(key, name):
+                        if point in on_its_way:
+                            self._run_failure(key, name, point)
 
-    def _run_commands(self, key: Key) -> None:
+    def _run_commands(self, key: Key) -> dict[str, set[str]]:
+        """The points where each of them could have failed."""
+        passed = {}
         rig = Rig(self.paths[key])
         assert rig.key() == key, "a path leads to one state"
         for name in COMMANDS:
             error = rig.run(name)
+            passed[name] = set(rig.fuse.passed)
             after = rig.key()
             assert_answered(key, name, error, after)
             assert (key.state, after.state) in LEGAL
@@ -217,11 +223,10 @@ class Explorer:
                 rig = Rig(self.paths[key])
         if key.state is not EngineState.STOPPED:
             assert_requests_intact(rig)
+        return passed
 
     def _run_failure(self, key: Key, name: str, point: str) -> None:
         """The command fails at `point`: it can be retried, or the engine stopped."""
-        if not self._reaches(key, name, point):
-            return
         path = self.paths[key]
         rig = Rig(path)
         error = rig.run(name, point)
@@ -234,23 +239,6 @@ class Explorer:
         assert rig.run(name) is None or not after.has_values
         if rig.engine.state is not EngineState.STOPPED:
             assert_requests_intact(rig, *path, name, point)
-
-    def _reaches(self, key: Key, name: str, point: str) -> bool:
-        """Whether the point lies on the command's way in this state."""
-        owner = point.split()[0]
-        if key.state is EngineState.STOPPED or key.state is EngineState.RUNNING:
-            return False
-        rig = self._probe(key, name)
-        return any(seen == point for seen in rig if seen.startswith(owner))
-
-    def _probe(self, key: Key, name: str) -> set[str]:
-        if (key, name) not in self._probed:
-            rig = Rig(self.paths[key])
-            seen: set[str] = set()
-            rig.fuse.check = seen.add  # type: ignore[method-assign]
-            rig.run(name)
-            self._probed[key, name] = seen
-        return self._probed[key, name]
 
     def _found(self, key: Key, path: tuple[tuple[str, str | None], ...]) -> None:
         if key not in self.paths:
