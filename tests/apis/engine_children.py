@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -28,8 +27,8 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Rollback,
 )
+from tests.processes import PROCESSES
 
-_PROCESSES = multiprocessing.get_context("spawn")
 WAIT_S = 150.0
 
 
@@ -45,8 +44,8 @@ class EngineChild:
         diary: Path | None = None,
     ) -> None:
         """`diary`: where it writes how many tokens it has of each request, after every step."""
-        self._words, theirs = _PROCESSES.Pipe(duplex=False)
-        self.process = _PROCESSES.Process(
+        self._words, theirs = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(
             target=_live, args=(theirs, address, model, config, behaviour, diary), daemon=True
         )
         self.process.start()

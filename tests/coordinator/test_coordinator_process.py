@@ -36,6 +36,7 @@ from rollout.coordinator.router import CurveServerKeys
 from rollout.errors import ConfigError
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
+from tests.processes import PROCESSES
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
@@ -106,11 +107,10 @@ def until(condition: Callable[[], object], *lines: Line) -> None:
 @contextmanager
 def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
     """A started coordinator and its address; it must be gone at the end."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    ready = spawn.Event()
+    here, there = PROCESSES.Pipe()
+    ready = PROCESSES.Event()
     options = {"data_parallel_size": 2, "tokenizer": LetterTokenizer()} | options
-    process = spawn.Process(
+    process = PROCESSES.Process(
         target=DataParallelInferenceCoordinator.entrypoint, args=(there, ready), kwargs=options
     )
     process.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -35,6 +34,7 @@ from rollout.coordinator.protocol.messages import (
     TokenRun,
 )
 from rollout.coordinator.publisher import fetch_weights
+from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,
     IS_LONG,
@@ -91,12 +91,11 @@ def fleet(
     )
     thread = threading.Thread(target=coordinator.start)
     thread.start()
-    spawn = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for number in range(2):
-        ours, theirs = spawn.Pipe()
+        ours, theirs = PROCESSES.Pipe()
         arguments = (coordinator.address, number, theirs)
-        process = spawn.Process(target=engine_process, args=arguments, daemon=True)
+        process = PROCESSES.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         processes.append(process)
         pipes.append(ours)

@@ -1,0 +1,11 @@
+"""Processes of a test's own, forked from one that has imported the engine and done nothing else.
+
+As clean as spawned ones, but each is there at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["rollout"])
