@@ -260,15 +260,17 @@ def test_it_ends_when_its_parent_is_killed() -> None:
 
 def parent_of_a_coordinator(report: Connection) -> None:
     spawn = multiprocessing.get_context("spawn")
-    _, there = spawn.Pipe()
-    ready = spawn.Event()
-    child = spawn.Process(
-        target=DataParallelInferenceCoordinator.entrypoint, args=(there, ready, 1, None)
-    )
+    here, there = spawn.Pipe()
+    child = spawn.Process(target=coordinator_alone, args=(there,))
     child.start()
-    ready.wait(WAIT_S)
+    here.recv()
     report.send(child.pid)
     time.sleep(WAIT_S)
+
+
+def coordinator_alone(pipe: Connection) -> None:
+    """With an event of its own: one that is shared outlives a parent that is killed."""
+    DataParallelInferenceCoordinator.entrypoint(pipe, threading.Event(), 1, None)
 
 
 def is_running(pid: int) -> bool:
