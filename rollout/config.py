@@ -72,7 +72,8 @@ class InferenceConfig:
     buffer_size_gb: float | None = (
         None  # None: min(20, a quarter of the memory, what max_requests need)
     )
-    paused_buffer_size_gb: float | None = None  # None: paused requests may hold the whole buffer
+    # What requests that find no block may hold while they pause; None: the newest is preempted.
+    paused_buffer_size_gb: float | None = None
     max_sequence_length: int = 2560
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     static_kv_memory_pointers: bool = False
@@ -85,7 +86,10 @@ class InferenceConfig:
         None  # None: DEFAULT_MAX_REQUESTS, or fewer where the buffer is small
     )
     max_tokens: int | None = None  # None: 16384
-    enable_chunked_prefill: bool = False
+    enable_chunked_prefill: bool = True
+    # How much of the growth expected of running requests is kept free at admission: 1.0 all of it,
+    # 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb says what is done about too little.
+    schedule_conservativeness: float | None = None
     materialize_only_last_token_logits: bool = True
     seed: int = 0
     deterministic: bool = False
@@ -152,6 +156,10 @@ class InferenceConfig:
         if self.paused_buffer_size_gb is not None and self.paused_buffer_size_gb < 0:
             raise ConfigError(
                 f"paused_buffer_size_gb={self.paused_buffer_size_gb} must be 0 or more (GiB)"
+            )
+        if self.schedule_conservativeness is not None and self.schedule_conservativeness < 0:
+            raise ConfigError(
+                f"schedule_conservativeness={self.schedule_conservativeness} must be 0 or more"
             )
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)

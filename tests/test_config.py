@@ -103,10 +103,17 @@ def check_buffer_size_gb() -> None:
 
 
 def check_paused_buffer_size_gb() -> None:
-    assert crowded()[0].stats().num_pauses > 0
+    assert crowded(paused_buffer_size_gb=1.0)[0].stats().num_pauses > 0
     engine, _ = crowded(paused_buffer_size_gb=0.0)
     assert engine.stats().num_pauses == 0
     assert engine.stats().num_evictions > 0
+
+
+def check_schedule_conservativeness() -> None:
+    assert crowded()[0].stats().num_evictions == 0
+    assert crowded(schedule_conservativeness=0.0)[0].stats().num_evictions > 0
+    with pytest.raises(ConfigError, match=r"schedule_conservativeness=-1\.0 must be 0 or more"):
+        InferenceConfig(schedule_conservativeness=-1.0)
 
 
 def check_max_sequence_length() -> None:
@@ -163,8 +170,8 @@ def check_max_requests() -> None:
 
 
 def check_max_tokens() -> None:
-    assert stepped(max_tokens=40).stats().num_running == 2
-    assert ran(max_tokens=19)[0].finish_reason == "error"
+    assert stepped(max_tokens=40, enable_chunked_prefill=False).stats().num_running == 2
+    assert ran(max_tokens=19, enable_chunked_prefill=False)[0].finish_reason == "error"
 
 
 def check_enable_chunked_prefill() -> None:
@@ -222,8 +229,8 @@ def num_events(requests: list[DynamicInferenceRequest], name: str) -> int:
 
 
 def check_track_paused_request_events() -> None:
-    assert num_events(crowded()[1], "PAUSE") == 0
-    engine, requests = crowded(track_paused_request_events=True)
+    assert num_events(crowded(paused_buffer_size_gb=1.0)[1], "PAUSE") == 0
+    engine, requests = crowded(paused_buffer_size_gb=1.0, track_paused_request_events=True)
     assert num_events(requests, "PAUSE") == engine.stats().num_pauses > 0
 
 

@@ -54,8 +54,12 @@ class BlockManager:
         return self._rows.num_free
 
     def used_blocks(self) -> list[int]:
-        """Ids of the blocks that hold live KV, ascending."""
+        """Ids of the blocks that hold live KV, ascending. Looks at every block of the pool."""
         return self._pool.used_blocks()
+
+    def is_used(self, block: int) -> bool:
+        """Whether the block holds live KV."""
+        return self._pool.is_used(block)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -103,14 +107,8 @@ class BlockManager:
         """Give the table's blocks back, last first, and empty it."""
         while table:
             block = table.pop()
-            if not self._pool.remove_user(block):
-                continue
-            if block not in self._index:
-                self._pool.free(block)
-            elif self._keeps_unused:
-                self._index.note_unused(block)
-            else:
-                self._index.drop(block)
+            is_last = self._pool.remove_user(block)
+            if is_last and not self._index.release(block, keeps=self._keeps_unused):
                 self._pool.free(block)
 
     def _take(self) -> int:
@@ -130,22 +128,34 @@ class BlockManager:
         """A table over indexed blocks, which have a user more from now on."""
         table = []
         for entry in entries:
-            self._index.note_used(entry.block)
+            self._index.use(entry.block)
             self._pool.add_user(entry.block)
             table.append(entry.block)
         return table
 
-    def index(self, table: list[int], position: int, key: bytes, spans: VersionSpans) -> bool:
+    def index(
+        self,
+        table: list[int],
+        position: int,
+        key: bytes,
+        spans: VersionSpans,
+        oldest_version: int | None = None,
+    ) -> bool:
         """Index block `position` of a table, now that all of it is computed. False if it cannot be:
 
-        another block has its key, or its predecessor in this table is not indexed.
+        another block has its key and no KV older than `oldest_version`, or its predecessor in this
+        table is not indexed.
         """
-        parent = table[position - 1] if position else None
-        return self._index.add(table[position], key, parent, spans)
+        predecessor = table[position - 1] if position else None
+        return self._index.add(table[position], key, predecessor, spans, oldest_version)
 
-    def drop_unused(self, *, older_than: int | None = None) -> None:
-        """Free indexed blocks without a user: all, or those over KV written before `older_than`."""
-        index = self._index
-        dropped = index.drop_unused() if older_than is None else index.drop_older(older_than)
-        for block in dropped:
-            self._pool.free(block)
+    def start_index_generation(self) -> None:
+        """Have no block found that is indexed now. O(1): their space is free for whoever needs
+        it.
+        """
+        self._index.start_generation()
+
+    def drop_unused(self) -> None:
+        """Free every indexed block without a user."""
+        while self._index.num_unused:
+            self._pool.free(self._index.drop_oldest())

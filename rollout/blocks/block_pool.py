@@ -48,6 +48,10 @@ class BlockPool:
         """Whether more than one table uses the block."""
         return self._users[block] > 1
 
+    def is_used(self, block: int) -> bool:
+        """Whether any table uses the block."""
+        return self._users[block] > 0
+
     def used_blocks(self) -> list[int]:
         """Ids in use, ascending."""
         return list(compress(count(), self._users))

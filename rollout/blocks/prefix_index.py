@@ -5,7 +5,7 @@ version.
 from __future__ import annotations
 
 import hashlib
-import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,121 +28,130 @@ def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
     return hasher.digest()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class IndexedBlock:
-    """One indexed block. `spans` say who wrote its KV, entry by entry."""
+    """One indexed block. `spans` say who wrote its KV, entry by entry; `oldest_version` is the
+    oldest in it or before it. It is found as long as the index has its `generation`.
+    """
 
     block: int
     key: bytes
-    parent: IndexedBlock | None
     spans: VersionSpans
-    num_children: int = 0  # indexed successors
-    released_at: int | None = None  # a running number; None while the block has a user
+    oldest_version: int
+    generation: int
 
 
 class PrefixIndex:
-    """Key -> block. A block is indexed only behind its indexed parent in the same table.
+    """Key -> block. A block is indexed only behind its indexed predecessor in the same table.
 
-    So whoever uses a block uses its ancestors too, and an unused entry has only unused successors.
-    Unused entries are dropped leaves first, longest unused first.
+    So whoever uses a block uses its predecessors too and releases them after it, and the longest
+    unused block never has an indexed successor: dropping in this order drops leaves first.
+    No operation takes longer for a larger index, save to drop many blocks.
     """
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: dict[int, IndexedBlock] = {}
-        self._unused_leaves: list[tuple[int, bytes]] = []  # heap of (released_at, key), some stale
-        self._num_releases = 0
-        self.num_unused = 0
+        self._unused: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._generation = 0
+        self._num_of_generation = 0
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        """Blocks that can be found."""
+        return self._num_of_generation
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._by_block
+    @property
+    def num_unused(self) -> int:
+        """Blocks kept without a user."""
+        return len(self._unused)
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
         """Entries of the longest indexed prefix, none with KV older than `oldest_version`."""
         found = []
         for key in keys:
             entry = self._by_key.get(key)
-            if entry is None or (oldest_version is not None and entry.spans.min() < oldest_version):
+            if entry is None or not self._can_be_found(entry, oldest_version):
                 break
             found.append(entry)
         return found
 
-    def add(self, block: int, key: bytes, parent_block: int | None, spans: VersionSpans) -> bool:
+    def add(
+        self,
+        block: int,
+        key: bytes,
+        predecessor: int | None,
+        spans: VersionSpans,
+        oldest_version: int | None,
+    ) -> bool:
         """Index a computed block that has a user. True if it is indexed now, or was already.
 
-        False, with nothing changed, if another block has its key, or its predecessor in the table
-        (None for the first) is not indexed.
+        False, with nothing changed, if another block can be found under its key, or its
+        predecessor in the table (None for the first) is not indexed. A block that can be found no
+        longer, or holds KV older than `oldest_version`, gives its key up.
         """
         known = self._by_key.get(key)
         if known is not None:
-            return known.block == block
-        parent = None if parent_block is None else self._by_block.get(parent_block)
-        if parent is None and parent_block is not None:
-            return False
-        entry = IndexedBlock(block=block, key=key, parent=parent, spans=spans)
-        self._by_key[key] = self._by_block[block] = entry
-        if parent is not None:
-            parent.num_children += 1
+            if known.block == block:
+                return True
+            if known.block not in self._unused or self._can_be_found(known, oldest_version):
+                return False
+        oldest_written = spans.min()
+        if predecessor is not None:
+            before = self._by_block.get(predecessor)
+            if before is None or before.generation != self._generation:
+                return False
+            oldest_written = min(oldest_written, before.oldest_version)
+        if known is not None:
+            self._forget(known)
+        self._by_key[key] = self._by_block[block] = IndexedBlock(
+            block=block,
+            key=key,
+            spans=spans,
+            oldest_version=oldest_written,
+            generation=self._generation,
+        )
+        self._num_of_generation += 1
         return True
 
-    def note_used(self, block: int) -> None:
-        """The block has a user again."""
-        entry = self._by_block[block]
-        if entry.released_at is not None:
-            entry.released_at = None
-            self.num_unused -= 1
+    def use(self, block: int) -> None:
+        """A found block has a user again, or one more."""
+        self._unused.pop(block, None)
 
-    def note_unused(self, block: int) -> None:
-        """The block's last user left."""
-        entry = self._by_block[block]
-        assert entry.released_at is None, f"block {block} is unused already"
-        entry.released_at = self._num_releases
-        self._num_releases += 1
-        self.num_unused += 1
-        self._offer(entry)
+    def release(self, block: int, *, keeps: bool) -> bool:
+        """The block's last user left. Returns whether it is kept for others to find.
 
-    def drop(self, block: int) -> None:
-        """Forget a block without indexed successors."""
-        entry = self._by_block.pop(block)
-        assert not entry.num_children, f"block {block} has indexed successors"
-        del self._by_key[entry.key]
-        if entry.released_at is not None:
-            self.num_unused -= 1
-        if entry.parent is not None:
-            entry.parent.num_children -= 1
-            self._offer(entry.parent)
+        It is dropped unless it is indexed, can still be found, and the caller `keeps` such blocks.
+        """
+        entry = self._by_block.get(block)
+        if entry is None:
+            return False
+        if keeps and entry.generation == self._generation:
+            self._unused[block] = None
+            return True
+        self._forget(entry)
+        return False
 
     def drop_oldest(self) -> int:
-        """Forget the longest unused leaf and return its block. There must be an unused entry."""
-        while True:
-            released_at, key = heapq.heappop(self._unused_leaves)
-            entry = self._by_key.get(key)
-            if entry is not None and entry.released_at == released_at and not entry.num_children:
-                self.drop(entry.block)
-                return entry.block
+        """Drop the longest unused block and return it. There must be one."""
+        block, _ = self._unused.popitem(last=False)
+        entry = self._by_block.get(block)
+        if entry is not None:
+            self._forget(entry)
+        return block
 
-    def drop_unused(self) -> list[int]:
-        """Forget every unused entry. Returns their blocks."""
-        return [self.drop_oldest() for _ in range(self.num_unused)]
-
-    def drop_older(self, version: int) -> list[int]:
-        """Forget unused entries with KV older than `version` in them or before them.
-
-        Returns their blocks. As long as they were known, no younger block could have their keys.
+    def start_generation(self) -> None:
+        """From now on only blocks indexed from now on are found. The others go as they are
+        released, or as unused ones are dropped.
         """
-        too_old: dict[int, IndexedBlock] = {}
-        for entry in self._by_key.values():  # parents come first
-            is_behind_old = entry.parent is not None and entry.parent.block in too_old
-            if entry.released_at is not None and (is_behind_old or entry.spans.min() < version):
-                too_old[entry.block] = entry
-        blocks = list(reversed(too_old))
-        for block in blocks:
-            self.drop(block)
-        return blocks
+        self._generation += 1
+        self._num_of_generation = 0
 
-    def _offer(self, entry: IndexedBlock) -> None:
-        if entry.released_at is not None and not entry.num_children:
-            heapq.heappush(self._unused_leaves, (entry.released_at, entry.key))
+    def _can_be_found(self, entry: IndexedBlock, oldest_version: int | None) -> bool:
+        return entry.generation == self._generation and (
+            oldest_version is None or entry.oldest_version >= oldest_version
+        )
+
+    def _forget(self, entry: IndexedBlock) -> None:
+        """The block has no key any more; an unused one stays in line to be dropped."""
+        del self._by_block[entry.block], self._by_key[entry.key]
+        self._num_of_generation -= entry.generation == self._generation

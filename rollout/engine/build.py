@@ -164,18 +164,23 @@ def _scheduler(
     return Scheduler(
         blocks,
         max_tokens=max_tokens,
-        max_paused_blocks=_max_paused_blocks(config, backend, spec, num_blocks),
+        max_paused_blocks=_max_paused_blocks(config, backend, spec),
         enable_chunked_prefill=config.enable_chunked_prefill,
+        schedule_conservativeness=_conservativeness(config),
         prefix_cache=prefix_cache if config.enable_prefix_caching else None,
     )
 
 
-def _max_paused_blocks(
-    config: InferenceConfig, backend: Backend, spec: CacheSpec, num_blocks: int
-) -> int:
+def _max_paused_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
     if config.paused_buffer_size_gb is None:
-        return num_blocks
+        return 0
     return int(config.paused_buffer_size_gb * GIB) // bytes_per_block(backend.attention, spec)
+
+
+def _conservativeness(config: InferenceConfig) -> float:
+    if config.schedule_conservativeness is not None:
+        return config.schedule_conservativeness
+    return 1.0 if config.paused_buffer_size_gb is None else 0.0
 
 
 def _limits(

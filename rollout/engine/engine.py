@@ -262,7 +262,10 @@ class Engine:
             return
         oldest = self.weights_version - self._max_kv_staleness_versions
         requeued = self._scheduler.requeue_older_than(oldest)
-        self._kv.retain(self._scheduler.used_blocks())
+        if self._kv.num_offloaded_bytes:
+            # No block may be found later whose bytes are given up now.
+            self._scheduler.drop_unused_blocks()
+            self._kv.retain(self._scheduler.used_blocks())
         self._book.note_requeued(requeued, evicted=False)
         self._telemetry.note_recomputed(len(requeued))
 

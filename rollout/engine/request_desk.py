@@ -92,8 +92,12 @@ class RequestDesk:
         """End a request, unless it has ended; its KV, wherever it is, is freed."""
         if self._book.has_ended(request_id):
             return
+        blocks = self._scheduler.blocks_of(request_id)
         kv_spans = self._scheduler.remove(request_id)
-        self._kv.retain(self._scheduler.used_blocks())
+        if self._kv.num_offloaded_bytes:
+            # No block may be found later whose bytes are given up now.
+            self._scheduler.drop_unused_blocks()
+            self._kv.discard([b for b in blocks if not self._scheduler.uses_block(b)])
         self._book.abort(request_id, kv_spans, version)
 
     def record(self, request_id: int, version: int) -> DynamicInferenceRequestRecord:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from rollout.blocks.block_manager import BlockManager
+from rollout.scheduling.forecast import MemoryForecast
 from rollout.scheduling.plan_builder import PlannedRows
 from rollout.scheduling.queue import RequestQueue
 from rollout.scheduling.sequence import Phase, Sequence
@@ -13,19 +15,38 @@ from rollout.scheduling.sequence import Phase, Sequence
 Copies = list[tuple[int, int]]
 
 
-class Context:
-    """Moves sequences between the queue, running, paused and done, and their blocks with them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Which sequences have blocks for their next tokens, in order; the block copies they need; and
+    who paused, resumed or was preempted over it.
+    """
 
-    def __init__(self, blocks: BlockManager, *, max_paused_blocks: int) -> None:
+    runnable: list[Sequence] = field(default_factory=list)
+    copies: Copies = field(default_factory=list)
+    paused: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Context:
+    """Moves sequences between the queue, running, paused and done, and their blocks with them.
+
+    When blocks run out the newest sequence is preempted: its blocks are freed and it is queued
+    again. With `max_paused_blocks` above 0, sequences that find no block pause instead and keep
+    theirs, and are preempted when all of them together hold more than that.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, forecast: MemoryForecast, *, max_paused_blocks: int
+    ) -> None:
         self.blocks = blocks
         self.waiting = RequestQueue()
         self.active: list[Sequence] = []  # running and paused, in order
+        self.paused: list[Sequence] = []  # hold blocks but found none for their next token
+        self.num_freed = 0  # how often a sequence has given its row and blocks back
         self._max_paused_blocks = max_paused_blocks
-
-    @property
-    def paused(self) -> list[Sequence]:
-        """Those that hold blocks but found none for their next token, in order."""
-        return [s for s in self.active if s.phase is Phase.PAUSED]
+        self._forecast = forecast
+        self._num_blocks_at_limits = 0  # if every active sequence came to its limit
 
     # ---- entering and leaving
 
@@ -36,21 +57,28 @@ class Context:
         sequence.row = self.blocks.take_row()
         sequence.is_new_row = True
         bisect.insort(self.active, sequence, key=lambda s: s.order)
+        self._num_blocks_at_limits += sequence.max_blocks
+        self._observe_length(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        """For good. Blocks and row are free at once, or when no plan in flight uses them."""
+    def finish(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
+        """For good. Blocks and row are free at once, or when no plan in flight uses them.
+
+        `has_stopped`: it came to its own end, not to a limit or to an abort.
+        """
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
             sequence.phase = Phase.DONE
             return
-        self.active.remove(sequence)
+        if has_stopped:
+            self._forecast.lengths.stop(sequence.num_output_blocks - 1)
+        self._deactivate(sequence)
         sequence.phase = Phase.DONE
         if not sequence.num_in_flight:
             self._free(sequence)
 
-    def settle(self, behind: PlannedRows) -> None:
+    def settle(self, planned: PlannedRows) -> None:
         """The plan is no longer in flight: free what only waited for that."""
-        for sequence in (*(s for s, _ in behind.computed), *behind.sampled):
+        for sequence in planned.sequences():
             sequence.num_in_flight -= 1
             if sequence.phase is Phase.DONE and not sequence.num_in_flight:
                 self._free(sequence)
@@ -60,67 +88,147 @@ class Context:
         ordered = sorted(sequences, key=lambda s: s.order)
         for sequence in ordered:
             assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
-            self.active.remove(sequence)
+            self._deactivate(sequence)
             self._free(sequence)
             sequence.restart()
             self.waiting.add(sequence)
         return ordered
 
+    def _deactivate(self, sequence: Sequence) -> None:
+        index = bisect.bisect_left(self.active, sequence.order, key=lambda s: s.order)
+        assert self.active[index] is sequence
+        del self.active[index]
+        if sequence.phase is Phase.PAUSED:
+            self.paused.remove(sequence)
+        self._num_blocks_at_limits -= sequence.max_blocks
+
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         self.blocks.release_row(sequence.row)
+        self.num_freed += 1
+
+    # ---- what will fit
+
+    def fits(self, sequence: Sequence, *, num_untaken: int = 0) -> bool:
+        """Whether `sequence`, which has its first blocks save `num_untaken`, may run as well.
+
+        Not if the lengths expected of the active sequences and of this one would overflow the
+        pool. With nobody active it always fits.
+        """
+        at_limits = self._num_blocks_at_limits + sequence.max_blocks
+        if not self.active or (
+            at_limits <= self.blocks.num_blocks and not self._forecast.has_begun
+        ):
+            return True
+        return self._forecast.fits(self.active, sequence, num_untaken=num_untaken)
+
+    def _observe_length(self, sequence: Sequence) -> None:
+        """Tell the estimator of the output blocks that the sequence has begun."""
+        num_begun = len(sequence.blocks) - sequence.num_prompt_blocks + 1
+        if num_begun > sequence.num_output_blocks:
+            self._forecast.lengths.begin(sequence.num_output_blocks, num_begun)
+            sequence.num_output_blocks = num_begun
 
     # ---- blocks for the next step
 
-    def reserve_in_order(self) -> tuple[list[Sequence], Copies, list[Sequence]]:
-        """Give each active sequence the blocks of its next tokens; who gets none pauses.
-
-        Returns (those that can run, the block copies they need, those evicted for the oldest).
-        """
-        runnable: list[Sequence] = []
-        copies: Copies = []
-        evicted: list[Sequence] = []
-        for sequence in list(self.active):
-            if sequence.phase is Phase.WAITING or sequence.is_full:
-                continue  # evicted just now, or only awaiting its last token
-            found = self._reserve(sequence)
-            while found is None and sequence is self.active[0] and self._evict_newest(evicted):
-                found = self._reserve(sequence)  # the oldest always progresses
-            if found is None:
-                sequence.phase = Phase.PAUSED
+    def reserve_in_order(self) -> Reservation:
+        """Give each active sequence the blocks of its next tokens, oldest first."""
+        self._forecast.start_step()
+        reserved = Reservation()
+        for sequence in self.active.copy():
+            if sequence.num_tokens > sequence.writable_end:
+                if sequence.phase is Phase.WAITING or sequence.num_tokens >= sequence.max_length:
+                    continue  # preempted just now, or it only awaits its last token
+                if not self._reserve_or_preempt(sequence, reserved):
+                    continue
+            elif sequence.num_tokens >= sequence.max_length:
                 continue
-            sequence.phase = Phase.RUNNING
-            runnable.append(sequence)
-            copies += found
-        return runnable, copies, evicted
+            reserved.runnable.append(sequence)
+        if self.paused:
+            self._hold_newest(reserved)
+            self._resume(reserved)
+            self._preempt_excess(reserved)
+        return reserved
 
-    def evict_excess(self) -> list[Sequence]:
-        """Evict the newest paused sequences until the others fit the buffer for paused requests.
+    def _reserve_or_preempt(self, sequence: Sequence, reserved: Reservation) -> bool:
+        """Give the sequence its blocks, if need be those of newer ones; else it pauses."""
+        while not self._reserve(sequence, reserved):
+            if not self._preempt_for(sequence, reserved):
+                self._pause(sequence, reserved)
+                return False
+            if sequence.phase is Phase.WAITING:
+                return False  # it was the newest itself
+        return True
 
-        Never the oldest active one: what it waits for is in flight.
-        """
-        evicted: list[Sequence] = []
-        paused = self.paused
-        num_held = sum(len(s.blocks) for s in paused)
-        while num_held > self._max_paused_blocks and paused:
-            sequence = paused.pop()
-            if not sequence.num_in_flight and sequence is not self.active[0]:
-                num_held -= len(sequence.blocks)
-                evicted += self.requeue([sequence])
-        return evicted
-
-    def _reserve(self, sequence: Sequence) -> Copies | None:
+    def _reserve(self, sequence: Sequence, reserved: Reservation) -> bool:
         start, end = sequence.num_computed, sequence.num_tokens
         copies = self.blocks.reserve(sequence.blocks, start, end)
+        if copies is None:
+            return False
         if copies:
             first = start // self.blocks.block_size
             sequence.num_blocks_sent = min(sequence.num_blocks_sent, first)
-        return copies
+            reserved.copies.extend(copies)
+        sequence.writable_end = len(sequence.blocks) * self.blocks.block_size
+        self._observe_length(sequence)
+        return True
 
-    def _evict_newest(self, evicted: list[Sequence]) -> bool:
-        """Evict the newest active sequence but the oldest; False if a plan in flight holds them."""
-        for sequence in reversed(self.active[1:]):
-            if not sequence.num_in_flight:
-                evicted += self.requeue([sequence])
+    def _preempt_for(self, sequence: Sequence, reserved: Reservation) -> bool:
+        """Preempt the newest sequence that no plan in flight holds, if it is not older than
+        `sequence`. Never the oldest: it always progresses. False if there is none.
+
+        Where pausing is asked for, this is done for the oldest alone.
+        """
+        is_oldest = sequence is self.active[0]
+        if self._max_paused_blocks and not is_oldest:
+            return False
+        for victim in reversed(self.active):
+            if victim is self.active[0] or victim.order < sequence.order:
+                return False
+            if not victim.num_in_flight:
+                self._forecast.observe_preemption(len(victim.blocks))
+                reserved.preempted.extend(self.requeue([victim]))
                 return True
         return False
+
+    def _pause(self, sequence: Sequence, reserved: Reservation) -> None:
+        if sequence.phase is not Phase.PAUSED:
+            sequence.phase = Phase.PAUSED
+            bisect.insort(self.paused, sequence, key=lambda s: s.order)
+            reserved.paused.append(sequence)
+
+    def _hold_newest(self, reserved: Reservation) -> None:
+        """Plans in flight kept the newest from being preempted: they pause, and go next time.
+
+        As many as hold the blocks that older ones wait for.
+        """
+        short = [s for s in self.paused if s.num_tokens > s.writable_end]
+        if self._max_paused_blocks or not short:
+            return
+        num_missing, runnable = len(short), reserved.runnable
+        while num_missing > 0 and runnable and runnable[-1].order > short[0].order:
+            newest = runnable.pop()
+            num_missing -= len(newest.blocks) - newest.num_shared_blocks
+            self._pause(newest, reserved)
+
+    def _resume(self, reserved: Reservation) -> None:
+        for sequence in reserved.runnable:
+            if sequence.phase is Phase.PAUSED:
+                sequence.phase = Phase.RUNNING
+                self.paused.remove(sequence)
+                reserved.resumed.append(sequence)
+
+    def _preempt_excess(self, reserved: Reservation) -> None:
+        """Preempt the newest paused sequences until the others fit the buffer for them.
+
+        Never the oldest active one: what it waits for is in flight.
+        """
+        num_held = sum(len(s.blocks) for s in self.paused)
+        for sequence in reversed(self.paused.copy()):
+            if num_held <= self._max_paused_blocks or not self._max_paused_blocks:
+                return
+            if not sequence.num_in_flight and sequence is not self.active[0]:
+                num_held -= len(sequence.blocks)
+                reserved.preempted.extend(self.requeue([sequence]))
+                if sequence in reserved.paused:
+                    reserved.paused.remove(sequence)

@@ -12,20 +12,24 @@ from rollout.step.plan import IntArray, RowSampling, StepPlan
 
 @dataclass(slots=True, kw_only=True)
 class PlannedRows:
-    """Who stands behind the rows of a plan in flight: the scheduler's half of the contract."""
+    """The sequences of a plan in flight, by what it does for them: the scheduler's half of the
+    contract.
+    """
 
     step_id: int
-    computed: list[tuple[Sequence, int]] = field(
-        default_factory=list
-    )  # (sequence, tokens computed)
-    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # (parent, child)
+    # (sequence, number of tokens computed)
+    computed: list[tuple[Sequence, int]] = field(default_factory=list)
+    # (parent, child)
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
-    scored: list[tuple[Sequence, int]] = field(
-        default_factory=list
-    )  # (sequence, prompt tokens scored)
-    prefilled: list[tuple[Sequence, int]] = field(
-        default_factory=list
-    )  # (sequence, prompt tokens done with this step)
+    # (sequence, number of prompt tokens scored)
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    # (sequence, number of prompt tokens done with this step)
+    prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
+
+    def sequences(self) -> list[Sequence]:
+        """All that have a part in the plan, each once."""
+        return [sequence for sequence, _ in self.computed] + [child for _, child in self.forks]
 
 
 class PlanBuilder:
@@ -55,11 +59,23 @@ class PlanBuilder:
     def add_copies(self, copies: list[tuple[int, int]]) -> None:
         self._copies.extend(copies)
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """One token, the row's last sampled one."""
-        self._num_decode_rows += 1
-        self._add_compute(sequence, 1)
-        self.add_sample(sequence)
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """One token of each, its row's last sampled one. Before all other rows."""
+        assert not self._rows, "decode rows come first"
+        for sequence in sequences:
+            sequence.num_in_flight += 1
+            sequence.num_computed += 1
+            sequence.num_tokens += 1
+            if sequence.num_blocks_sent != len(sequence.blocks):
+                self._send_blocks(sequence)
+        self.num_tokens = self._num_decode_rows = len(sequences)
+        self._rows = [sequence.row for sequence in sequences]
+        self._query_lens = [1] * len(sequences)
+        self._context_lens = [sequence.num_computed for sequence in sequences]
+        # A token is drawn from each, for the position behind its context.
+        self._samples = (list(range(len(sequences))), self._rows.copy(), self._context_lens.copy())
+        self.behind.computed = [(sequence, 1) for sequence in sequences]
+        self.behind.sampled = sequences.copy()
 
     def add_prefill(self, sequence: Sequence, count: int) -> None:
         """The next `count` known tokens; the last of all of them also samples."""
@@ -71,16 +87,17 @@ class PlanBuilder:
         self._add_compute(sequence, count)
         self.behind.prefilled.append((sequence, end))
         if end == sequence.num_tokens:
-            self.add_sample(sequence)
+            self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` samples from the logits that `parent`, the row just added, samples from."""
         self.behind.forks.append((parent, child))
         self.behind.prefilled.append((child, parent.num_computed))
         child.num_computed = parent.num_computed
-        self.add_sample(child)
+        child.num_in_flight += 1
+        self._add_sample(child)
 
-    def add_sample(self, sequence: Sequence) -> None:
+    def _add_sample(self, sequence: Sequence) -> None:
         """Draw the sequence's next token from the step's newest token."""
         if sequence.is_new_row:
             self._new_rows.append((sequence.row, sequence.sampling))
@@ -91,7 +108,6 @@ class PlanBuilder:
         positions.append(sequence.num_tokens)
         self.behind.sampled.append(sequence)
         sequence.num_tokens += 1
-        sequence.num_in_flight += 1
         sequence.is_on_device = True
 
     def _add_compute(self, sequence: Sequence, count: int) -> None:
@@ -102,6 +118,10 @@ class PlanBuilder:
         self._query_lens.append(count)
         self._context_lens.append(sequence.num_computed)
         self.behind.computed.append((sequence, count))
+        self._send_blocks(sequence)
+
+    def _send_blocks(self, sequence: Sequence) -> None:
+        """The entries of its block table that the muscle does not know."""
         table_rows, table_indices, table_blocks = self._table
         for index in range(sequence.num_blocks_sent, len(sequence.blocks)):
             table_rows.append(sequence.row)

@@ -38,44 +38,51 @@ class PrefixCache:
         if sequence.scores_prompt:
             return
         num_blocks = (sequence.num_tokens - 1) // self._blocks.block_size
-        oldest = None if self._max_age is None else version - self._max_age
-        keys = self._keys(sequence, version if self.is_isolated else ANY_VERSION, num_blocks)
-        entries = self._blocks.find_prefix(keys, oldest)
+        key_version = version if self.is_isolated else ANY_VERSION
+        keys = (self._key(sequence, position, key_version) for position in range(num_blocks))
+        entries = self._blocks.find_prefix(keys, self._oldest(version))
         sequence.blocks = self._blocks.pin(entries)
         for entry in entries:
             sequence.note_shared(entry.spans)
-        sequence.indexed_keys = [entry.key for entry in entries]
+        sequence.num_indexed_blocks = sequence.num_shared_blocks = len(entries)
 
-    def note_written(self, sequence: Sequence) -> None:
-        """Index the sequence's blocks that have become full since the last call."""
+    def note_written(self, sequence: Sequence, version: int) -> None:
+        """Index the sequence's blocks that have become full since the last call, under `version`
+        of the weights.
+        """
         if not sequence.is_indexable:
             return
         block_size = self._blocks.block_size
-        while (len(sequence.indexed_keys) + 1) * block_size <= len(sequence.kv_spans):
-            if not self._index_next(sequence, block_size):
+        while (sequence.num_indexed_blocks + 1) * block_size <= len(sequence.kv_spans):
+            if not self._index_next(sequence, version):
                 sequence.is_indexable = False
                 return
 
-    def _index_next(self, sequence: Sequence, block_size: int) -> bool:
-        position = len(sequence.indexed_keys)
-        start, end = position * block_size, (position + 1) * block_size
-        spans = sequence.kv_spans.slice(start, end)
+    def _index_next(self, sequence: Sequence, version: int) -> bool:
+        position, block_size = sequence.num_indexed_blocks, self._blocks.block_size
+        spans = sequence.kv_spans.slice(position * block_size, (position + 1) * block_size)
         key_version = ANY_VERSION
         if self.is_isolated:
             key_version = sequence.kv_spans.version_at(0)
             if spans.min() != key_version or spans.sum() != key_version * block_size:
                 return False
-        parent = sequence.indexed_keys[-1] if position else ROOT_KEY
-        key = block_key(parent, key_version, sequence.tokens[start:end])
-        if not self._blocks.index(sequence.blocks, position, key, spans):
+        key = self._key(sequence, position, key_version)
+        if not self._blocks.index(sequence.blocks, position, key, spans, self._oldest(version)):
             return False
-        sequence.indexed_keys.append(key)
+        sequence.num_indexed_blocks += 1
         return True
 
-    def _keys(self, sequence: Sequence, key_version: int, num_blocks: int) -> list[bytes]:
-        block_size = self._blocks.block_size
-        keys, key = [], ROOT_KEY
-        for start in range(0, num_blocks * block_size, block_size):
-            key = block_key(key, key_version, sequence.tokens[start : start + block_size])
-            keys.append(key)
-        return keys
+    def _oldest(self, version: int) -> int | None:
+        """The oldest version whose KV may be reused under `version`."""
+        return None if self._max_age is None else version - self._max_age
+
+    def _key(self, sequence: Sequence, position: int, key_version: int) -> bytes:
+        """The key of the sequence's block `position`; each is computed once."""
+        if sequence.prefix_key_version != key_version:
+            sequence.prefix_keys, sequence.prefix_key_version = [], key_version
+        keys, block_size = sequence.prefix_keys, self._blocks.block_size
+        while len(keys) <= position:
+            start = len(keys) * block_size
+            parent = keys[-1] if keys else ROOT_KEY
+            keys.append(block_key(parent, key_version, sequence.tokens[start : start + block_size]))
+        return keys[position]

@@ -2,10 +2,12 @@
 
 Continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first, prefill
 chunks share what is left of `max_tokens`. All in a fixed order: higher priority, then arrival.
+A request is admitted when the lengths that outputs are expected to have leave room for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from rollout.blocks.block_manager import BlockManager
 from rollout.scheduling.commit import Committed, commit_step
 from rollout.scheduling.context import Context
+from rollout.scheduling.forecast import MemoryForecast
 from rollout.scheduling.plan_builder import PlanBuilder, PlannedRows
 from rollout.scheduling.prefix_cache import PrefixCache
 from rollout.scheduling.sequence import Phase, Sequence
@@ -20,6 +23,10 @@ from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
 from rollout.step.plan import RowSampling, StepPlan
 from rollout.version_spans import VersionSpans
+
+# Every so many admissions, the request that has waited longest is next, whatever its priority.
+ADMISSIONS_PER_AGED = 16
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +64,24 @@ class Scheduler:
         max_tokens: int,
         max_paused_blocks: int,
         enable_chunked_prefill: bool,
+        schedule_conservativeness: float = 1.0,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._blocks = block_manager
         self._prefixes = prefix_cache
         self._max_tokens = max_tokens
         self._chunked = enable_chunked_prefill
-        self._context = Context(block_manager, max_paused_blocks=max_paused_blocks)
+        forecast = MemoryForecast(block_manager, conservativeness=schedule_conservativeness)
+        self._context = Context(block_manager, forecast, max_paused_blocks=max_paused_blocks)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[PlannedRows] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
+        self._num_admissions = 0
+        self._admitted: list[Sequence] = []  # by the schedule that is being made
+        self._leaders: dict[int, Sequence] = {}  # by group: whose prefill the others wait for
+        self._refused: tuple[object, ...] = ()  # the head that had no room, and what was so then
+        self._was_prefill_alone = False
 
     # ---- requests
 
@@ -87,6 +101,7 @@ class Scheduler:
 
         Tokens beyond the first `num_prompt` were generated before.
         """
+        num_blocks = self._blocks.blocks_for
         sequence = Sequence(
             request_id=request_id,
             order=(-priority, self._num_arrivals),
@@ -96,6 +111,9 @@ class Scheduler:
             sampling=sampling,
             stop_rule=stop_rule,
             wants_prompt_logprobs=wants_prompt_logprobs,
+            num_prompt_blocks=num_blocks(num_prompt),
+            max_blocks=num_blocks(stop_rule.max_length - 1),
+            length_draw=_exponential_draw(self._num_arrivals),
         )
         self._num_arrivals += 1
         self._sequences[request_id] = sequence
@@ -107,8 +125,14 @@ class Scheduler:
         Its blocks are free at once, or when no plan in flight uses them any more.
         """
         sequence = self._sequences.pop(request_id)
+        if sequence.group_id is not None and self._leaders.get(sequence.group_id) is sequence:
+            del self._leaders[sequence.group_id]
         self._context.finish(sequence)
         return sequence.kv_spans.copy()
+
+    def blocks_of(self, request_id: int) -> list[int]:
+        """The request's blocks, also those it shares."""
+        return self._sequences[request_id].blocks.copy()
 
     def kv_spans(self, request_id: int) -> VersionSpans:
         """Which version wrote the KV of each of the request's positions, so far."""
@@ -118,14 +142,18 @@ class Scheduler:
         """Blocks that hold live KV, ascending."""
         return self._blocks.used_blocks()
 
+    def uses_block(self, block: int) -> bool:
+        """Whether the block holds live KV."""
+        return self._blocks.is_used(block)
+
     def drop_unused_blocks(self) -> None:
         """Forget indexed blocks that no request uses."""
         self._blocks.drop_unused()
 
     def note_new_version(self) -> None:
-        """The weights changed: indexed blocks that only the old version could find are freed."""
+        """The weights changed: blocks that only the old version could find are found no more."""
         if self._prefixes is not None and self._prefixes.is_isolated:
-            self._blocks.drop_unused()
+            self._blocks.start_index_generation()
 
     @property
     def is_idle(self) -> bool:
@@ -149,28 +177,25 @@ class Scheduler:
     def schedule(self, weights_version: int) -> Schedule:
         """Plan the next step and mark its tokens as planned. Changes blocks, rows and phases."""
         builder = PlanBuilder(self._next_step_id, weights_version)
-        was = {id(s): s.phase for s in self._context.active}
-        runnable, copies, evicted = self._context.reserve_in_order()
-        evicted += self._context.evict_excess()
-        builder.add_copies(copies)
-        for sequence in runnable:
-            if sequence.is_decoding:
-                builder.add_decode(sequence)
-        for sequence in runnable:
-            if sequence.num_uncomputed > 0 and not sequence.is_on_device:
-                count = self._chunk_size(builder, sequence)
-                if count:
-                    self._add_prefill(builder, sequence, count)
-        paused = self._context.paused
-        num_hits = 0 if paused or evicted else self._admit(builder)
+        reserved, self._admitted = self._context.reserve_in_order(), []
+        builder.add_copies(reserved.copies)
+        may_admit = not (self._context.paused or reserved.preempted)
+        num_hits = 0
+        if may_admit and self._head_needs_the_step(len(reserved.runnable)):
+            num_hits = self._admit(builder)
+        self._was_prefill_alone = not builder.is_empty
+        if builder.is_empty:
+            self._add_running(builder, reserved.runnable)
+            if may_admit:
+                num_hits = self._admit(builder)
         return Schedule(
             plan=None if builder.is_empty else self._launch(builder),
             num_forked=len(builder.behind.forks),
             num_prefix_hit_tokens=num_hits,
-            admitted=_ids(s for s in self._context.active if id(s) not in was),
-            paused=_ids(s for s in paused if was[id(s)] is Phase.RUNNING),
-            resumed=_ids(s for s in runnable if was[id(s)] is Phase.PAUSED),
-            evicted=_ids(evicted),
+            admitted=_ids(sorted(self._admitted, key=lambda s: s.order)),
+            paused=_ids(reserved.paused),
+            resumed=_ids(reserved.resumed),
+            evicted=_ids(reserved.preempted),
         )
 
     def commit(self, plan: StepPlan, output: StepOutput) -> Committed:
@@ -181,10 +206,11 @@ class Scheduler:
         if self._prefixes is not None:
             for sequence, _ in behind.computed:
                 if sequence.phase is not Phase.DONE:
-                    self._prefixes.note_written(sequence)
+                    self._prefixes.note_written(sequence, plan.weights_version)
         for sampled in committed.sampled:
             if sampled.finish_reason is not None:
-                self._context.finish(self._sequences.pop(sampled.request_id))
+                sequence = self._sequences.pop(sampled.request_id)
+                self._context.finish(sequence, has_stopped=sampled.finish_reason == "stop")
         self._context.settle(behind)
         return committed
 
@@ -196,7 +222,7 @@ class Scheduler:
         touched: dict[int, Sequence] = {}
         while self._in_flight:
             behind = self._in_flight.popleft()
-            touched |= {id(s): s for s in (*(s for s, _ in behind.computed), *behind.sampled)}
+            touched |= {id(s): s for s in behind.sequences()}
             self._context.settle(behind)
         return _ids(self._context.requeue(s for s in touched.values() if s.phase is not Phase.DONE))
 
@@ -205,14 +231,9 @@ class Scheduler:
         return _ids(self._context.requeue(self._context.active))
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
-        """Send the requests whose oldest KV was written before `version` back to the queue.
-
-        Nobody may share such KV any more: indexed blocks of it are freed.
-        """
+        """Send the requests whose oldest KV was written before `version` back to the queue."""
         too_old = [s for s in self._context.active if len(s.kv_spans) and s.kv_min < version]
-        requeued = _ids(self._context.requeue(too_old))
-        self._blocks.drop_unused(older_than=version)
-        return requeued
+        return _ids(self._context.requeue(too_old))
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
         self._next_step_id += 1
@@ -220,6 +241,15 @@ class Scheduler:
         return builder.build()
 
     # ---- prefill and admission
+
+    def _add_running(self, builder: PlanBuilder, runnable: list[Sequence]) -> None:
+        """Plan those in context: a token of each that decodes, then chunks of the prompts begun."""
+        builder.add_decodes([s for s in runnable if s.is_on_device])
+        if builder.num_tokens == len(runnable):
+            return
+        for sequence in runnable:
+            if not sequence.is_on_device and (count := self._chunk_size(builder, sequence)):
+                self._add_prefill(builder, sequence, count)
 
     def _chunk_size(self, builder: PlanBuilder, sequence: Sequence) -> int:
         """Tokens of the sequence's prefill that this step has room for; 0 if it must wait.
@@ -245,12 +275,22 @@ class Scheduler:
 
         Each will want a block of its own. One that wants its prompt scored computes it itself.
         """
-        limit = min(self._blocks.num_free_rows, self._blocks.num_free_blocks)
-        siblings = self._context.waiting.siblings(leader)
-        fresh = [s for s in siblings if s.is_fresh and not s.wants_prompt_logprobs]
-        for child in fresh[:limit]:
+        self._leaders.pop(leader.group_id or 0, None)
+        leader.writable_end = 0  # its last block is shared now
+        num_blocks_wanted = 0
+        for child in self._context.waiting.siblings(leader):
+            if not child.is_fresh or child.wants_prompt_logprobs:
+                continue
+            num_blocks_wanted += 1
+            if not self._blocks.num_free_rows or num_blocks_wanted > self._blocks.num_free_blocks:
+                return
             child.blocks = self._blocks.fork(leader.blocks)
-            self._context.activate(child)
+            child.num_shared_blocks = leader.num_computed // self._blocks.block_size
+            if not self._context.fits(child, num_untaken=1):
+                self._blocks.release(child.blocks)
+                child.num_shared_blocks = 0
+                return
+            self._activate(child)
             builder.add_fork(leader, child)
 
     def _admit(self, builder: PlanBuilder) -> int:
@@ -258,22 +298,56 @@ class Scheduler:
 
         Returns how many of their tokens were found in the prefix index.
         """
-        num_hits = 0
-        while len(self._context.waiting) and self._blocks.num_free_rows:
-            sequence = self._context.waiting.head
-            if self._awaits_leader(sequence):
+        waiting, num_hits = self._context.waiting, 0
+        while len(waiting) and self._blocks.num_free_rows and builder.num_tokens < self._max_tokens:
+            if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
+                waiting.promote_longest_waiting()
+            sequence = waiting.head
+            if self._awaits_leader(sequence) or self._refused == self._situation(builder, sequence):
                 break
             num_found = self._adopt_prefix(sequence, builder.weights_version)
             count = self._chunk_size(builder, sequence)
-            table, end = sequence.blocks, sequence.num_tokens
-            if not count or self._blocks.reserve(table, sequence.num_computed, end) is None:
-                self._blocks.release(table)
+            if not count or not self._takes_first_blocks(sequence):
+                self._blocks.release(sequence.blocks)
                 sequence.restart()
+                if count:
+                    self._refused = self._situation(builder, sequence)
                 break
             num_hits += num_found
-            self._context.activate(sequence)
+            self._activate(sequence)
+            if sequence.group_id is not None and sequence.is_fresh:
+                self._leaders[sequence.group_id] = sequence
+            self._num_admissions += 1
             self._add_prefill(builder, sequence, count)
         return num_hits
+
+    def _head_needs_the_step(self, num_running: int) -> bool:
+        """Without chunked prefill: whether the head of the queue fits a step, but none with the
+        running rows beside it. They then wait for one step, and the next one is theirs.
+        """
+        if self._chunked or self._was_prefill_alone or not len(self._context.waiting):
+            return False
+        num_tokens = self._context.waiting.head.num_tokens
+        return num_tokens <= self._max_tokens < num_tokens + num_running
+
+    def _takes_first_blocks(self, sequence: Sequence) -> bool:
+        """Give the head of the queue blocks for all tokens it has, if it is expected to fit."""
+        start, end = sequence.num_computed, sequence.num_tokens
+        if self._blocks.reserve(sequence.blocks, start, end) is None:
+            return False
+        sequence.writable_end = len(sequence.blocks) * self._blocks.block_size
+        return self._context.fits(sequence)
+
+    def _activate(self, sequence: Sequence) -> None:
+        self._context.activate(sequence)
+        self._admitted.append(sequence)
+
+    def _situation(self, builder: PlanBuilder, head: Sequence) -> tuple[object, ...]:
+        """What decides whether the head has room. Forecasts are of blocks, so they hold for about
+        as many steps as a block has tokens.
+        """
+        period = self._next_step_id // self._blocks.block_size
+        return (head.order, builder.weights_version, self._context.num_freed, period)
 
     def _adopt_prefix(self, sequence: Sequence, version: int) -> int:
         """Pin blocks that hold the sequence's first tokens; the others are reserved after that."""
@@ -285,10 +359,13 @@ class Scheduler:
         """Its group's prompt is being computed now: it will be forked."""
         if sequence.group_id is None or not sequence.is_fresh or sequence.wants_prompt_logprobs:
             return False
-        return any(
-            s.group_id == sequence.group_id and s.is_fresh and not s.is_on_device
-            for s in self._context.active
-        )
+        leader = self._leaders.get(sequence.group_id)
+        return leader is not None and leader.phase in (Phase.RUNNING, Phase.PAUSED)
+
+
+def _exponential_draw(arrival: int) -> float:
+    """Quantile `arrival` of a sequence that fills the exponential distribution evenly."""
+    return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
 def _ids(sequences: Iterable[Sequence]) -> tuple[int, ...]:

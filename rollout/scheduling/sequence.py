@@ -30,7 +30,13 @@ class Sequence:
     num_computed    positions whose KV is written
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_prompt      length of the original prompt, before any checkpoint
+    num_in_flight   plans in flight that it has a part in
+    writable_end    positions before this one can be written: their blocks are there, and its own
     kv_spans        committed: the version that wrote each position's KV; kv_sum, kv_min over them
+    prefix_keys     of its first blocks, as far as they were looked up or indexed, under
+                    `prefix_key_version`; the first `num_indexed_blocks` are in the index
+    num_output_blocks, num_prompt_blocks, max_blocks, num_shared_blocks, length_draw: for the
+                    forecast of its length; shared blocks are counted with whoever brought them
     """
 
     request_id: int
@@ -41,6 +47,9 @@ class Sequence:
     sampling: RowSampling
     stop_rule: StopRule
     wants_prompt_logprobs: bool
+    num_prompt_blocks: int
+    max_blocks: int  # at max_length
+    length_draw: float
 
     phase: Phase = Phase.WAITING
     row: int = 0
@@ -49,16 +58,24 @@ class Sequence:
     num_computed: int = 0
     num_tokens: int = 0
     num_in_flight: int = 0
-    is_on_device: bool = False  # the last token was sampled in this row
+    writable_end: int = 0
+    is_on_device: bool = False  # it decodes: its last token was sampled in this row
     is_new_row: bool = False  # the row's sampling parameters are not sent yet
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_sum: int = 0
     kv_min: int = 0
-    indexed_keys: list[bytes] = field(default_factory=list)  # of the first blocks, in the index
+    prefix_keys: list[bytes] = field(default_factory=list)
+    prefix_key_version: int = 0
+    num_indexed_blocks: int = 0
     is_indexable: bool = True  # False once a block could not be indexed
+
+    num_output_blocks: int = 0  # those that the length estimator knows of
+    num_shared_blocks: int = 0
+    max_length: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
+        self.max_length = self.stop_rule.max_length
 
     @property
     def num_uncomputed(self) -> int:
@@ -66,18 +83,9 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def is_decoding(self) -> bool:
-        return self.is_on_device and self.num_uncomputed == 1
-
-    @property
     def is_fresh(self) -> bool:
         """Nothing of it has been sampled and committed yet."""
         return len(self.tokens) == self.num_prompt
-
-    @property
-    def is_full(self) -> bool:
-        """Nothing more may be planned: the token in flight is its last."""
-        return self.num_tokens >= self.stop_rule.max_length
 
     @property
     def scores_prompt(self) -> bool:
@@ -89,9 +97,10 @@ class Sequence:
         self.phase = Phase.WAITING
         self.row, self.num_blocks_sent, self.num_computed = 0, 0, 0
         self.num_tokens = len(self.tokens)
+        self.writable_end = self.num_shared_blocks = 0
         self.is_on_device = False
         self.kv_spans, self.kv_sum, self.kv_min = VersionSpans(), 0, 0
-        self.indexed_keys, self.is_indexable = [], True
+        self.num_indexed_blocks, self.is_indexable = 0, True
 
     def note_written(self, count: int, version: int) -> None:
         """The next `count` positions' KV was written by `version`."""
@@ -109,4 +118,7 @@ class Sequence:
         """A fork's KV is its parent's."""
         self.kv_spans = parent.kv_spans.copy()
         self.kv_sum, self.kv_min = parent.kv_sum, parent.kv_min
-        self.indexed_keys, self.is_indexable = list(parent.indexed_keys), parent.is_indexable
+        self.prefix_keys = list(parent.prefix_keys)
+        self.prefix_key_version = parent.prefix_key_version
+        self.num_indexed_blocks = parent.num_indexed_blocks
+        self.is_indexable = parent.is_indexable

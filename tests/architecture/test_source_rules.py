@@ -117,8 +117,8 @@ def test_whole_config_is_caught_outside_the_wirers(
 
 
 def test_file_of_301_lines_is_caught(made_up: MadeUp) -> None:
-    files = {"rollout/kv/cache.py": "x = 1\n" * 301, "rollout/kv/layout.py": "x = 1\n" * 300}
-    assert size_violations(made_up(files)) == ["rollout/kv/cache.py: 301 lines, limit 300"]
+    files = {"rollout/kv/cache.py": "x = 1\n" * 451, "rollout/kv/layout.py": "x = 1\n" * 450}
+    assert size_violations(made_up(files)) == ["rollout/kv/cache.py: 451 lines, limit 450"]
 
 
 def test_function_of_61_lines_is_caught(made_up: MadeUp) -> None:

@@ -136,22 +136,41 @@ def _known(blocks: BlockManager, text: Text) -> list[Text]:
     return [text[: i + 1] for i in range(len(found(blocks, text)))]
 
 
-def test_blocks_over_old_kv_are_dropped_with_all_behind_them_unless_they_are_used() -> None:
-    blocks = manager()
-    for text, versions in (((1, 2, 3), (5, 4, 5)), ((6, 7), (3, 3))):
-        table: list[int] = []
-        blocks.reserve(table, 0, len(text) * BLOCK)
-        for position, version in enumerate(versions):
-            blocks.index(table, position, keys_of(text)[position], spans(*[version] * BLOCK))
-        if text != (6, 7):
-            blocks.release(table)
-    blocks.drop_unused(older_than=5)
-    assert (len(found(blocks, (1, 2, 3))), len(found(blocks, (6, 7)))) == (1, 2)
-    blocks.release(table)
-    blocks.drop_unused(older_than=4)
-    assert (len(found(blocks, (1, 2, 3))), len(found(blocks, (6, 7)))) == (1, 0)
-    assert blocks.num_indexed_blocks == 1
-    assert blocks.num_free_blocks == 8
+def test_a_block_behind_kv_older_than_allowed_is_not_found_either() -> None:
+    blocks, table = manager(), []
+    keys = keys_of((1, 2))
+    blocks.reserve(table, 0, 2 * BLOCK)
+    for position, written in enumerate((spans(1, 1, 1, 1), spans(3, 3, 3, 3))):
+        assert blocks.index(table, position, keys[position], written)
+    assert [len(blocks.find_prefix(keys, oldest)) for oldest in (1, 2)] == [2, 0]
+
+
+def test_unused_kv_that_is_too_old_gives_its_key_and_in_time_its_block_to_younger_kv() -> None:
+    blocks, old = manager(2), []
+    (key,) = keys_of((1,))
+    blocks.reserve(old, 0, BLOCK)
+    assert blocks.index(old, 0, key, spans(1, 1, 1, 1))
+    blocks.release(old)
+    young: list[int] = []
+    blocks.reserve(young, 0, BLOCK)
+    assert not blocks.index(young, 0, key, spans(2, 2, 2, 2), oldest_version=1)
+    assert blocks.index(young, 0, key, spans(2, 2, 2, 2), oldest_version=2)
+    assert found(blocks, (1,)) == young == [2]
+    assert (blocks.num_indexed_blocks, blocks.num_free_blocks) == (1, 1)
+    assert blocks.reserve(young, BLOCK, 2 * BLOCK) == []
+    assert young == [2, 1]
+
+
+def test_a_new_generation_finds_nothing_of_the_old_one_and_gets_all_its_space() -> None:
+    blocks = manager(4)
+    live = compute(blocks, (1, 2))
+    blocks.release(compute(blocks, (3,)))
+    blocks.start_index_generation()
+    assert found(blocks, (1, 2)) == found(blocks, (3,)) == []
+    assert (blocks.num_indexed_blocks, blocks.num_free_blocks) == (0, 2)
+    blocks.release(live)
+    assert blocks.num_free_blocks == 4
+    assert compute(blocks, (5, 6, 7, 8)) == found(blocks, (5, 6, 7, 8))
 
 
 def test_a_block_with_a_live_child_is_never_given_up() -> None:

@@ -157,7 +157,12 @@ def test_one_bad_member_refuses_the_whole_group() -> None:
 IMPOSSIBLE: dict[str, tuple[int, dict[str, Any], type[Exception], str]] = {
     "too long": (MAX_LENGTH, {}, MaxSequenceLengthOverflowError, f"{MAX_LENGTH}"),
     "pool": (97, {"num_blocks": 12}, BlockOverflowError, "97 tokens .*96.*buffer_size_gb"),
-    "step": (65, {"max_tokens": 64}, TokenOverflowError, "65 .*64.*enable_chunked_prefill"),
+    "step": (
+        65,
+        {"max_tokens": 64, "enable_chunked_prefill": False},
+        TokenOverflowError,
+        "65 .*64.*enable_chunked_prefill",
+    ),
 }
 
 

@@ -83,7 +83,7 @@ def test_the_rest_of_a_prompt_shrinks_with_each_chunk_also_again_after_a_suspend
 
 
 def test_statuses_follow_the_request() -> None:
-    engine = tiny_engine(model(), num_blocks=7, max_requests=3)
+    engine = tiny_engine(model(), num_blocks=7, max_requests=3, paused_buffer_size_gb=1.0)
     for i in range(4):
         engine.add_request(prompt_of(9, seed=i), params(30))
     status = {i: engine.get_record(i).current.status for i in range(4)}
@@ -109,7 +109,11 @@ def test_statuses_follow_the_request() -> None:
 
 def test_pauses_and_evictions_are_logged_in_order() -> None:
     engine = tiny_engine(
-        model(), num_blocks=8, track_paused_request_events=True, track_generated_token_events=True
+        model(),
+        num_blocks=8,
+        paused_buffer_size_gb=1.0,
+        track_paused_request_events=True,
+        track_generated_token_events=True,
     )
     jobs = [(prompt_of(12, seed=i), params(24)) for i in range(4)]
     requests = generate_all(engine, jobs)

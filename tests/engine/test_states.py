@@ -181,7 +181,7 @@ def test_abort_of_one_of_two_in_a_quiet_state(state: EngineState, mode: str) -> 
 
 
 def test_abort_of_a_request_that_waits_for_blocks() -> None:
-    engine = tiny_engine(model(), num_blocks=7)
+    engine = tiny_engine(model(), num_blocks=7, paused_buffer_size_gb=1.0)
     for _ in range(3):
         engine.add_request(prompt_of(9), PARAMS)
     for _ in range(9):  # all three fill their second block together, and one block is left

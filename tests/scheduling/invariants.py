@@ -41,7 +41,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     """Blocks and rows are free, or held as often as named, also by who is gone but in flight."""
     holders = {id(s): s for s in scheduler._sequences.values() if s.phase is not Phase.WAITING}
     for behind in scheduler._in_flight:
-        for sequence in (*(s for s, _ in behind.computed), *behind.sampled):
+        for sequence in behind.sequences():
             holders[id(sequence)] = sequence
     for sequence in scheduler._context.waiting:
         assert not sequence.blocks
@@ -60,24 +60,37 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def check_index(scheduler: Scheduler, users: Counter[int]) -> list[int]:
-    """Whoever is indexed has its ancestors indexed, and used if it is. Returns unused blocks."""
-    blocks = scheduler._blocks
-    entries = list(blocks._index._by_key.values())
-    assert {entry.block: entry for entry in entries} == blocks._index._by_block
-    children = Counter(id(entry.parent) for entry in entries if entry.parent is not None)
-    for entry in entries:
-        assert (entry.released_at is None) == bool(users[entry.block])
-        assert entry.num_children == children[id(entry)]
-        if entry.parent is not None:
-            assert blocks._index._by_key[entry.parent.key] is entry.parent
-            assert users[entry.parent.block] >= users[entry.block]
-        if scheduler._prefixes is not None and scheduler._prefixes.is_isolated:
-            assert len(list(entry.spans)) == 1, "a mixed block is indexed"
-            assert entry.parent is None or entry.parent.spans == entry.spans
-    unused = [entry.block for entry in entries if entry.released_at is not None]
-    assert len(unused) == blocks._index.num_unused
+    """Whoever can be found has its predecessors in the index, and they are released after it.
+
+    Returns the blocks kept without a user.
+    """
+    blocks, index = scheduler._blocks, scheduler._blocks._index
+    entries = list(index._by_key.values())
+    assert {entry.block: entry for entry in entries} == index._by_block
+    unused = list(index._unused)
+    assert not any(users[block] for block in unused)
+    assert {entry.block for entry in entries if not users[entry.block]} <= set(unused)
+    assert len(unused) == index.num_unused
     assert blocks._keeps_unused or not unused
+    current = [entry for entry in entries if entry.generation == index._generation]
+    assert len(current) == len(index)
+    ranks = {block: rank for rank, block in enumerate(unused)}
+    for sequence in scheduler._context.active:
+        for position in range(1, sequence.num_indexed_blocks):
+            first, second = sequence.blocks[position - 1 : position + 1]
+            if second in index._by_block and index._by_block[second] in current:
+                assert (
+                    index._by_block[first].oldest_version >= index._by_block[second].oldest_version
+                )
+            assert ranks.get(first, len(ranks)) >= ranks.get(second, -1)
+    if scheduler._prefixes is not None and scheduler._prefixes.is_isolated:
+        assert all(len(list(entry.spans)) == 1 for entry in entries), "a mixed block is indexed"
     return unused
+
+
+def orders(scheduler: Scheduler) -> dict[int, tuple[int, int]]:
+    """Each request's place, which changes only for one that waited too long."""
+    return {request_id: s.order for request_id, s in scheduler._sequences.items()}
 
 
 def check_schedule(
@@ -86,6 +99,7 @@ def check_schedule(
     known: dict[int, Known],
     before: Before,
     schedule: Schedule,
+    promoted: set[int],
 ) -> None:
     """Limits, order, and who may be paused, resumed, evicted."""
     orders = [s.order for s in scheduler._context.active]
@@ -100,14 +114,14 @@ def check_schedule(
         assert len(schedule.plan.sample_rows) <= sizes.num_rows
     elif not before.num_plans:
         assert counts.num_waiting + counts.num_running + counts.num_paused == 0
-    _check_oldest(scheduler, before, schedule)
+    _check_oldest(scheduler, sizes, before, schedule)
     _check_paused(scheduler, sizes, before, schedule)
     _check_resumed(scheduler, before, schedule)
-    _check_admitted(scheduler, known, schedule)
+    _check_admitted(scheduler, known, schedule, promoted)
     _check_hits(scheduler, sizes, known, schedule)
 
 
-def _check_oldest(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
+def _check_oldest(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: Schedule) -> None:
     """The oldest is never evicted; it runs, or all that could make room for it is in flight."""
     if not before.active:
         return
@@ -116,7 +130,9 @@ def _check_oldest(scheduler: Scheduler, before: Before, schedule: Schedule) -> N
     oldest = next(s for s in scheduler._context.active if s.request_id == first.request_id)
     if not before.num_plans:
         assert schedule.plan is not None
-        assert oldest.row in schedule.plan.rows
+        num_decodes = schedule.plan.num_decode_rows
+        is_prefill_alone = not sizes.chunked and schedule.admitted and not num_decodes
+        assert oldest.row in schedule.plan.rows or is_prefill_alone
     elif oldest.phase is Phase.PAUSED:
         assert {s.request_id for s in others if not s.is_in_flight} <= set(schedule.evicted)
 
@@ -141,7 +157,9 @@ def _check_resumed(scheduler: Scheduler, before: Before, schedule: Schedule) -> 
             assert not paused or sequence.order < min(paused)
 
 
-def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Schedule) -> None:
+def _check_admitted(
+    scheduler: Scheduler, known: dict[int, Known], schedule: Schedule, promoted: set[int]
+) -> None:
     """Strictly in the order of the queue, save forks, and nobody while others want blocks."""
     if schedule.plan is None:
         assert not schedule.admitted
@@ -152,8 +170,8 @@ def _check_admitted(scheduler: Scheduler, known: dict[int, Known], schedule: Sch
     if computing:
         assert not schedule.evicted
         assert not in_phase(known, "paused")
-        newest = max(known[i].order for i in computing)
-        assert all(known[i].order > newest for i in in_phase(known, "waiting"))
+        newest = max((known[i].order for i in computing if i not in promoted), default=(-99, 0))
+        assert all(known[i].order > newest for i in in_phase(known, "waiting") if i not in promoted)
 
 
 def _check_hits(

@@ -23,7 +23,8 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How small the engine is. `depth`: how many plans may be in flight.
+    """How small the engine is. `depth`: how many plans may be in flight. `conservativeness` 0:
+    requests are admitted without a thought of what others will need.
 
     `prefixes` None: no block is shared but in a group.
     """
@@ -32,7 +33,8 @@ class Sizes:
     block_size: int = 4
     num_rows: int = 4
     max_tokens: int = 16
-    max_paused_blocks: int = 8
+    max_paused_blocks: int = 0
+    conservativeness: float = 0.0
     chunked: bool = True
     depth: int = 1
     poison: frozenset[int] = frozenset()

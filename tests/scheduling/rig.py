@@ -43,6 +43,7 @@ def make_scheduler(sizes: Sizes) -> Scheduler:
         max_tokens=sizes.max_tokens,
         max_paused_blocks=sizes.max_paused_blocks,
         enable_chunked_prefill=sizes.chunked,
+        schedule_conservativeness=sizes.conservativeness,
         prefix_cache=prefix_cache,
     )
 
@@ -116,8 +117,15 @@ class Rig:
         """Plan one step and check the decision."""
         before = invariants.observe(self.scheduler)
         schedule = self.scheduler.schedule(self.version)
+        promoted = set()  # it has waited longest: at the head whatever its priority
+        for request_id, order in invariants.orders(self.scheduler).items():
+            if self.known[request_id].order != order:
+                self.known[request_id].order = order
+                promoted.add(request_id)
         self._note(schedule)
-        invariants.check_schedule(self.scheduler, self.sizes, self.known, before, schedule)
+        invariants.check_schedule(
+            self.scheduler, self.sizes, self.known, before, schedule, promoted
+        )
         invariants.check_blocks(self.scheduler)
         self.schedules.append(schedule)
         if schedule.plan is not None:

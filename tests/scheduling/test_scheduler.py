@@ -68,8 +68,17 @@ def test_one_token_is_asked_for_and_no_second_step_runs() -> None:
     assert len(rig.plans) == 1
 
 
-def test_the_newest_is_evicted_when_the_oldest_needs_its_block() -> None:
-    rig = Rig(Sizes(num_blocks=5, block_size=2, num_rows=3))
+def test_the_newest_is_preempted_when_an_older_one_needs_a_block() -> None:
+    rig = Rig(Sizes(num_blocks=6, block_size=2, num_rows=3))
+    for _ in range(3):
+        rig.add(prompt(3), Sample(num_new=4))
+    rig.drain()
+    assert not any(s.paused for s in rig.schedules)
+    assert [s.evicted for s in rig.schedules if s.evicted] == [(2,)]
+
+
+def test_with_a_buffer_for_them_requests_pause_until_the_oldest_needs_their_blocks() -> None:
+    rig = Rig(Sizes(num_blocks=5, block_size=2, num_rows=3, max_paused_blocks=5))
     rig.add(prompt(3), Sample(num_new=6))
     rig.add(prompt(3), Sample(num_new=6))
     rig.drain()

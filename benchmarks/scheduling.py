@@ -1,0 +1,265 @@
+"""Throughput when KV blocks run out: the scheduler against one that knows every length beforehand.
+
+    python benchmarks/scheduling.py            # a minute
+    python benchmarks/scheduling.py --small    # seconds: shows that it runs, not how well
+
+No model runs: every output's length is drawn beforehand, and the scheduler learns of an end only
+when it comes, as it would from a model. Nothing is timed, so the figures are the same on every
+machine. Writes a Markdown page and a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.machine import describe
+from benchmarks.pages import publish
+from rollout import InferenceConfig
+from rollout.blocks.block_manager import BlockManager
+from rollout.scheduling.scheduler import Scheduler
+from rollout.scheduling.stopping import StopRule
+from rollout.step.output import StepOutput
+from rollout.step.plan import RowSampling, StepPlan
+
+ROOT = Path(__file__).parent
+POOL_FRACTIONS = (0.25, 0.5, 0.75)
+MAX_TOKENS = 16384
+TOKEN, END = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests that arrive together. `lengths`: tokens that each generates before it ends."""
+
+    name: str
+    num_prompt: int
+    max_new: int  # the limit that the scheduler knows
+    lengths: tuple[int, ...]
+    block_size: int = 16
+
+    @property
+    def needed_blocks(self) -> int:
+        """Blocks for all requests at their ends, together."""
+        return sum(blocks_of(self, length) for length in self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One simulated run. `oracle_steps` knows all lengths and never evicts."""
+
+    workload: str
+    pool_fraction: float
+    num_blocks: int
+    steps: int
+    oracle_steps: int
+    mean_batch: float
+    num_generated: int
+    num_recomputed: int
+    num_evictions: int
+
+    @property
+    def steps_over_oracle(self) -> float:
+        return self.steps / self.oracle_steps
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Tokens computed more than once, as a fraction of those generated."""
+        return self.num_recomputed / self.num_generated
+
+
+def workloads(num_requests: int) -> list[Workload]:
+    """Equal lengths; lengths nobody can foresee; a limit far above what is used."""
+    draw = np.random.default_rng(0)
+    uniform = draw.integers(1, 513, num_requests)
+    lognormal = np.exp(draw.normal(np.log(150), 0.8, num_requests)).astype(int).clip(1, 512)
+    long_tail = np.exp(draw.normal(np.log(300), 0.7, num_requests)).astype(int).clip(1, 4096)
+    cases: list[tuple[str, int, Sequence[int]]] = [
+        ("all 512", 512, [512] * num_requests),
+        ("uniform to 512", 512, uniform.tolist()),
+        ("lognormal, median 150, limit 512", 512, lognormal.tolist()),
+        ("lognormal, median 300, limit 4096", 4096, long_tail.tolist()),
+    ]
+    return [
+        Workload(name=name, num_prompt=32, max_new=max_new, lengths=tuple(lengths))
+        for name, max_new, lengths in cases
+    ]
+
+
+def blocks_of(workload: Workload, num_new: int) -> int:
+    """Blocks of a request whose last token is its `num_new`-th; that one's KV is never written."""
+    return -(-(workload.num_prompt + num_new - 1) // workload.block_size)
+
+
+def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], int]:
+    """Run the scheduler to the end. Returns its steps, their plans, and the number of evictions."""
+    num_requests = len(workload.lengths)
+    scheduler = Scheduler(
+        BlockManager(num_blocks=num_blocks, block_size=workload.block_size, num_rows=num_requests),
+        max_tokens=MAX_TOKENS,
+        max_paused_blocks=0,
+        enable_chunked_prefill=True,
+    )
+    for request in range(num_requests):
+        _add(scheduler, workload, request)
+    ends = EndOfEach(workload)
+    plans, num_evictions = [], 0
+    while not scheduler.is_idle:
+        schedule = scheduler.schedule(0)
+        assert schedule.plan is not None
+        num_evictions += len(schedule.evicted)
+        scheduler.commit(schedule.plan, ends.output(schedule.plan))
+        plans.append(schedule.plan)
+    return len(plans), plans, num_evictions
+
+
+def _add(scheduler: Scheduler, workload: Workload, request: int) -> None:
+    scheduler.add(
+        request,
+        [TOKEN] * workload.num_prompt,
+        num_prompt=workload.num_prompt,
+        priority=0,
+        group_id=None,
+        sampling=RowSampling(
+            seed=request,
+            temperature=1.0,
+            top_k=0,
+            top_p=0.0,
+            min_p=0.0,
+            logprobs_mode=None,
+            top_n=0,
+        ),
+        stop_rule=StopRule(
+            end_ids=(END,), stop_words=(), max_length=workload.num_prompt + workload.max_new
+        ),
+        wants_prompt_logprobs=False,
+    )
+
+
+class EndOfEach:
+    """In a model's place: ends each request at the length that was drawn for it."""
+
+    def __init__(self, workload: Workload) -> None:
+        lengths = np.array(workload.lengths, dtype=np.int64)
+        self._last_positions = workload.num_prompt + lengths - 1
+        self._last_position_of_row = np.zeros(len(lengths) + 1, dtype=np.int64)
+
+    def output(self, plan: StepPlan) -> StepOutput:
+        for row, sampling in plan.new_rows:
+            self._last_position_of_row[row] = self._last_positions[sampling.seed]
+        is_last = plan.sample_positions >= self._last_position_of_row[plan.sample_rows]
+        return StepOutput(
+            token_ids=np.where(is_last, END, TOKEN), is_finite=np.ones(len(is_last), dtype=bool)
+        )
+
+
+def oracle_steps(workload: Workload, num_blocks: int) -> int:
+    """Steps of first come, first served where each request starts as soon as all of its future fits.
+
+    It knows every length, so it never evicts, and no block is kept free for what does not come.
+    """
+    longest = max(workload.lengths)
+    used = np.zeros(longest + 1, dtype=np.int64)  # blocks from now on, by step
+    waiting = [_blocks_by_step(workload, length) for length in reversed(workload.lengths)]
+    steps = last_end = 0
+    while waiting:
+        while waiting and (used[: len(waiting[-1])] + waiting[-1] <= num_blocks).all():
+            future = waiting.pop()
+            used[: len(future)] += future
+            last_end = max(last_end, steps + len(future))
+        used = np.append(used[1:], 0)
+        steps += 1
+    return last_end
+
+
+def _blocks_by_step(workload: Workload, length: int) -> NDArray[np.int64]:
+    """Blocks that a request holds in each of its steps."""
+    positions = workload.num_prompt + np.arange(length)
+    return -(-positions // workload.block_size)
+
+
+def measure(
+    cases: Sequence[Workload], fractions: Sequence[float], advance: Callable[[], None]
+) -> list[Outcome]:
+    """Every workload with every pool."""
+    outcomes = []
+    for workload in cases:
+        for fraction in fractions:
+            num_blocks = int(fraction * workload.needed_blocks)
+            steps, plans, num_evictions = simulate(workload, num_blocks)
+            num_computed = sum(plan.num_tokens for plan in plans)
+            num_generated = sum(workload.lengths)
+            num_once = len(workload.lengths) * (workload.num_prompt - 1) + num_generated
+            outcome = Outcome(
+                workload=workload.name,
+                pool_fraction=fraction,
+                num_blocks=num_blocks,
+                steps=steps,
+                oracle_steps=oracle_steps(workload, num_blocks),
+                mean_batch=sum(len(plan.sample_rows) for plan in plans) / steps,
+                num_generated=num_generated,
+                num_recomputed=num_computed - num_once,
+                num_evictions=num_evictions,
+            )
+            outcomes.append(outcome)
+            advance()
+    return outcomes
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """A page: one row per workload and pool."""
+    lines = [
+        f"# Scheduling when KV blocks run out, {results['date']}",
+        "",
+        f"{results['num_requests']} requests arrive together, prompts of 32 tokens, blocks of 16. "
+        "The pool is a fraction of what all of them need at their ends. The oracle knows every "
+        "length, starts each request as soon as all of its future fits, and never evicts. "
+        "Recomputed: tokens computed more than once, as a fraction of those generated.",
+        "",
+        "| output lengths | pool | steps | oracle | ratio | mean batch | recomputed | evictions |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for outcome in (Outcome(**values) for values in results["outcomes"]):
+        lines.append(
+            f"| {outcome.workload} | {outcome.pool_fraction:.0%} | {outcome.steps:,} "
+            f"| {outcome.oracle_steps:,} | **{outcome.steps_over_oracle:.2f}** "
+            f"| {outcome.mean_batch:.0f} | **{outcome.recomputed_fraction:.1%}** "
+            f"| {outcome.num_evictions:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Simulate, print and write. Returns what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=256, help="of each workload")
+    parser.add_argument("--small", action="store_true", help="few requests")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    arguments = parser.parse_args(argv)
+    num_requests = 16 if arguments.small else arguments.requests
+    console = Console(stderr=True)
+    cases = workloads(num_requests)
+    with Progress(console=console) as progress:
+        task = progress.add_task("simulated runs", total=len(cases) * len(POOL_FRACTIONS))
+        outcomes = measure(cases, POOL_FRACTIONS, lambda: progress.advance(task))
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "num_requests": num_requests,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    publish(results, as_markdown(results), "scheduling", arguments.output, console)
+    return results
+
+
+if __name__ == "__main__":
+    main()
