@@ -92,7 +92,7 @@ def _metrics(scored: Sequence[_Scored], seconds: float, prefix: str) -> dict[str
     valid = [[r for r in each.rewards if not math.isnan(r)] for each in scored]
     rewards = [reward for each in valid for reward in each]
     rollouts = [rollout for each in scored for rollout in each.rollouts]
-    lengths = [len(rollout.generated_ids) for rollout in rollouts]
+    lengths = [rollout.num_generated_tokens for rollout in rollouts]
     versions = [v for rollout in rollouts for v in set(rollout.policy_versions.tolist())]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
     squares = [(reward - mean) ** 2 for reward in rewards]
