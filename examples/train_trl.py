@@ -68,7 +68,16 @@ class TrlJobSettings:
 
 
 def run_job(settings: TrlJobSettings) -> None:
-    """Warm up, train with the engine, compare, and write summary.json."""
+    """Warm up, train with the engine, compare, and write summary.json.
+
+    Raises ConfigError if trl is not installed, before anything takes time.
+    """
+    try:
+        import trl  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "this example needs trl: pip install 'rollout-engine[trl,demo]'"
+        ) from error
     disable_progress_bar()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     torch.manual_seed(settings.seed)

@@ -30,7 +30,7 @@ from trainer_hooks.producer import (
 )
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
-from trainer_hooks.rewards import RewardRunner, VerlReward, WeightedRewards
+from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.threaded_llm import ThreadedLLM
 from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync
@@ -46,6 +46,7 @@ __all__ = [
     "PromptItem",
     "PromptLedger",
     "PromptTicket",
+    "RewardFunctionError",
     "RewardRunner",
     "Rollout",
     "RolloutBatch",

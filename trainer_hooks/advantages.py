@@ -111,7 +111,8 @@ def overlong_penalties(
 ) -> torch.Tensor:
     """What to add to the rewards of long completions, float32 [B] in [-1, 0].
 
-    0 up to `max_length` - `cache_length` tokens, then falling linearly to -1 at `max_length`.
+    `completion_lengths_B`: generated tokens, as a RolloutBatch has them; what tools said is not
+    the policy's doing. 0 up to `max_length` - `cache_length`, then linearly to -1 at `max_length`.
     Raises ConfigError unless 0 < cache_length <= max_length.
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """

@@ -25,7 +25,9 @@ class RolloutBatch:
 
     `mask_BT` is True on the generated tokens, of all turns, of rollouts that did not fail; not on
     prompts and tool output. Log-probs, lags and staleness are 0 where it is False; column t belongs
-    to token t. A completion is everything after the first turn's prompt.
+    to token t.
+    `prompt_lengths_B`: tokens before the first generated one. `completion_lengths_B`: generated
+    tokens, of all turns, also of failed rollouts; not what tools said. `lengths_B`: all tokens.
     `policy_lag_BT`: train_version - version that sampled the token.
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
@@ -43,6 +45,7 @@ class RolloutBatch:
     rewards_B: torch.Tensor  # float32
     prompt_lengths_B: torch.Tensor  # int64
     completion_lengths_B: torch.Tensor  # int64
+    lengths_B: torch.Tensor  # int64
     train_version: int
 
     def __len__(self) -> int:
@@ -51,7 +54,7 @@ class RolloutBatch:
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
         """The rollouts that an index or bool tensor names, cut to the longest of them."""
-        lengths_B = (self.prompt_lengths_B + self.completion_lengths_B)[rows]
+        lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
         chosen: dict[str, Any] = {}
         for field in fields(self):
@@ -104,13 +107,12 @@ def collate_rollouts(
         )
         for name in rows[0]
     }
-    prompt_lengths_B = torch.tensor([rollout.num_prompt_tokens for rollout in rollouts])
-    lengths_B = torch.tensor([rollout.num_tokens for rollout in rollouts])
     return RolloutBatch(
         **padded,
         rewards_B=rewards_B,
-        prompt_lengths_B=prompt_lengths_B,
-        completion_lengths_B=lengths_B - prompt_lengths_B,
+        prompt_lengths_B=torch.tensor([rollout.num_prompt_tokens for rollout in rollouts]),
+        completion_lengths_B=torch.tensor([rollout.num_generated_tokens for rollout in rollouts]),
+        lengths_B=torch.tensor([rollout.num_tokens for rollout in rollouts]),
         train_version=train_version,
     )
 

@@ -14,7 +14,7 @@ from rollout.step.seeds import mix_seed
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, encoded_for, tokenizer_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows
-from trainer_hooks.rewards import RewardRunner, as_runner, score_rollouts
+from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rollouts import Rollout, as_rollout
 
@@ -46,8 +46,8 @@ async def evaluate(
     `version_max`, the versions that sampled its tokens; equal where the answer is that of one
     version. `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over
     prompts of the best sample. `sampling_params` with a seed give each prompt one of its own.
-    Raises ConfigError for prompts that PromptLedger refuses, TimeoutError after `timeout_s`
-    seconds, with everything aborted.
+    Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
+    function that never succeeds, TimeoutError after `timeout_s` seconds, with everything aborted.
     """
     loop = asyncio.get_running_loop()
     if n < 1 or max_concurrent < 1:
@@ -68,7 +68,10 @@ async def evaluate(
         async with places:
             requests = await llm.generate(prompt, params, n)
         rollouts = [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
-        rewards = await score_rollouts(reward, item, rollouts, text)
+        try:
+            rewards = await score_rollouts(reward, item, rollouts, text)
+        except RewardFailed:  # the runner has logged it
+            rewards = [math.nan] * len(rollouts)
         return _Scored(rollouts=rollouts, rewards=rewards)
 
     tasks = [asyncio.ensure_future(score(i, item)) for i, item in enumerate(items)]
@@ -89,7 +92,7 @@ def _metrics(scored: Sequence[_Scored], seconds: float, prefix: str) -> dict[str
     valid = [[r for r in each.rewards if not math.isnan(r)] for each in scored]
     rewards = [reward for each in valid for reward in each]
     rollouts = [rollout for each in scored for rollout in each.rollouts]
-    lengths = [len(rollout.generated_ids) for rollout in rollouts]
+    lengths = [rollout.num_generated_tokens for rollout in rollouts]
     versions = [v for rollout in rollouts for v in set(rollout.policy_versions.tolist())]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
     squares = [(reward - mean) ** 2 for reward in rewards]

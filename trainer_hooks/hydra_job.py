@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -54,6 +55,18 @@ def run_hydra_job(
         entry(compose_and_call)()
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
+
+
+def wandb_names(run_name: str, part: str) -> tuple[str, str]:
+    """Name and group of the W&B run of `part` of this job, such as "seed_0".
+
+    The jobs of a `--multirun` share a group; each is named after its number and its overrides.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return f"{run_name}-{part}", run_name
+    job, overrides = HydraConfig.get().job, HydraConfig.get().overrides.task
+    given = ",".join(item.lstrip("+").removeprefix(f"{COMMAND_LINE_KEY}.") for item in overrides)
+    return f"{run_name}-{job.num}-{part}-{given}", f"{run_name}-multirun"
 
 
 def config_report(settings: Any, notes: Sequence[str] = ()) -> RenderableType:

@@ -59,6 +59,11 @@ class Rollout:
         return [token for turn in self.requests for token in turn.generated_tokens]
 
     @property
+    def num_generated_tokens(self) -> int:
+        """Of all turns; what tools said is not counted."""
+        return sum(len(turn.generated_tokens) for turn in self.requests)
+
+    @property
     def generated_mask_T(self) -> torch.Tensor:
         """True on the generated tokens of all turns, bool [num_tokens]."""
         mask_T = torch.zeros(self.num_tokens, dtype=torch.bool)

@@ -34,6 +34,7 @@ from trainer_hooks import (
     load_checkpoint,
     save_checkpoint,
 )
+from trainer_hooks.hydra_job import wandb_names
 from trainer_hooks.metrics import DEFAULT_COLUMNS, ProgressView, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.version_counter import WeightsVersionCounter
@@ -155,9 +156,11 @@ def open_logger(
     """The run's metrics.jsonl, its view and, if wanted, its wandb run."""
     wandb_run = None
     if settings.logger.wandb != "off":
+        name, group = wandb_names(settings.run_name, directory.name)
         wandb_run = start_wandb_run(
             project=settings.logger.wandb_project,
-            name=f"{settings.run_name}-{directory.name}",
+            name=name,
+            group=group,
             directory=directory,
             config=asdict(settings),
             mode=settings.logger.wandb,

@@ -47,6 +47,13 @@ class WarmupSettings:
     check_interval: int  # steps between two measurements
     check_prompts: int
 
+    def __post_init__(self) -> None:
+        if self.max_steps < 1 or self.check_interval < 1:
+            raise ConfigError(
+                f"max_steps={self.max_steps} and check_interval={self.check_interval} of the "
+                "warm-up must be 1 or more; for none set target_reward=0 and max_steps=1"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:

@@ -61,7 +61,8 @@ def supervise(
 ) -> Iterator[WarmupStep]:
     """Supervised steps until `sampled_reward()` is at least `settings.target_reward`.
 
-    Raises RolloutError if `max_steps` do not get there.
+    It is measured at the intervals that the settings name, and after the last step. Raises
+    RolloutError if `max_steps` do not get there.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     latest = -math.inf
@@ -71,7 +72,8 @@ def supervise(
         loss.backward()
         optimizer.step()
         reward = None
-        if step >= settings.first_check and step % settings.check_interval == 0:
+        is_due = step >= settings.first_check and step % settings.check_interval == 0
+        if is_due or step == settings.max_steps:
             reward = latest = sampled_reward()
         yield WarmupStep(step, loss.item(), reward)
         if latest >= settings.target_reward:

@@ -18,6 +18,7 @@ from examples.grpo.settings import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
 from trainer_hooks.config_loading import init_field_types, load_dataclass
+from trainer_hooks.hydra_job import wandb_names
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.settings import DataSettings, ProducerSettings, WeightSyncSettings
 
@@ -104,10 +105,11 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 JOB = """
 from examples.grpo.settings import JobSettings
-from trainer_hooks.hydra_job import run_hydra_job
+from trainer_hooks.hydra_job import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
+    print("wandb", *wandb_names(settings.run_name, "seed_0"))
 
 run_hydra_job(report, JobSettings, config_path="pkg://conf", config_name="train_grpo")
 """
@@ -141,8 +143,17 @@ def test_an_alias_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) 
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
     assert "config: num_generations=6 (TRL) is algorithm.group_size=6" in job.stdout
     assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
+    others = "actor.clip_ratio_high=0.4,run_name=sweep"
+    assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
+        (f"sweep-{number}-seed_0-num_generations={size},{others}", "sweep-multirun")
+        for number, size in ((0, 4), (1, 6))
+    ]
     sweep = tmp_path / "outputs" / "train_grpo" / "sweep-multirun"
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
+
+
+def test_a_job_of_its_own_is_named_after_its_run() -> None:
+    assert wandb_names("demo", "seed_3") == ("demo-seed_3", "demo")
 
 
 def test_an_alias_and_its_key_with_different_values_end_a_job(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from examples.grpo.interrupt import stop_on_interrupt
 from examples.grpo.loop import train
 from examples.grpo.run import open_run
 from examples.train_grpo import run_seed
-from rollout import EngineState, RolloutError
+from rollout import ConfigError, EngineState, RolloutError
 from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks.checkpoint import read_trainer_state
 from trainer_hooks.metrics import read_jsonl
@@ -114,6 +114,19 @@ def test_a_warm_up_that_does_not_get_there_says_what_to_change(tmp_path: Path) -
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=2)
     with pytest.raises(RolloutError, match=r"warmup\.max_steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
+
+
+def test_a_warm_up_that_ends_before_its_first_check_measures_what_it_reached(
+    tmp_path: Path,
+) -> None:
+    settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=3, warmup__first_check=60)
+    with pytest.raises(RolloutError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
+        run_seed(tmp_path / "seed_0", settings, seed=0)
+
+
+def test_a_warm_up_without_a_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_steps=0"):
+        tiny_settings(warmup__max_steps=0)
 
 
 def test_the_engine_logs_into_the_run_if_it_logs_at_all(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ pytest.importorskip("trl")
 
 from examples.grpo.policy import build_policy, build_tokenizer
 from examples.grpo.task import PalindromeTask, ProblemStream
-from examples.train_trl import TrainerFactory, TrlJobSettings, reward_summary
-from rollout import LLM, EngineState, InferenceConfig, RolloutError
+from examples.train_trl import TrainerFactory, TrlJobSettings, reward_summary, run_job
+from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks.trl_rollouts import TRLRollouts
 
@@ -50,6 +51,12 @@ def job(**engine: Any) -> tuple[TrainerFactory, Any, LLM]:
     config: InferenceConfig = settings.engine.replace(**engine)
     data = TrainerFactory(settings, task, tokenizer, ProblemStream(task, 0))
     return data, policy, LLM(policy, inference_config=config)
+
+
+def test_without_trl_the_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[trl,demo\]'"):
+        run_job(trl_settings())
 
 
 def test_trl_trains_on_our_tokens_with_log_probs_equal_to_its_own(tmp_path: Path) -> None:

@@ -43,3 +43,8 @@ def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     if data_source == "detailed":
         return {"score": solution_str == ground_truth, "length": len(solution_str)}
     return float(solution_str.index(ground_truth))
+
+
+def misspelled(completions: Sequence[str]) -> list[float]:
+    """A typo, as users make them."""
+    return [float(lenght(each)) for each in completions]  # type: ignore[name-defined] # noqa: F821

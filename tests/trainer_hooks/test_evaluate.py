@@ -17,6 +17,7 @@ from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.rewards import RewardFunctionError
 
 PROMPTS = [{"prompt": [i, i], "level": i} for i in range(4)]
 
@@ -53,6 +54,22 @@ class LoggingLLM(FakeLLM):
     ) -> Any:
         self.prompts.append(prompts)
         return await super().generate([1, 2], sampling_params, n)
+
+
+def test_a_reward_function_that_raises_fails_its_samples_once_it_has_succeeded() -> None:
+    async def hates_three(completion_ids: Any, level: list[int]) -> list[float]:
+        return [1.0 / (3 - each) for each in level]
+
+    metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, hates_three, n=2))
+    assert metrics["eval/failed_fraction"] == 0.25
+
+
+def test_a_reward_function_that_never_succeeds_is_an_error() -> None:
+    async def misspelled(completion_ids: Any) -> list[float]:
+        return [float(lenght(ids)) for ids in completion_ids]  # type: ignore[name-defined] # noqa: F821
+
+    with pytest.raises(RewardFunctionError, match="lenght"):
+        run_virtually(evaluate(FakeLLM(), PROMPTS, misspelled, n=2))
 
 
 def test_failed_samples_count_in_the_failed_fraction_alone() -> None:

@@ -10,7 +10,7 @@ import torch
 from rollout.errors import ConfigError
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.test_time_account import stats_of
-from trainer_hooks import RolloutBatch, collate_rollouts
+from trainer_hooks import Rollout, RolloutBatch, collate_rollouts, overlong_penalties
 from trainer_hooks.metrics import (
     EngineUse,
     TimeAccount,
@@ -49,6 +49,26 @@ def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
     assert metrics["completions/max_terminated_length"] == 2.0
     assert (metrics["reward/min"], metrics["reward/max"]) == (0.25, 1.0)
     assert metrics["entropy"] == 1.25
+
+
+def batch_with_a_tool() -> RolloutBatch:
+    """One rollout, of 3 generated tokens with 50 of a tool's between them, and one that failed."""
+    first = finished_request([1, 2], [10], versions=[0])
+    second = finished_request([1, 2, 10, *[9] * 50], [11, 12], versions=[0, 0])
+    failed = finished_request([1, 2], [10, 11], versions=[0, 0])
+    return collate_rollouts([Rollout([first, second]), failed], [1.0, None], train_version=0)
+
+
+def test_what_a_tool_said_is_not_counted_as_generated() -> None:
+    metrics = rollout_metrics(batch_with_a_tool(), 2, finish_reasons=["length", "stop"])
+    assert metrics["completions/mean_length"] == metrics["completions/max_length"] == 3.0
+    assert metrics["completions/num_tokens"] == 3 + 2
+    assert metrics["prompts/num_tokens"] == 2 + 2
+
+
+def test_what_a_tool_said_makes_no_completion_overlong() -> None:
+    lengths_B = batch_with_a_tool().completion_lengths_B
+    assert overlong_penalties(lengths_B, max_length=20, cache_length=10).tolist() == [0.0, 0.0]
 
 
 def test_failed_rollouts_are_in_no_group_statistics() -> None:

@@ -99,6 +99,15 @@ def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:
     assert run.exit_code == 0
 
 
+def test_a_view_alone_is_a_logger_and_nothing_at_all_is_none() -> None:
+    text = io.StringIO()
+    with MetricsLogger(console=ProgressView(Console(file=text))) as logger:
+        logger.log({"reward": 0.5}, step=10)
+    assert "reward 0.500" in text.getvalue()
+    with pytest.raises(ConfigError, match="jsonl, wandb or console"):
+        MetricsLogger()
+
+
 def test_the_engine_can_write_to_a_logger_and_its_rows_take_the_latest_axes(tmp_path: Path) -> None:
     with MetricsLogger(jsonl=tmp_path / "m.jsonl") as logger:
         assert isinstance(logger, MetricsWriter)

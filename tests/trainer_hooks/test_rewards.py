@@ -145,7 +145,7 @@ def test_a_blocking_function_blocks_no_event_loop_and_runs_once_at_a_time() -> N
 
 def test_workers_outlive_what_functions_do_to_them() -> None:
     async def work() -> None:
-        with RewardRunner(unruly, workers=1, timeout_s=1.0) as runner:
+        with RewardRunner(unruly, workers=1, timeout_s=1.0, max_attempts=1) as runner:
 
             async def one(completion: str) -> float:
                 return (await runner.score(["?"], [completion], [[1]], {}))[0]

@@ -29,7 +29,7 @@ async def score_one(runner: RewardRunner, completion: str, **columns: Any) -> fl
 
 def test_a_wrong_function_in_a_process_is_no_failed_rollout() -> None:
     async def work() -> None:
-        with RewardRunner(told, workers=1) as runner:
+        with RewardRunner(told, workers=1, max_attempts=1) as runner:
             assert await score_one(runner, "x", answer=[0.5]) == 0.5
             for wrong, named in (
                 (None, "returned None"),

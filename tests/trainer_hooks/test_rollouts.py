@@ -40,7 +40,8 @@ def test_the_mask_is_on_the_generated_tokens_of_all_turns_and_on_nothing_else() 
     assert batch.behaviour_logprobs_BT[0].tolist() == [0, 0, 0, -1, -2, 0, 0, -1, -1, -2, -3]
     assert batch.policy_lag_BT[0].tolist() == [0, 0, 0, 2, 2, 0, 0, 1, 1, 0, 0]
     assert batch.kv_lag_BT[0].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0.5]
-    assert (int(batch.prompt_lengths_B[0]), int(batch.completion_lengths_B[0])) == (3, 8)
+    lengths = (batch.prompt_lengths_B, batch.completion_lengths_B, batch.lengths_B)
+    assert [int(each_B[0]) for each_B in lengths] == [3, 6, 11]
 
 
 def test_kv_staleness_is_that_of_the_turn_that_generated_the_token() -> None:

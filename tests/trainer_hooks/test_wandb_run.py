@@ -16,8 +16,13 @@ pytest.importorskip("wandb")
 
 def test_an_offline_run_is_written_below_the_given_directory(tmp_path: Path) -> None:
     run = start_wandb_run(
-        project="test", name="offline", directory=tmp_path / "run", config={"seed": 0}
+        project="test",
+        name="o" * 200,
+        group="sweep",
+        directory=tmp_path / "run",
+        config={"seed": 0},
     )
+    assert (run.name, run.group) == ("o" * 128, "sweep")
     with MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run) as logger:
         logger.log({"reward": 0.5}, step=1, version=2)
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))

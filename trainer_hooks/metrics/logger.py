@@ -1,4 +1,4 @@
-"""MetricsLogger: one `log` for the JSONL file, wandb and the console."""
+"""MetricsLogger: one `log` for a JSONL file, wandb and the console."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.jsonl import JsonlWriter
 from trainer_hooks.metrics.wandb_run import with_histograms
@@ -37,7 +38,7 @@ class MetricsView(Protocol):
 
 
 class MetricsLogger:
-    """Writes each row of metrics to a JSONL file and, where given, to a wandb run and a view.
+    """Writes each row of metrics to those that are given of a JSONL file, a wandb run and a view.
 
     Also serves as `metrics_writer` of an InferenceConfig: rows logged without a step or version,
     as the engine's are, take those of the latest row that had them. Histogram columns also go to
@@ -48,12 +49,15 @@ class MetricsLogger:
 
     def __init__(
         self,
-        jsonl: Path | str,
+        jsonl: Path | str | None = None,
         wandb: WandbRun | None = None,
         console: MetricsView | None = None,
         resume_step: int | None = None,
     ) -> None:
-        self._jsonl = JsonlWriter(jsonl, resume_step)
+        """Raises ConfigError if there is nothing to write to."""
+        if jsonl is None and wandb is None and console is None:
+            raise ConfigError("a MetricsLogger writes to something: give jsonl, wandb or console")
+        self._jsonl = None if jsonl is None else JsonlWriter(jsonl, resume_step)
         self._wandb = wandb
         self._console = console
         self._axes: dict[str, int] = {}
@@ -67,7 +71,8 @@ class MetricsLogger:
         if version is not None:
             self._axes[ROLLOUT_VERSION] = version
         row = {**self._axes, **metrics}
-        self._jsonl.log(row)
+        if self._jsonl is not None:
+            self._jsonl.log(row)
         if self._wandb is not None:
             self._wandb.log(with_histograms(row))
         if self._console is not None:
@@ -75,7 +80,8 @@ class MetricsLogger:
 
     def close(self, exit_code: int = 0) -> None:
         """Close all sinks; a non-zero `exit_code` marks the wandb run as failed."""
-        self._jsonl.close()
+        if self._jsonl is not None:
+            self._jsonl.close()
         if self._console is not None:
             self._console.close()
         if self._wandb is not None:

@@ -55,7 +55,7 @@ METRIC_NAMES = (
         "response_length/mean",
         "mean_traj_length",
         "tokens",
-        "of rollouts that did not fail",
+        "generated, of rollouts that did not fail; tool output is not counted",
     ),
     _N(
         "completions/min_length",

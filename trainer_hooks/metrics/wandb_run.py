@@ -13,6 +13,7 @@ from trainer_hooks.metrics.axes import AXIS_OF_METRIC, ROLLOUT_VERSION, TRAINER_
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histograms
 
 WandbMode = Literal["online", "offline", "disabled"]
+_MAX_NAME_LENGTH = 128
 
 
 def start_wandb_run(
@@ -23,11 +24,13 @@ def start_wandb_run(
     config: Mapping[str, Any],
     mode: WandbMode = "offline",
     resume: bool = False,
+    group: str | None = None,
 ) -> Any:
     """A wandb run with its step axes declared, to be given to MetricsLogger.
 
     `offline` needs no account and no network; `wandb sync` uploads later. `resume` goes on with the
-    run that a killed process left in `directory`. Raises ConfigError if wandb is not installed.
+    run that a killed process left in `directory`. `group`: what the runs of a sweep share. A `name`
+    is cut to the length that wandb takes. Raises ConfigError if wandb is not installed.
     """
     try:
         import wandb
@@ -39,7 +42,8 @@ def start_wandb_run(
     directory.mkdir(parents=True, exist_ok=True)
     run = wandb.init(
         project=project,
-        name=name,
+        name=name[:_MAX_NAME_LENGTH],
+        group=group,
         dir=str(directory),
         config=dict(config),
         mode=mode,

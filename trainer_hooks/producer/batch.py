@@ -11,7 +11,16 @@ from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.prompt_item import PromptItem
 
 # What became of prompts while a batch was made, under the names of its metrics.
-_FATES = ("aborted", "failed", "filtered", "stale", "error", "retried", "refilled")
+_FATES = (
+    "aborted",
+    "failed",
+    "reward_failed",  # those of the failed whose score failed
+    "filtered",
+    "stale",
+    "error",
+    "retried",
+    "refilled",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM, encoded_for
 from trainer_hooks.prompt_item import PromptItem
 from trainer_hooks.prompt_ledger import PromptTicket
-from trainer_hooks.rewards import RewardRunner, score_rollouts
+from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 
 Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 class GroupMaker:
     """Generates `group_size` samples of a prompt, scores them, and tries again if too many failed.
 
+    A score that fails is tried again by the runner, with the same samples; a prompt whose score
+    fails to the end is given up without another generation.
     Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, prompt index,
     attempt), and `generate` mixes the sample's index in.
     """
@@ -54,13 +56,21 @@ class GroupMaker:
         return self._reward.last_error
 
     async def make(
-        self, ticket: PromptTicket, item: PromptItem, on_retry: Callable[[], None]
+        self, ticket: PromptTicket, item: PromptItem, count: Callable[[str], None]
     ) -> ScoredGroup | None:
-        """The group; None if no attempt had enough valid samples. Raises what generation raises."""
+        """The group; None if no attempt had enough valid samples, or their score failed.
+
+        `count` is called with "retried" for each attempt after the first, and with "reward_failed".
+        Raises what generation raises, and RewardFunctionError.
+        """
         for attempt in range(self._max_attempts):
             if attempt:
-                on_retry()
-            group = await self._attempt(ticket, item, attempt)
+                count("retried")
+            try:
+                group = await self._attempt(ticket, item, attempt)
+            except RewardFailed:  # the runner has logged it
+                count("reward_failed")
+                return None
             if len(group.valid_rewards) >= self._min_valid_samples:
                 return group
         return None

@@ -31,8 +31,9 @@ class OpenBatch:
     """Runs a task per prompt, and refills until it has its groups. Every ticket that it was issued
     is in one of its groups, in a task, consumed, or given back.
 
-    `counts` by fate: trained is not among them, the others are aborted, failed, filtered, stale,
-    error, retried, refilled. `error`: what stopped it, until somebody takes it.
+    `counts` by fate: trained is not among them, the others are aborted, failed (reward_failed are a
+    part of these), filtered, stale, error, retried, refilled. `error`: what stopped it, until
+    somebody takes it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class OpenBatch:
 
     async def _make(self, ticket: PromptTicket) -> ScoredGroup | None:
         item = self._ledger.item(ticket)
-        return await self._maker.make(ticket, item, lambda: self.counts.update(["retried"]))
+        return await self._maker.make(ticket, item, lambda fate: self.counts.update([fate]))
 
     def _take(self, task: Task) -> None:
         """A task has ended."""
@@ -126,13 +127,21 @@ class OpenBatch:
         self._num_refills += 1
         self.counts["refilled"] += 1
         if self._num_refills > self._rules.max_refills and self.error is None:
-            self.error = ProducerError(
-                f"a batch of {self._rules.num_groups} groups needed more than max_refills="
-                f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "
-                f"filtered for equal rewards, {self.counts['failed']} failed at every attempt, "
-                f"{self.counts['stale']} grew too old; the last failure of the reward function "
-                f"was {self._maker.last_reward_error!r}"
-            )
+            self.error = self._refill_error()
+
+    def _refill_error(self) -> ProducerError:
+        cause, of_rewards = None, ""
+        if self.counts["reward_failed"]:
+            cause = self._maker.last_reward_error
+            of_rewards = f" (the reward function's last error was {cause!r})"
+        error = ProducerError(
+            f"a batch of {self._rules.num_groups} groups needed more than max_refills="
+            f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "
+            f"filtered for equal rewards, {self.counts['failed']} failed{of_rewards}, "
+            f"{self.counts['stale']} grew too old"
+        )
+        error.__cause__ = cause
+        return error
 
     def _give_up_running(self, reason: str) -> None:
         running, self._running = self._running, {}

@@ -15,6 +15,7 @@ from trainer_hooks.rewards.calling import (
     numbers_of,
     rewards_of,
 )
+from trainer_hooks.rewards.failures import FailureLog
 
 
 class WeightedRewards:
@@ -66,11 +67,13 @@ class VerlReward:
 
     It returns a number, or a mapping with "score". The columns are those of verl's rows:
     data_source, extra_info, and reward_model with "ground_truth" in it (or ground_truth itself).
-    A sample whose call raises or gives no number has no reward; the others keep theirs.
+    A sample whose call raises or gives no number has no reward, and the error is logged; the others
+    keep theirs. If it raises for every sample, so does this.
     """
 
-    def __init__(self, compute_score: Callable[..., float | Mapping[str, Any]]) -> None:
+    def __init__(self, compute_score: Callable[..., Any]) -> None:
         self._compute_score = compute_score
+        self._failures = FailureLog(name_of(compute_score))
 
     def __call__(
         self,
@@ -87,16 +90,23 @@ class VerlReward:
             ground_truth = [model["ground_truth"] for model in reward_model]
         nothing = [None] * len(completions)
         sources, infos = data_source or nothing, extra_info or nothing
-        return [
-            self._score(*sample)
-            for sample in zip(sources, completions, ground_truth, infos, strict=True)
-        ]
+        scores: list[float | None] = []
+        errors: list[Exception] = []
+        for sample in zip(sources, completions, ground_truth, infos, strict=True):
+            try:
+                scores.append(self._score(*sample))
+            except Exception as error:  # the user's function may raise anything
+                scores.append(None)
+                errors.append(error)
+        if errors and len(errors) == len(scores):
+            raise errors[0]
+        for failure in errors:
+            self._failures.add(failure)
+        return scores
 
     def _score(self, source: Any, solution: str, truth: Any, info: Any) -> float | None:
-        try:
-            score = self._compute_score(
-                data_source=source, solution_str=solution, ground_truth=truth, extra_info=info
-            )
-            return float(score["score"] if isinstance(score, Mapping) else score)
-        except Exception:  # the user's function; a sample that it cannot judge has no reward
-            return None
+        score = self._compute_score(
+            data_source=source, solution_str=solution, ground_truth=truth, extra_info=info
+        )
+        score = score["score"] if isinstance(score, Mapping) else score
+        return None if score is None else float(score)

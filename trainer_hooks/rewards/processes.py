@@ -10,18 +10,15 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from rollout.apis.clean_process import needs_main, start_clean_process
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError
 from trainer_hooks.rewards.calling import RewardFunction, rewards_of
+from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed, RewardProcessesClosed
 from trainer_hooks.rewards.turns import Turns
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 2.0
 
 Result = TypeVar("Result")
-
-
-class RewardFailed(RolloutError):
-    """A reward function raised, took too long, or its process died."""
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -77,13 +74,13 @@ class RewardProcesses:
     ) -> Any:
         """What the function returns, as `rewards_of` gives it. Raises ConfigError if it does.
 
-        Raises RewardFailed, also for those who wait for a process when this is closed; the process
-        is replaced if it must be.
+        Raises RewardFailed, caused by the function's own traceback where it raised; the process is
+        replaced if it must be. Raises RewardProcessesClosed for those who wait when this is closed.
         """
         turn = await self._turns.take()
         try:
             if self._is_closed:
-                raise RewardFailed("the reward's processes were closed before its turn came")
+                raise RewardProcessesClosed("the reward's processes were closed before its turn")
             return await self._call_one(args, named, timeout_s)
         finally:
             self._turns.give_back(turn)
@@ -93,7 +90,7 @@ class RewardProcesses:
     ) -> Any:
         worker = self._idle.pop() if self._idle else self._start()
         try:
-            is_ok, result = await in_thread(lambda: worker.call(args, named, timeout_s))
+            rewards, error = await in_thread(lambda: worker.call(args, named, timeout_s))
         except BaseException:
             # It may still compute, also for a caller who was cancelled: nobody else may get it.
             worker.kill()
@@ -101,9 +98,9 @@ class RewardProcesses:
             self.num_replaced += 1
             raise
         self._idle.append(worker)
-        if not is_ok:
-            raise result
-        return result
+        if error is not None:
+            raise error from error.__cause__
+        return rewards
 
     def _start(self) -> _Worker:
         worker = _Worker(self._reward_fn)
@@ -127,8 +124,8 @@ class _Worker:
 
     def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
-    ) -> tuple[bool, Any]:
-        """(whether it returned, its result or the error to raise). Blocks.
+    ) -> tuple[Any, Exception | None]:
+        """What the function returned, and the error to raise if it raised one. Blocks.
 
         Raises RewardFailed if the process is gone, or silent for too long.
         """
@@ -137,10 +134,12 @@ class _Worker:
                 self._receive(_START_TIMEOUT_S)
                 self._is_ready = True
             self._pipe.send((args, named))
-            is_ok, result = self._receive(timeout_s)
-        except (EOFError, OSError) as error:
-            raise RewardFailed(f"the reward's process ended: {error!r}") from error
-        return is_ok, result
+            rewards, error, cause = self._receive(timeout_s)
+        except (EOFError, OSError) as lost:
+            raise RewardFailed(f"the reward's process ended: {lost!r}") from lost
+        if error is not None:
+            error.__cause__ = cause  # which no pickle of the error carries
+        return rewards, error
 
     def _receive(self, timeout_s: float | None) -> Any:
         if not self._pipe.poll(timeout_s):
@@ -161,9 +160,13 @@ def _serve(pipe: Connection, reward_fn: RewardFunction) -> None:
             args, named = pipe.recv()
         except EOFError:
             return
+        error: Exception | None = None
         try:
-            pipe.send((True, rewards_of(reward_fn, args, named)))
-        except ConfigError as error:
-            pipe.send((False, ConfigError(str(error))))
-        except Exception as error:  # the user's function; the other side makes a failed reward
-            pipe.send((False, RewardFailed(f"{type(error).__name__}: {error}")))
+            pipe.send((rewards_of(reward_fn, args, named), None, None))
+        except ConfigError as fault:
+            error, cause = ConfigError(str(fault)), RemoteTraceback.of(fault)
+        except Exception as fault:  # the user's function; the other side makes a failed reward
+            error = RewardFailed(f"{type(fault).__name__}: {fault}")
+            cause = RemoteTraceback.of(fault)
+        if error is not None:
+            pipe.send((None, error, cause))

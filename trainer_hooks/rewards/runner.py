@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import pickle
 import threading
@@ -20,10 +19,14 @@ from trainer_hooks.rewards.calling import (
     numbers_of,
     rewards_of,
 )
-from trainer_hooks.rewards.processes import RewardFailed, RewardProcesses, in_thread
+from trainer_hooks.rewards.failures import (
+    FailureLog,
+    RewardFailed,
+    RewardFunctionError,
+    RewardProcessesClosed,
+)
+from trainer_hooks.rewards.processes import RewardProcesses, in_thread
 from trainer_hooks.rewards.turns import Turn, Turns
-
-_log = logging.getLogger(__name__)
 
 
 class RewardRunner:
@@ -35,18 +38,29 @@ class RewardRunner:
     A thread cannot be ended. If its caller is cancelled, the next call waits until the function
     returns, `timeout_s` at most. If it took too long, its result is dropped, and the next call
     begins beside it, so that a function that hangs does not hold up all others.
+    `max_attempts`: calls with the same completions before a score counts as failed.
+    `max_first_failures`: so many scores that fail before any has succeeded are the function's own
+    fault, and an error. Each distinct error is logged once, with its traceback, then counted.
     A runner serves one event loop after another, and without workers several at once. Close it, or
     use it in a `with` block, to end its processes.
     """
 
     def __init__(
-        self, reward_fn: RewardFunction, workers: int = 0, timeout_s: float | None = None
+        self,
+        reward_fn: RewardFunction,
+        workers: int = 0,
+        timeout_s: float | None = None,
+        *,
+        max_attempts: int = 3,
+        max_first_failures: int = 3,
     ) -> None:
         """Raises ConfigError for numbers out of range, and for a function that workers cannot run:
         one that is async, or cannot be pickled.
         """
         if workers < 0 or (timeout_s is not None and timeout_s <= 0):
             raise ConfigError(f"workers={workers} must be 0 or more, timeout_s={timeout_s} above 0")
+        if max_attempts < 1 or max_first_failures < 1:
+            raise ConfigError(f"{max_attempts=} and {max_first_failures=} must be at least 1")
         if workers and is_async(reward_fn):
             raise ConfigError(f"{name_of(reward_fn)} is async: it blocks nobody, use workers=0")
         if workers:
@@ -54,6 +68,9 @@ class RewardRunner:
         self._reward_fn, self._num_workers, self._timeout_s = reward_fn, workers, timeout_s
         self._processes: RewardProcesses | None = None
         self._turns = Turns(1)
+        self._max_attempts, self._max_first_failures = max_attempts, max_first_failures
+        self._has_succeeded, self._num_first_failures = False, 0
+        self._failures = FailureLog(name_of(reward_fn))
         self.num_failed_calls = 0
         self.last_error: BaseException | None = None
 
@@ -66,28 +83,70 @@ class RewardRunner:
     ) -> list[float]:
         """One reward per completion; NaN where the function gave None, NaN or infinity.
 
-        All NaN if it raised or took too long; `last_error` says why. `columns` hold one value per
-        completion. Raises ConfigError if the function needs another column, or does not return one
-        number per completion: that is no failed rollout.
+        All NaN if every attempt raised or took too long; `last_error` says why. `columns` hold one
+        value per completion. Raises ConfigError if the function needs another column, or does not
+        return one number per completion: that is no failed rollout. Raises RewardFunctionError for
+        one that has never succeeded, with its own traceback.
         """
-        args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         try:
-            rewards = await self._call(args, named)
-        except ConfigError:
-            raise
-        except Exception as error:  # the user's function may raise anything
-            self.num_failed_calls += 1
-            self.last_error = error
-            _log.warning("reward function %s failed: %r", name_of(self._reward_fn), error)
+            return await self.score_or_raise(prompts, completions, completion_ids, columns)
+        except RewardFailed:
             return [math.nan] * len(completions)
-        numbers = numbers_of(self._reward_fn, rewards, len(completions))
-        return [number if math.isfinite(number) else math.nan for number in numbers]
 
-    async def _call(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._num_workers:
-            if self._processes is None:
-                self._processes = RewardProcesses(self._reward_fn, self._num_workers)
-            return await self._processes.call(args, named, self._timeout_s)
+    async def score_or_raise(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[float]:
+        """As `score`; raises RewardFailed, caused by the last error, if every attempt failed."""
+        args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
+        # Those of the first attempt: once they are closed, another attempt starts no new ones.
+        processes = self._opened_processes()
+        for _ in range(self._max_attempts):
+            try:
+                rewards = await self._call(processes, args, named)
+            except ConfigError:
+                raise
+            except RewardProcessesClosed as error:
+                self.last_error = error
+                raise
+            except Exception as error:  # the user's function may raise anything
+                self.last_error = cause = error
+                self.num_failed_calls += 1
+                self._failures.add(error)
+            else:
+                numbers = numbers_of(self._reward_fn, rewards, len(completions))
+                self._has_succeeded = True
+                return [number if math.isfinite(number) else math.nan for number in numbers]
+        raise self._failed_score(cause) from cause
+
+    def _failed_score(self, error: Exception) -> RewardFailed | RewardFunctionError:
+        """What to raise for a score of which every attempt failed, the last with `error`."""
+        name = name_of(self._reward_fn)
+        if not self._has_succeeded:
+            self._num_first_failures += 1
+            if self._num_first_failures >= self._max_first_failures:
+                return RewardFunctionError(
+                    f"the reward function {name} has never succeeded: its first "
+                    f"{self._num_first_failures} scores failed, in {self._max_attempts} attempts "
+                    f"each, the last one with {error!r}; mend it, or raise max_first_failures of "
+                    "its RewardRunner"
+                )
+        return RewardFailed(f"{name} failed in {self._max_attempts} attempts: {error!r}")
+
+    def _opened_processes(self) -> RewardProcesses | None:
+        """None where the function runs in this process."""
+        if self._num_workers and self._processes is None:
+            self._processes = RewardProcesses(self._reward_fn, self._num_workers)
+        return self._processes
+
+    async def _call(
+        self, processes: RewardProcesses | None, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        if processes is not None:
+            return await processes.call(args, named, self._timeout_s)
         if is_async(self._reward_fn):
             return await self._in_time(self._reward_fn(*args, **named))
         result = await self._in_turn(args, named)

@@ -20,12 +20,12 @@ async def score_rollouts(
     """One reward per rollout; NaN for those that failed, which the function never sees.
 
     Completions are texts; ids where nobody can make text of them. A completion of several turns
-    holds what tools said, too. Raises what RewardRunner.score raises.
+    holds what tools said, too. Raises what RewardRunner.score_or_raise raises.
     """
     valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
     rewards = [math.nan] * len(rollouts)
     if valid:
-        scores = await reward.score(
+        scores = await reward.score_or_raise(
             [item.prompt] * len(valid),
             [_completion_of(rollouts[i], tokenizer) for i in valid],
             [rollouts[i].completion_ids for i in valid],

@@ -18,6 +18,7 @@ from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError, TrainingBatch
 from trainer_hooks.prompt_ledger import PromptLedger
+from trainer_hooks.rewards import RewardFunctionError
 
 PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
 
@@ -174,10 +175,8 @@ def test_a_group_with_too_few_rewards_is_made_again_with_other_seeds() -> None:
 
 
 def test_a_prompt_that_fails_at_every_attempt_is_replaced_within_its_batch() -> None:
-    async def hates_two(completion_ids: Any, level: list[int]) -> list[float]:
-        if level[0] == 2:
-            raise RuntimeError("no reward for this")
-        return [1.0] * len(level)
+    async def hates_two(completion_ids: Any, level: list[int]) -> list[float | None]:
+        return [None if level[0] == 2 else 1.0] * len(level)
 
     async def work() -> None:
         llm = FakeLLM()
@@ -194,6 +193,62 @@ def test_a_prompt_that_fails_at_every_attempt_is_replaced_within_its_batch() -> 
             assert fates["rollouts/num_failed_groups"] == 1
             assert fates["rollouts/num_retried_groups"] == 1
             assert fates["rollouts/num_refilled_groups"] == 1
+
+    run_virtually(work())
+
+
+def test_a_score_that_fails_is_tried_again_without_another_generation() -> None:
+    num_calls = Counter()
+
+    async def busy(completion_ids: Any, level: list[int]) -> list[float]:
+        num_calls[level[0]] += 1
+        if num_calls[level[0]] < 3:
+            raise ConnectionError("the judge is busy")
+        return [1.0] * len(level)
+
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, busy, max_staleness_versions=0) as producer:
+            batch = await anext(producer)
+        assert not batch.rollouts.rewards_B.isnan().any()
+        assert batch.metrics["rollouts/num_retried_groups"] == 0
+        assert (llm.num_started, num_calls) == (2 * 3, {0: 3, 1: 3})
+
+    run_virtually(work())
+
+
+def test_a_group_whose_score_fails_to_the_end_is_replaced_and_counted_with_its_reason() -> None:
+    async def hates_one(completion_ids: Any, level: list[int]) -> list[float]:
+        if level[0] == 1:
+            raise RuntimeError("no reward for this")
+        return [1.0] * len(level)
+
+    async def work() -> None:
+        llm = FakeLLM()
+        async with producer_of(llm, hates_one, max_staleness_versions=0) as producer:
+            batch = await anext(producer)
+            assert levels(batch) == [0, 2]
+            assert batch.metrics["rollouts/num_failed_groups"] == 1
+            assert batch.metrics["rollouts/num_reward_failed_groups"] == 1
+            assert llm.num_started == 3 * 3, "1 was generated once"
+
+    run_virtually(work())
+
+
+def test_a_typo_in_the_reward_function_ends_the_run_before_a_second_batch_is_generated() -> None:
+    async def misspelled(completion_ids: Any) -> list[float]:
+        return [float(ids[0]) for ids in completoin_ids]  # type: ignore[name-defined] # noqa: F821
+
+    async def work() -> None:
+        llm = FakeLLM(iter([1.0] * 30 + [2.0] * 10_000).__next__)
+        options = {"batch_groups": 4, "max_staleness_versions": 0, "num_epochs": None}
+        async with producer_of(llm, misspelled, **options) as producer:
+            with pytest.raises(RewardFunctionError) as caught:
+                await anext(producer)
+        assert isinstance(caught.value.__cause__, NameError)
+        assert caught.value.__cause__.__traceback__ is not None
+        assert llm.num_started <= 3 * (4 + 3), "a batch, and the groups that replaced the first"
+        assert producer.ledger.num_out == 0
 
     run_virtually(work())
 
@@ -228,6 +283,29 @@ def test_a_batch_that_needs_too_many_replacements_is_an_error_and_can_be_asked_f
                 await anext(producer)
             is_flat = False
             assert len(await anext(producer)) == 2
+
+    run_virtually(work())
+
+
+def test_a_batch_whose_scores_fail_too_often_is_an_error_with_the_traceback() -> None:
+    num_calls = 0
+
+    async def breaks(completion_ids: Any) -> list[float]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 2:
+            raise ConnectionError("the judge is gone")
+        return [1.0] * len(completion_ids)
+
+    async def work() -> None:
+        llm = FakeLLM()
+        options = {"max_refills": 4, "max_staleness_versions": 0}
+        async with producer_of(llm, breaks, **options) as producer:
+            await anext(producer)
+            await llm.push()
+            with pytest.raises(ProducerError, match=r"5 failed .*judge is gone") as caught:
+                await anext(producer)
+        assert isinstance(caught.value.__cause__, ConnectionError)
 
     run_virtually(work())
 
