@@ -1,0 +1,215 @@
+"""What an abort, an update and a blocked request cost as the pool and the prompts grow. One thread.
+
+    python benchmarks/scheduling_growth.py            # a minute
+    python benchmarks/scheduling_growth.py --small    # seconds: shows that it runs, not how fast
+
+CPU microseconds, medians. The sizes take turns, so that a busy machine slows all of them. No model
+runs. Writes a Markdown page and a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.machine import describe
+from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
+from rollout import InferenceConfig
+from rollout.blocks.block_manager import BlockManager
+from rollout.scheduling.prefix_cache import PrefixCache
+from rollout.scheduling.scheduler import Scheduler
+from rollout.scheduling.stopping import StopRule
+from rollout.step.output import StepOutput
+from rollout.step.plan import RowSampling
+
+ROOT = Path(__file__).parent
+BLOCK = 16
+NUM_RUNNING = 8
+PROMPT = 512
+
+
+class Bench:
+    """A scheduler over `num_blocks` blocks, with an index of unused blocks that fills the pool."""
+
+    def __init__(self, num_blocks: int, *, max_tokens: int = 1 << 30) -> None:
+        blocks = BlockManager(
+            num_blocks=num_blocks, block_size=BLOCK, num_rows=4096, keeps_unused=True
+        )
+        prefixes = PrefixCache(blocks, reuse_across_versions=False, max_age_versions=None)
+        self.scheduler = Scheduler(
+            blocks,
+            max_tokens=max_tokens,
+            max_paused_blocks=0,
+            enable_chunked_prefill=True,
+            prefix_cache=prefixes,
+        )
+        self.version = 0
+        self._next_id = 0
+
+    def add(self, tokens: list[int], max_new: int) -> int:
+        self._next_id += 1
+        self.scheduler.add(
+            self._next_id,
+            tokens,
+            num_prompt=len(tokens),
+            priority=0,
+            group_id=None,
+            sampling=RowSampling(
+                seed=0,
+                temperature=1.0,
+                top_k=0,
+                top_p=0.0,
+                min_p=0.0,
+                logprobs_mode=None,
+                top_n=0,
+            ),
+            stop_rule=StopRule(end_ids=(), stop_words=(), max_length=len(tokens) + max_new),
+            wants_prompt_logprobs=False,
+        )
+        return self._next_id
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(self.version).plan
+        if plan is not None:
+            count = len(plan.sample_rows)
+            output = StepOutput(
+                token_ids=np.full(count, 7), is_finite=np.ones(count, dtype=np.bool_)
+            )
+            self.scheduler.commit(plan, output)
+
+    def fill_index(self) -> None:
+        """Prompts that end at once leave their blocks to the index, until the pool is full."""
+        counts = self.scheduler.counts()
+        per_prompt = 64
+        for number in range(counts.num_blocks_total // per_prompt):
+            self.add(list(range(number * 7, number * 7 + per_prompt * BLOCK)), 1)
+            self.step()
+
+
+def timed(action: Callable[[], None]) -> float:
+    """CPU microseconds."""
+    start = time.thread_time_ns()
+    action()
+    return (time.thread_time_ns() - start) / 1e3
+
+
+class Abort:
+    """Of a request that runs, beside an index that fills the pool."""
+
+    name = "abort of a running request, by blocks in the pool"
+
+    def __init__(self, size: int) -> None:
+        self._bench = Bench(size)
+        self._bench.fill_index()
+
+    def sample(self) -> float:
+        request_id = self._bench.add(list(range(PROMPT)), 100)
+        self._bench.step()
+        return timed(lambda: self._bench.scheduler.remove(request_id) and None)
+
+
+class Update:
+    """To a new version, which makes a full index useless."""
+
+    name = "new weights version, by blocks in the index"
+
+    def __init__(self, size: int) -> None:
+        self._bench = Bench(size)
+        self._bench.fill_index()
+
+    def sample(self) -> float:
+        self._bench.version += 1
+        return timed(self._bench.scheduler.note_new_version)
+
+
+class BlockedHead:
+    """A step beside a queue whose head has no room, by the length of its prompt."""
+
+    name = "step beside a blocked head, by tokens of its prompt"
+
+    def __init__(self, size: int) -> None:
+        num_blocks = (size + PROMPT * NUM_RUNNING * 4) // BLOCK
+        self._bench = Bench(num_blocks)
+        for _ in range(NUM_RUNNING):
+            self._bench.add(list(range(PROMPT)), PROMPT * 2)
+        self._bench.step()
+        self._bench.add(list(range(size + PROMPT * NUM_RUNNING * 2)), PROMPT)
+        self._bench.step()
+
+    def sample(self) -> float:
+        return timed(self._bench.step)
+
+
+def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> dict[str, Any]:
+    """Medians by case and size."""
+    results: dict[str, Any] = {}
+    for case in (Abort, Update, BlockedHead):
+        benches = {size: case(size) for size in sizes}
+        samples: dict[int, list[float]] = {size: [] for size in sizes}
+        gc.collect()
+        gc.disable()
+        for _ in range(rounds):
+            for size, bench in benches.items():
+                samples[size].append(bench.sample())
+        gc.enable()
+        results[case.name] = [statistics.median(samples[size]) for size in sizes]
+        advance()
+    return results
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """A page: a row per case."""
+    sizes, machine = results["sizes"], results["machine"]
+    lines = [
+        f"# Costs as pool and prompts grow, {results['date']}",
+        "",
+        f"{machine['cpu']}, one thread, Python {machine['python']}. CPU microseconds, medians of "
+        f"{results['rounds']} interleaved rounds.",
+        "",
+        f"| | {' | '.join(f'{size:,}' for size in sizes)} | growth |",
+        "|---|" + "---:|" * (len(sizes) + 1),
+    ]
+    for name, costs in results["costs"].items():
+        cells = [f"{cost:.1f}" for cost in costs]
+        lines.append(f"| {name} | {' | '.join(cells)} | **{costs[-1] / costs[0]:.2f}** |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print and write. Returns what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--small", action="store_true", help="small pools, few rounds")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    arguments = parser.parse_args(argv)
+    sizes = (1_000, 4_000) if arguments.small else (1_000, 10_000, 100_000, 1_000_000)
+    rounds = 3 if arguments.small else arguments.rounds
+    console = Console(stderr=True)
+    with Progress(console=console) as progress:
+        task = progress.add_task("costs", total=3)
+        costs = measure(sizes, rounds, lambda: progress.advance(task))
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "rounds": rounds,
+        "sizes": list(sizes),
+        "costs": costs,
+    }
+    publish(results, as_markdown(results), "scheduling-growth", arguments.output, console)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()
