@@ -30,7 +30,7 @@ class StandIn(SimpleNamespace):
     """A trainer's settings, with the log-probs it is to find."""
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Any, Any, None]:
-        return self.logprobs_BT, torch.zeros_like(self.logprobs_BT), None
+        return self.logprobs_BT, self.entropies_BT, None
 
 
 def trl_loss(
@@ -40,6 +40,7 @@ def trl_loss(
     logprobs_BT = batch.logprobs_BT.clone().requires_grad_()
     stand_in = StandIn(
         logprobs_BT=logprobs_BT,
+        entropies_BT=batch.behaviour_BT.abs(),
         accelerator=OneProcess(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(
@@ -80,7 +81,13 @@ def our_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     logprobs_BT = batch.logprobs_BT.clone().requires_grad_()
     loss, metrics = policy_loss(
-        logprobs_BT, batch.behaviour_BT, batch.advantages_B1, batch.mask_BT, config, **options
+        logprobs_BT,
+        batch.behaviour_BT,
+        batch.advantages_B1,
+        batch.mask_BT,
+        config,
+        entropies_BT=batch.behaviour_BT.abs(),
+        **options,
     )
     loss.backward()
     assert logprobs_BT.grad is not None
