@@ -48,12 +48,13 @@ def loss_metrics(
     log_ratio_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
+    entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
     """Of the whole batch; `log_ratio_BT` = log pi - log behaviour.
 
     `ppo_kl` (k1) is from the policy that is clipped around, `approx_kl` (k3) from the behaviour
     policy; `eff_sample_size` is that of the token weights pi / behaviour; `sampled_entropy` is the
-    mean of -log pi of the sampled tokens, an estimate of the entropy if pi sampled them.
+    mean of -log pi of the sampled tokens, an estimate of `entropy` (of `entropies_BT`).
     """
     step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
     metrics = {
@@ -67,6 +68,8 @@ def loss_metrics(
         "sampled_entropy": masked_mean(-logprobs_BT, mask_BT),
         "eff_sample_size": effective_sample_size(log_ratio_BT.exp(), mask_BT),
     }
+    if entropies_BT is not None:
+        metrics["entropy"] = masked_mean(entropies_BT, mask_BT)
     if KINDS[config.kind].clips_weight:
         metrics["cispo_clip_ratio"] = metrics["clip_ratio/high_mean"]
     if terms.is_dual_BT is not None:

@@ -71,9 +71,7 @@ def policy_loss(
 
     terms = token_losses(logprobs_BT, anchor_BT, advantages_BT, mask_BT, config)
     log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
-    metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config)
-    if entropies_BT is not None:
-        metrics["entropy"] = masked_mean(entropies_BT, mask_BT)
+    metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config, entropies_BT)
     losses_BT, is_dropped_BT = terms.losses_BT, torch.zeros_like(mask_BT)
     if anchor_BT is not behaviour_BT:
         gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
