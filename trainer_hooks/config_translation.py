@@ -115,7 +115,8 @@ class AliasTranslation:
         source, _ = self._sources.get(LOSS_KIND, (f"{LOSS_KIND}={kind}", False))
         for key, value in loss_kind_settings(kind, self._value(MAX_NEW_TOKENS)).items():
             present = _lookup(self.values, key)
-            if key in self._on_command_line or not is_key(self._kind, key) or present == value:
+            is_set = present == value or (present is _MISSING and value is None)
+            if is_set or key in self._on_command_line or not is_key(self._kind, key):
                 continue
             # A default of the config's own counts only beside a kind that is a default too.
             has_default = not is_given and default_of(self._kind, key) is not None

@@ -125,9 +125,12 @@ def test_the_kl_term_is_towards_the_reference_policy() -> None:
 
 
 def test_the_entropy_is_that_of_the_policy_over_all_tokens() -> None:
-    settings = tiny_settings(algorithm__num_minibatches=1)
-    metrics = learner(Bigram(), settings).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
-    assert metrics["train/entropy"] == pytest.approx(math.log(4.0))
+    settings, policy = tiny_settings(algorithm__num_minibatches=1), Bigram()
+    with torch.no_grad():  # it answers 1 with 2 at 5/8, with the three others at 1/8
+        policy.table.weight[1, 2] = math.log(5.0)
+    metrics = learner(policy, settings).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
+    expected = 5 / 8 * math.log(8 / 5) + 3 / 8 * math.log(8)
+    assert metrics["train/entropy"] == pytest.approx(expected)
 
 
 def test_a_decoupled_step_on_fresh_rollouts_costs_and_changes_nothing() -> None:
