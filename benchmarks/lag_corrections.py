@@ -80,16 +80,14 @@ def token_weights(
 ) -> torch.Tensor:
     """What A d log pi is multiplied with per token [B, T]: the loss, differentiated."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
-    anchor_BT = {"present": None, "behaviour": None, "proximal": proximal_BT}[contestant.anchor]
-    if contestant.correction.mode == "none" and contestant.anchor == "present":
-        anchor_BT = logprobs_BT.detach()  # else it would be the behaviour policy
+    anchors = {"present": logprobs_BT.detach(), "behaviour": None, "proximal": proximal_BT}
     loss, _ = policy_loss(
         leaf_BT,
         behaviour_BT,
         advantages_B[:, None],
         torch.ones_like(leaf_BT),
         contestant.config,
-        proximal_logprobs_BT=anchor_BT,
+        proximal_logprobs_BT=anchors[contestant.anchor],
         policy_lag_BT=torch.full_like(kv_lag_BT, policy_lag),
         kv_lag_BT=kv_lag_BT,
         aggregation_denominator=1.0,

@@ -27,6 +27,7 @@ from examples.grpo.async_loop import run_async
 from examples.grpo.evaluate import greedy_reward
 from examples.grpo.learner import make_grpo_learner
 from examples.grpo.loop import train
+from examples.grpo.reference import load_reference, save_reference
 from examples.grpo.run import Run, open_run
 from examples.grpo.settings import JobSettings
 from examples.grpo.summary import RunSummary, summarise, summary_table
@@ -84,8 +85,10 @@ def run_sync(directory: Path, settings: JobSettings, seed: int) -> None:
     with open_run(directory, settings, seed) as run:
         if not run.is_resumed:
             warm_up(run)
+            save_reference(run.policy, directory, settings.algorithm.loss)
             log_greedy_reward(run, step=0)
             run.save(step=0)
+        run.learner.reference = load_reference(directory, settings.algorithm.loss)
         train(run)
         log_greedy_reward(run, step=settings.trainer.num_steps)
 

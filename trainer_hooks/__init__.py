@@ -9,7 +9,7 @@ from trainer_hooks.advantages import (
 from trainer_hooks.checkpoint import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import (
     OffPolicyCorrection,
     PolicyLossConfig,
@@ -71,6 +71,7 @@ __all__ = [
     "overlong_penalties",
     "policy_loss",
     "save_checkpoint",
+    "token_entropies",
     "token_logprobs",
     "token_rewards",
     "value_loss",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,6 +17,10 @@ from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout
+
+# What behaviour log-probs can be of, for a trainer: the distribution that it recomputes, or that of
+# the draw.
+TrainedLogprobs = Literal["temperature", "processed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,12 +76,15 @@ def collate_rollouts(
     train_version: int,
     temperature: float = 1.0,
     pad_id: int = 0,
+    logprobs_mode: TrainedLogprobs = "temperature",
 ) -> RolloutBatch:
     """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
 
     A sample of several turns is a Rollout of their requests. `temperature` is the one the trainer
-    divides its logits by: the engine's log-probs must be of the same distribution, or ratios would
-    not start from 1. A reward of None or NaN, like a request that failed, marks a failed rollout:
+    divides its logits by. `logprobs_mode`: what the engine's log-probs have to be. `temperature`:
+    what the trainer recomputes, so that ratios start from 1. `processed`: the true probability of
+    the draw; with truncation (top_k, top_p, min_p) ratios to it start below 1, and the loss wants
+    proximal log-probs. A reward of None or NaN, like a request that failed, marks a failed rollout:
     it is masked out, never scored 0.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
     there is not one reward per request, and for a token sampled after `train_version`.
@@ -98,7 +105,10 @@ def collate_rollouts(
     for row, rollout, reward in zip(rows, rollouts, rewards_B.tolist(), strict=True):
         if not math.isnan(reward):
             for turn in rollout.requests:
-                _mark_turn(row, turn, train_version, temperature)
+                check_logprobs_match(
+                    turn.sampling_params or SamplingParams(), temperature, logprobs_mode
+                )
+                _mark_turn(row, turn, train_version)
     padded = {
         name: pad_sequence(
             [row[name] for row in rows],
@@ -137,7 +147,6 @@ def _mark_turn(
     row: dict[str, torch.Tensor],
     request: DynamicInferenceRequest,
     train_version: int,
-    temperature: float,
 ) -> None:
     """Write into `row` what the tokens carry that `request` generated."""
     versions = request.policy_versions
@@ -149,37 +158,61 @@ def _mark_turn(
     kv_versions = torch.tensor(request.context_kv_version_mean, dtype=torch.float32)
     start, end = len(request.prompt_tokens), request.num_tokens
     row["mask_BT"][start:end] = True
-    row["behaviour_logprobs_BT"][start:end] = _behaviour_logprobs(request, temperature)
+    row["behaviour_logprobs_BT"][start:end] = _behaviour_logprobs(request)
     row["policy_lag_BT"][start:end] = train_version - versions
     row["kv_lag_BT"][start:end] = versions - kv_versions
     row["kv_staleness_BT"][start:end] = request.staleness_at(train_version)[1][start:]
 
 
-def check_logprobs_match(params: SamplingParams, temperature: float) -> None:
-    """Refuse log-probs that a trainer, dividing its logits by `temperature`, would not recompute.
+def check_logprobs_match(
+    params: SamplingParams, temperature: float, logprobs_mode: TrainedLogprobs = "temperature"
+) -> None:
+    """Refuse log-probs that are not what the trainer, dividing its logits by `temperature`, wants.
 
-    `temperature` mode is what it recomputes. `raw` is the same at temperature 1, and `processed`
-    is where nothing was truncated.
+    Without truncation both modes are the same number, and at temperature 1 `raw` is too. With it
+    the mode sampled with must be the one wanted; `raw` does not say which is meant.
     Raises ConfigError naming the mode and temperature of both sides.
     """
+    if logprobs_mode not in get_args(TrainedLogprobs):
+        known = ", ".join(map(repr, get_args(TrainedLogprobs)))
+        raise ConfigError(f"logprobs_mode={logprobs_mode!r} is not known; choose one of {known}")
     if not temperature > 0.0:
         raise ConfigError(f"temperature={temperature} must be above 0; greedy tokens train nothing")
-    mode = params.logprobs_mode
-    truncated = params.top_k > 0 or 0.0 < params.top_p < 1.0 or params.min_p > 0.0
-    same_mode = (
-        mode == "temperature"
-        or (mode == "raw" and params.temperature == 1.0)
-        or (mode == "processed" and not truncated)
-    )
     if not params.return_log_probs:
         raise ConfigError("the rollouts carry no log-probs; sample with return_log_probs=True")
-    if params.temperature != temperature or not same_mode:
+    mode, truncation = params.logprobs_mode, _truncation(params)
+    is_same_mode = mode == logprobs_mode or (
+        not truncation and (mode != "raw" or params.temperature == 1.0)
+    )
+    if params.temperature != temperature or not is_same_mode:
+        remedy = f"sample with logprobs_mode={logprobs_mode!r} and temperature={temperature}"
+        if mode == "processed" and params.temperature == temperature:
+            remedy += (
+                ", or pass logprobs_mode='processed' to collate_rollouts and proximal log-probs to "
+                "the loss"
+            )
         raise ConfigError(
             f"the rollouts' log-probs have logprobs_mode={mode!r} at temperature="
-            f"{params.temperature}{' with truncation' if truncated else ''}, the trainer recomputes"
-            f" logprobs_mode='temperature' at temperature={temperature}; sample with "
-            f"logprobs_mode='temperature' and temperature={temperature}"
+            f"{params.temperature}{truncation and f' with {truncation}'}, the trainer wants "
+            f"logprobs_mode={logprobs_mode!r} at temperature={temperature}; {remedy}"
         )
+
+
+def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogprobs:
+    """What a trainer takes the log-probs of such rollouts for: their own mode, checked."""
+    mode: TrainedLogprobs = "processed" if params.logprobs_mode == "processed" else "temperature"
+    check_logprobs_match(params, temperature, mode)
+    return mode
+
+
+def _truncation(params: SamplingParams) -> str:
+    """The settings that cut tokens off, as they were given; empty if there are none."""
+    settings = {
+        "top_k": params.top_k > 0,
+        "top_p": 0.0 < params.top_p < 1.0,
+        "min_p": params.min_p > 0.0,
+    }
+    return ", ".join(f"{name}={getattr(params, name)}" for name, cuts in settings.items() if cuts)
 
 
 def _reward_or_nan(reward: float | None) -> float:
@@ -187,9 +220,8 @@ def _reward_or_nan(reward: float | None) -> float:
     return math.nan if reward is None else float(reward)
 
 
-def _behaviour_logprobs(request: DynamicInferenceRequest, temperature: float) -> torch.Tensor:
-    """Log-probs of the generated tokens, float32; refused if they cannot be trained against."""
-    check_logprobs_match(request.sampling_params or SamplingParams(), temperature)
+def _behaviour_logprobs(request: DynamicInferenceRequest) -> torch.Tensor:
+    """Log-probs of the generated tokens, float32; refused if one is missing."""
     logprobs = request.generated_log_probs
     if logprobs is None or len(logprobs) != len(request.generated_tokens):
         raise ConfigError(

@@ -10,22 +10,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import ConfigError
+from trainer_hooks.config_loss_kinds import (
+    AGGREGATION,
+    BASELINE,
+    DUAL_CLIP,
+    EPSILON_HIGH,
+    EPSILON_LOW,
+    LOSS_KIND,
+    MAX_COMPLETION_LENGTH,
+    NORMALIZATION,
+    Read,
+    caps_weight,
+    trl_epsilon_high,
+    trl_kind,
+    trl_ratio_level,
+    verl_aggregation,
+    verl_estimator,
+    verl_loss_mode,
+)
 
-# Reads our setting behind a target, or, by its name, another alias that was given (None if not).
-Read = Callable[[str], Any]
 Convert = Callable[[Any, Read], Mapping[str, Any]]
 
 GROUP_SIZE = "algorithm.group_size"
 GROUPS_PER_STEP = "algorithm.groups_per_step"
 MINIBATCHES = "algorithm.num_minibatches"
+DECOUPLED = "algorithm.decoupled"
 MAX_NEW_TOKENS = "algorithm.max_new_tokens"
 TEMPERATURE = "algorithm.temperature"
-NORMALIZATION = "algorithm.advantage_normalization"
-BASELINE = "algorithm.advantage_baseline"
-EPSILON_LOW = "algorithm.loss.epsilon_low"
-EPSILON_HIGH = "algorithm.loss.epsilon_high"
-DUAL_CLIP = "algorithm.loss.dual_clip"
 KL = "algorithm.loss.kl_coefficient"
+CORRECTION_MODE = "algorithm.loss.correction.mode"
+CORRECTION_HIGH = "algorithm.loss.correction.high"
 LEARNING_RATE = "trainer.learning_rate"
 WARMUP_STEPS = "trainer.warmup_steps"
 NUM_STEPS = "trainer.num_steps"
@@ -38,7 +52,8 @@ STALENESS = "producer.max_staleness_versions"
 class Alias:
     """`names` of `system` for one setting; `convert` gives our keys and values.
 
-    `targets`: every key it may set. `weak_targets`: those that anything else given sets instead.
+    `targets`: every key it may set. `weak_targets`: those that anything else given sets instead,
+    and that a config may lack.
     """
 
     system: str
@@ -54,22 +69,35 @@ def _same(system: str, names: str, target: str) -> Alias:
     def convert(value: Any, read: Read) -> Mapping[str, Any]:
         return {target: value}
 
-    return Alias(system=system, names=tuple(names.split()), targets=(target,), convert=convert)
+    return _several(system, names, (target,), convert)
+
+
+def _several(
+    system: str,
+    names: str,
+    targets: tuple[str, ...],
+    convert: Convert,
+    weak_targets: tuple[str, ...] = (),
+) -> Alias:
+    """It stands for several of our settings, or for one that depends on others."""
+    return Alias(
+        system=system,
+        names=tuple(names.split()),
+        targets=targets,
+        convert=convert,
+        weak_targets=weak_targets,
+    )
 
 
 def _both_sides(system: str, names: str) -> Alias:
     """One clip constant for both sides; the upper one counts only if nothing else gives it."""
 
     def convert(value: Any, read: Read) -> Mapping[str, Any]:
+        if system == "TRL" and caps_weight(read):
+            raise ConfigError("kind='cispo' has no lower bound on its weight; leave epsilon out")
         return {EPSILON_LOW: value, EPSILON_HIGH: value}
 
-    return Alias(
-        system=system,
-        names=tuple(names.split()),
-        targets=(EPSILON_LOW, EPSILON_HIGH),
-        convert=convert,
-        weak_targets=(EPSILON_HIGH,),
-    )
+    return _several(system, names, (EPSILON_LOW, EPSILON_HIGH), convert, (EPSILON_HIGH,))
 
 
 def _choice(system: str, names: str, choices: Mapping[Any, Mapping[str, Any]]) -> Alias:
@@ -82,7 +110,7 @@ def _choice(system: str, names: str, choices: Mapping[Any, Mapping[str, Any]]) -
             raise ConfigError(f"{value!r} has no counterpart here; those with one: {known}")
         return choices[value]
 
-    return Alias(system=system, names=tuple(names.split()), targets=targets, convert=convert)
+    return _several(system, names, targets, convert)
 
 
 def _computed(system: str, names: str, target: str, compute: Callable[[Any, Read], Any]) -> Alias:
@@ -91,7 +119,7 @@ def _computed(system: str, names: str, target: str, compute: Callable[[Any, Read
     def convert(value: Any, read: Read) -> Mapping[str, Any]:
         return {target: compute(value, read)}
 
-    return Alias(system=system, names=tuple(names.split()), targets=(target,), convert=convert)
+    return _several(system, names, (target,), convert)
 
 
 def _divided(amount: int, by: int, what: str) -> int:
@@ -129,10 +157,7 @@ def _minibatches_of_rollouts(num_rollouts: int, read: Read) -> int:
 
 
 def _truncation(high: float, read: Read) -> Mapping[str, Any]:
-    return {
-        "algorithm.loss.correction.mode": "truncate",
-        "algorithm.loss.correction.high": high,
-    }
+    return {CORRECTION_MODE: "truncate", CORRECTION_HIGH: high, DECOUPLED: True}
 
 
 def _verl(name: str) -> str:
@@ -141,19 +166,27 @@ def _verl(name: str) -> str:
 
 
 _STD, _NONE = {NORMALIZATION: "std"}, {NORMALIZATION: "none"}
-_KINDS = ("grpo", "dapo", "dr_grpo", "cispo")
 
 # In the order of translation: a computed one reads what those before it have set.
 ALIASES = (
+    # the kind of loss, which other names depend on
+    _several("TRL", "loss_type", (LOSS_KIND,), trl_kind),
+    _several("TRL", "importance_sampling_level", (LOSS_KIND,), trl_ratio_level),
+    _several("verl", _verl("actor.policy_loss.loss_mode"), (LOSS_KIND,), verl_loss_mode),
+    _several(
+        "verl",
+        _verl("actor.loss_agg_mode"),
+        (LOSS_KIND, AGGREGATION, MAX_COMPLETION_LENGTH),
+        verl_aggregation,
+    ),
     # TRL: GRPOConfig, and AsyncGRPOConfig for the last two; on one process
     _same("TRL", "num_generations", GROUP_SIZE),
     _both_sides("TRL", "epsilon"),
-    _same("TRL", "epsilon_high", EPSILON_HIGH),
+    _computed("TRL", "epsilon_high", EPSILON_HIGH, trl_epsilon_high),
     _same("TRL", "delta", DUAL_CLIP),
     _same("TRL", "beta", KL),
     _same("TRL", "temperature", TEMPERATURE),
     _same("TRL", "max_completion_length", MAX_NEW_TOKENS),
-    _choice("TRL", "loss_type", {kind: {"algorithm.loss.kind": kind} for kind in _KINDS}),
     _choice("TRL", "scale_rewards", {"group": _STD, "none": _NONE, True: _STD, False: _NONE}),
     _same("TRL", "learning_rate", LEARNING_RATE),
     _same("TRL", "warmup_steps", WARMUP_STEPS),
@@ -169,18 +202,11 @@ ALIASES = (
     _same("verl", _verl("actor.clip_ratio_high"), EPSILON_HIGH),
     _same("verl", _verl("actor.clip_ratio_c"), DUAL_CLIP),
     _same("verl", _verl("actor.kl_loss_coef"), KL),
-    _same("verl", _verl("actor.loss_agg_mode"), "algorithm.loss.aggregation"),
+    _same("verl", _verl("actor.loss_scale_factor"), MAX_COMPLETION_LENGTH),
     _same("verl", _verl("actor.grad_clip"), GRAD_NORM),
     _same("verl", _verl("actor.optim.lr"), LEARNING_RATE),
     _same("verl", _verl("actor.optim.lr_warmup_steps"), WARMUP_STEPS),
-    _choice(
-        "verl",
-        "algorithm.adv_estimator",
-        {
-            "grpo": {**_STD, BASELINE: "mean"},
-            "rloo": {**_NONE, BASELINE: "leave_one_out"},
-        },
-    ),
+    _several("verl", "algorithm.adv_estimator", (NORMALIZATION, BASELINE), verl_estimator),
     _choice("verl", "algorithm.norm_adv_by_std_in_grpo", {True: _STD, False: _NONE}),
     _same("verl", "data.train_batch_size", GROUPS_PER_STEP),
     _same("verl", "data.max_response_length", MAX_NEW_TOKENS),
@@ -197,11 +223,12 @@ ALIASES = (
     _same("Megatron-LM", "grpo_clamp_eps_upper", EPSILON_HIGH),
     _same("Megatron-LM", "grpo_kl_beta", KL),
     _same("Megatron-LM", "rl_default_temperature", TEMPERATURE),
-    Alias(
-        system="Megatron-LM",
-        names=("rl_importance_sampling_truncation_coef",),
-        targets=("algorithm.loss.correction.mode", "algorithm.loss.correction.high"),
-        convert=_truncation,
+    _several(
+        "Megatron-LM",
+        "rl_importance_sampling_truncation_coef",
+        (CORRECTION_MODE, CORRECTION_HIGH, DECOUPLED),
+        _truncation,
+        weak_targets=(DECOUPLED,),
     ),
     _same("Megatron-LM", "lr", LEARNING_RATE),
     _same("Megatron-LM", "clip_grad", GRAD_NORM),

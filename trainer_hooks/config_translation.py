@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from rollout.errors import ConfigError
-from trainer_hooks.config_aliases import ALIASES, Alias, alias_named
+from trainer_hooks.config_aliases import ALIASES, MAX_NEW_TOKENS, Alias, alias_named
+from trainer_hooks.config_loss_kinds import LOSS_KIND, loss_kind_settings
+from trainer_hooks.losses.config import KINDS
 
 # Where run_hydra_job puts the aliases of the command line, which override what YAML says.
 COMMAND_LINE_KEY = "_aliases_"
+# The config group whose choice on the command line chooses a kind of loss.
+LOSS_KIND_GROUP = LOSS_KIND.partition(".")[0]
 _MISSING = object()
 
 
@@ -38,6 +43,8 @@ class AliasTranslation:
     An alias may stand at the top or inside a part of the config; our own keys win over aliases of
     the same name. One given on the command line overrides YAML, but not what is `overridden`, our
     keys on the command line: two different values for one setting raise ConfigError.
+    A kind of policy loss brings all that belongs to it: what YAML leaves out, and, where the
+    command line names the kind, what YAML says of another one.
     """
 
     def __init__(
@@ -46,12 +53,14 @@ class AliasTranslation:
         self.values = _copied(values)
         self._kind = kind
         self._overridden = overridden
+        self._on_command_line = set(overridden)  # our keys, by whatever name they were given
         self._sources: dict[str, tuple[str, bool]] = {}  # our key -> what set it, and if weakly
         self._given = self._take_given()
         for alias in ALIASES:
             for given in self._given:
                 if given.alias is alias:
                     self._translate(given)
+        self._complete_loss_kind()
         self.notes = [
             f"{source} is {key}={_lookup(self.values, key)}"
             for key, (source, _) in self._sources.items()
@@ -72,12 +81,15 @@ class AliasTranslation:
         except ConfigError as error:
             raise ConfigError(f"{given}: {error}") from error
         for target, value in converted.items():
-            self._set(self._key_of(target, given), value, given, target in given.alias.weak_targets)
+            is_weak = target in given.alias.weak_targets
+            key = self._find_key(target, given) if is_weak else self._key_of(target, given)
+            if key is not None:
+                self._set(key, value, given, is_weak)
 
     def _set(self, key: str, value: Any, given: _Given, is_weak: bool) -> None:
         source, is_source_weak = self._sources.get(key, (None, False))
         present = _lookup(self.values, key)
-        if source is None and (not given.is_command_line or key in self._overridden):
+        if source is None and (not given.is_command_line or self._is_overridden(key)):
             source = None if present is _MISSING else f"{key}={present}"
         if source is not None and not is_source_weak:
             if present != value and not is_weak:
@@ -86,28 +98,71 @@ class AliasTranslation:
         if source is not None and is_weak:
             return
         self._sources[key] = (str(given), is_weak)
+        if given.is_command_line:
+            self._on_command_line.add(key)
         _store(self.values, key, value)
+
+    def _is_overridden(self, key: str) -> bool:
+        group = LOSS_KIND_GROUP if key == LOSS_KIND else key
+        return key in self._overridden or group in self._overridden
+
+    def _complete_loss_kind(self) -> None:
+        """Set what belongs to the kind of loss, if this config has one, and nobody else has set."""
+        if not is_key(self._kind, LOSS_KIND) or self._value(LOSS_KIND) not in KINDS:
+            return
+        kind, is_named = self._value(LOSS_KIND), LOSS_KIND in self._on_command_line
+        is_given = _lookup(self.values, LOSS_KIND) is not _MISSING
+        source, _ = self._sources.get(LOSS_KIND, (f"{LOSS_KIND}={kind}", False))
+        for key, value in loss_kind_settings(kind, self._value(MAX_NEW_TOKENS)).items():
+            present = _lookup(self.values, key)
+            is_set = present == value or (present is _MISSING and value is None)
+            if is_set or key in self._on_command_line or not is_key(self._kind, key):
+                continue
+            # A default of the config's own counts only beside a kind that is a default too.
+            has_default = not is_given and default_of(self._kind, key) is not None
+            if is_named or (present in (_MISSING, None, MISSING) and not has_default):
+                _store(self.values, key, value)
+                if is_named:
+                    self._sources[key] = (source, False)
 
     def _read(self, name: str, given: _Given) -> Any:
         """What a computed alias needs: another alias that was given, or one of our settings."""
         if alias_named(name) is not None:
             return next((other.value for other in self._given if other.name == name), None)
         key = self._key_of(name, given)
-        value = _lookup(self.values, key)
-        if isinstance(value, str):  # an interpolation
-            value = OmegaConf.select(OmegaConf.create(self.values), key)
-        if value is _MISSING or value is None:
+        value = self._value(key)
+        if value is None:
             raise ConfigError(f"it needs {key}, which is not given")
         return value
 
+    def _value(self, key: str) -> Any:
+        """Our setting as it stands, its field's default if it is not given; None without one."""
+        value = _lookup(self.values, key)
+        if isinstance(value, str):  # an interpolation
+            value = OmegaConf.select(OmegaConf.create(self.values), key)
+        return default_of(self._kind, key) if value is _MISSING else value
+
     def _key_of(self, target: str, given: _Given) -> str:
-        """Our whole key for a target: its longest tail that exists where the alias stands."""
+        """Our whole key for a target. Raises ConfigError if the config has none there."""
+        key = self._find_key(target, given)
+        if key is not None:
+            return key
+        if is_key(self._kind, target):
+            name = _joined(given.path, given.name)
+            system = given.alias.system
+            raise ConfigError(
+                f"unknown config key {name}; {given.name} ({system}) is {target} here, give that"
+            )
+        raise ConfigError(f"{given} is {target} here, which this config does not have")
+
+    def _find_key(self, target: str, given: _Given) -> str | None:
+        """The longest tail of a target that exists where the alias stands, as a whole key."""
         parts = target.split(".")
         for start in range(len(parts)):
             key = ".".join(parts[start:])
             if is_key(given.kind, key):
                 return _joined(given.path, key)
-        raise ConfigError(f"{given} is {target} here, which this config does not have")
+        return None
 
 
 def init_field_types(kind: type) -> dict[str, Any]:
@@ -126,6 +181,23 @@ def is_key(kind: Any, key: str) -> bool:
             return False
         kind = field_types[name]
     return True
+
+
+def default_of(kind: Any, key: str) -> Any:
+    """What `key` is in a config of `kind` that does not give it; None if it has no default."""
+    name, _, rest = key.partition(".")
+    found = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    for field in found:
+        if field.name == name and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        elif field.name == name and field.default is not dataclasses.MISSING:
+            value = field.default
+        elif field.name == name and rest:
+            return default_of(init_field_types(typing.cast(type, kind))[name], rest)
+        else:
+            continue
+        return operator.attrgetter(rest)(value) if rest else value
+    return None
 
 
 def is_alias(kind: Any, key: str) -> bool:

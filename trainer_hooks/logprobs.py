@@ -1,4 +1,4 @@
-"""What a trainer recomputes: the log-prob of each token under its own model.
+"""What a trainer recomputes of each token under its own model: its log-prob, and the entropy.
 
 Shape letters: B rollouts, T positions, V vocabulary.
 """
@@ -20,3 +20,14 @@ def token_logprobs(
     chosen_BT = logits_BTV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
     logprobs_BT = chosen_BT - logits_BTV.logsumexp(dim=-1)
     return torch.nn.functional.pad(logprobs_BT, (1, 0))
+
+
+@torch.no_grad()
+def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Entropy of the distribution that token t was drawn from, in column t, float32 [B, T], nats.
+
+    Of the whole vocabulary, as TRL and verl measure it; without a gradient, and column 0 is 0.
+    """
+    probabilities_BTV = (logits_BTV[:, :-1].float() / temperature).softmax(dim=-1)
+    entropies_BT = torch.special.entr(probabilities_BTV).sum(dim=-1)
+    return torch.nn.functional.pad(entropies_BT, (1, 0))

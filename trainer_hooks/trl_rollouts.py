@@ -64,8 +64,8 @@ class TRLRollouts:
 
 
 def sampling_params_of(trainer: Any) -> SamplingParams:
-    """How a GRPOTrainer wants its completions sampled. Its loss divides logits by the temperature
-    and truncates nothing, and so do the log-probs.
+    """How a GRPOTrainer wants its completions sampled, with the probabilities of the draws: it
+    recomputes the policy's own, clips around those, and weighs by the ratio of the two.
     """
     return SamplingParams(
         temperature=trainer.temperature,
@@ -75,7 +75,7 @@ def sampling_params_of(trainer: Any) -> SamplingParams:
         num_tokens_to_generate=trainer.max_completion_length,
         termination_id=trainer.processing_class.eos_token_id,
         return_log_probs=True,
-        logprobs_mode="temperature",
+        logprobs_mode="processed",
     )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from examples.grpo.evaluate import greedy_reward
 from examples.grpo.interrupt import stop_on_interrupt
+from examples.grpo.reference import save_reference
 from examples.grpo.run import open_logger, open_run
 from examples.grpo.settings import JobSettings
 from examples.grpo.task import PalindromeTask, ProblemStream
@@ -162,6 +163,7 @@ def _begin(directory: Path, settings: JobSettings, seed: int) -> None:
     """Warm up with an engine in this process, and leave the checkpoint of step 0."""
     with open_run(directory, replace(settings, resume="never"), seed) as run:
         warm_up(run)
+        save_reference(run.policy, directory, settings.algorithm.loss)
         reward = greedy_reward(run)
         run.logger.log({"eval/greedy_reward": reward}, step=0, version=run.llm.weights_version)
         run.save(step=0)

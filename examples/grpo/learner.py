@@ -12,23 +12,33 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
+from examples.grpo.reference import load_reference
 from examples.grpo.settings import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks import (
     RolloutBatch,
     group_advantages,
     has_reward_spread,
     policy_loss,
+    token_entropies,
     token_logprobs,
 )
 
 
 class GrpoLearner:
-    """Owns the optimizer of `policy` and changes its weights, in place."""
+    """Owns the optimizer of `policy` and changes its weights, in place.
+
+    `reference`: what the KL term of the loss, if it has one, holds the policy near.
+    """
 
     def __init__(
-        self, policy: PreTrainedModel, algorithm: AlgorithmSettings, trainer: TrainerSettings
+        self,
+        policy: PreTrainedModel,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         self.policy = self.saved = policy
+        self.reference = reference
         self._algorithm = algorithm
         self._trainer = trainer
         self.optimizer = torch.optim.AdamW(
@@ -57,10 +67,12 @@ class GrpoLearner:
         chunks = [rows for rows in order.chunk(self._algorithm.num_minibatches) if len(rows)]
         parts = [batch.select(rows) for rows in chunks]
         # All before the first of them changes the policy.
-        proximal = [proximal_logprobs(self.policy, part, self._algorithm) for part in parts]
+        fixed = [
+            fixed_logprobs(self.policy, self.reference, part, self._algorithm) for part in parts
+        ]
         reports = [
-            self._minibatch_step(part, advantages_B[rows], proximal_BT)
-            for part, rows, proximal_BT in zip(parts, chunks, proximal, strict=True)
+            self._minibatch_step(part, advantages_B[rows], logprobs)
+            for part, rows, logprobs in zip(parts, chunks, fixed, strict=True)
         ]
         trained_BT = batch.mask_BT & kept_B[:, None]
         return {
@@ -81,17 +93,10 @@ class GrpoLearner:
         return rewards_B
 
     def _minibatch_step(
-        self, batch: RolloutBatch, advantages_B: torch.Tensor, proximal_BT: torch.Tensor | None
+        self, batch: RolloutBatch, advantages_B: torch.Tensor, fixed: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
-        loss, metrics = policy_loss(
-            completion_logprobs(self.policy, batch, self._algorithm),
-            batch.behaviour_logprobs_BT,
-            advantages_B[:, None],
-            batch.mask_BT,
-            self._algorithm.loss,
-            proximal_logprobs_BT=proximal_BT,
-            policy_lag_BT=batch.policy_lag_BT,
-            kv_lag_BT=batch.kv_lag_BT,
+        loss, metrics = batch_loss(
+            self.policy, batch, advantages_B[:, None], self._algorithm, fixed
         )
         self.optimizer.zero_grad()
         loss.backward()
@@ -100,29 +105,60 @@ class GrpoLearner:
         return {**metrics, "grad_norm": float(norm)}
 
 
-def make_grpo_learner(policy: PreTrainedModel, settings: JobSettings, _: Path) -> GrpoLearner:
-    """All of it is in the policy and the optimizer; a checkpoint has nothing else."""
-    return GrpoLearner(policy, settings.algorithm, settings.trainer)
+def make_grpo_learner(
+    policy: PreTrainedModel, settings: JobSettings, checkpoint: Path
+) -> GrpoLearner:
+    """With the reference policy of the checkpoint's run; the rest is in policy and optimizer."""
+    reference = load_reference(checkpoint.parents[1], settings.algorithm.loss)
+    return GrpoLearner(policy, settings.algorithm, settings.trainer, reference)
 
 
-def completion_logprobs(
-    policy: PreTrainedModel, batch: RolloutBatch, algorithm: AlgorithmSettings
-) -> torch.Tensor:
-    """The policy's log-probs of the batch's tokens [B, T], at the temperature they were drawn."""
+def batch_loss(
+    policy: PreTrainedModel,
+    batch: RolloutBatch,
+    advantages_BT: torch.Tensor,
+    algorithm: AlgorithmSettings,
+    fixed: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The policy loss of `batch`, and its metrics; `fixed` is what `fixed_logprobs` gave for it."""
     # Padding is on the right, where no token of a causal model attends to it.
     logits_BTV = policy(input_ids=batch.tokens_BT).logits
-    return token_logprobs(logits_BTV, batch.tokens_BT, algorithm.temperature)
+    return policy_loss(
+        token_logprobs(logits_BTV, batch.tokens_BT, algorithm.temperature),
+        batch.behaviour_logprobs_BT,
+        advantages_BT,
+        batch.mask_BT,
+        algorithm.loss,
+        policy_lag_BT=batch.policy_lag_BT,
+        kv_lag_BT=batch.kv_lag_BT,
+        entropies_BT=token_entropies(logits_BTV, algorithm.temperature),
+        **fixed,
+    )
 
 
 @torch.no_grad()
-def proximal_logprobs(
-    policy: PreTrainedModel, batch: RolloutBatch, algorithm: AlgorithmSettings
-) -> torch.Tensor | None:
-    """What to clip around, before the first step of an update: None for the behaviour policy."""
+def fixed_logprobs(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    batch: RolloutBatch,
+    algorithm: AlgorithmSettings,
+) -> dict[str, torch.Tensor]:
+    """Log-probs [B, T] that the steps of an update share, by their names in `policy_loss`.
+
+    The policy's own, before the first step, are left out where they equal those of the engine.
+    """
+    models = {}
     is_stale = bool((batch.policy_lag_BT[batch.mask_BT] >= 1).any())
-    return (
-        completion_logprobs(policy, batch, algorithm) if algorithm.decoupled and is_stale else None
-    )
+    if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
+        models["proximal_logprobs_BT"] = policy
+    if reference is not None:
+        models["reference_logprobs_BT"] = reference
+    return {
+        name: token_logprobs(
+            model(input_ids=batch.tokens_BT).logits, batch.tokens_BT, algorithm.temperature
+        )
+        for name, model in models.items()
+    }
 
 
 def mean_reports(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """One run of the job: its parts, opened and closed together, and its files.
 
-<directory>/metrics.jsonl, checkpoints/step_*/, weights_version, reward_curve.png, summary.json
+<directory>/metrics.jsonl, checkpoints/step_*/, weights_version, reward_curve.png, summary.json, and
+reference/ where the loss has a KL term
 """
 
 from __future__ import annotations

@@ -84,6 +84,12 @@ class AlgorithmSettings:
                 f"groups_in_flight={self.groups_in_flight} must be at least "
                 f"groups_per_step={self.groups_per_step}"
             )
+        self.loss.check_advantages(self.advantage_normalization, self.advantage_baseline)
+        if self.loss.correction.needs_proximal and not self.decoupled:
+            raise ConfigError(
+                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
+                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

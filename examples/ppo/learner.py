@@ -6,6 +6,7 @@ Shape letters: B rollouts, T positions, E hidden size.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from examples.grpo.learner import (
-    completion_logprobs,
+    batch_loss,
+    fixed_logprobs,
     learning_rate_at,
     mean_reports,
-    proximal_logprobs,
 )
+from examples.grpo.reference import load_reference
 from examples.ppo.settings import PpoJobSettings
-from trainer_hooks import (
-    RolloutBatch,
-    gae_advantages,
-    policy_loss,
-    value_loss,
-)
+from trainer_hooks import RolloutBatch, gae_advantages, value_loss
 
 _CRITIC_FILE = "critic.pt"
 
@@ -60,10 +57,16 @@ class PolicyAndCritic:
 
 
 class PpoLearner:
-    """Owns policy, critic and their optimizer."""
+    """Owns policy, critic and their optimizer; `reference` is the KL term's, None without one."""
 
-    def __init__(self, policy: PreTrainedModel, critic: Critic, settings: PpoJobSettings) -> None:
-        self.policy, self.critic = policy, critic
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        critic: Critic,
+        settings: PpoJobSettings,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        self.policy, self.critic, self.reference = policy, critic, reference
         self.saved = PolicyAndCritic(policy, critic)
         self._settings = settings
         trainer = settings.trainer
@@ -93,13 +96,15 @@ class PpoLearner:
         chunks = order.chunk(settings.algorithm.num_minibatches)
         parts = [batch.select(rows) for rows in chunks]
         # All before the first of them changes the policy.
-        proximal = [proximal_logprobs(self.policy, part, settings.algorithm) for part in parts]
+        fixed = [
+            fixed_logprobs(self.policy, self.reference, part, settings.algorithm) for part in parts
+        ]
         reports = []
-        for part, rows, proximal_BT in zip(parts, chunks, proximal, strict=True):
+        for part, rows, logprobs in zip(parts, chunks, fixed, strict=True):
             width = part.tokens_BT.shape[1]
             wanted = (advantages_BT, old_values_BT, returns_BT)
             values = (x[rows, :width] for x in wanted)
-            reports.append(self._minibatch_step(part, proximal_BT, *values))
+            reports.append(self._minibatch_step(part, logprobs, *values))
         return {
             **mean_reports(reports),
             "train/learning_rate": learning_rate,
@@ -110,21 +115,13 @@ class PpoLearner:
     def _minibatch_step(
         self,
         batch: RolloutBatch,
-        proximal_BT: torch.Tensor | None,
+        fixed: Mapping[str, torch.Tensor],
         advantages_BT: torch.Tensor,
         old_values_BT: torch.Tensor,
         returns_BT: torch.Tensor,
     ) -> dict[str, float]:
-        algorithm = self._settings.algorithm
-        loss, metrics = policy_loss(
-            completion_logprobs(self.policy, batch, algorithm),
-            batch.behaviour_logprobs_BT,
-            advantages_BT,
-            batch.mask_BT,
-            algorithm.loss,
-            proximal_logprobs_BT=proximal_BT,
-            policy_lag_BT=batch.policy_lag_BT,
-            kv_lag_BT=batch.kv_lag_BT,
+        loss, metrics = batch_loss(
+            self.policy, batch, advantages_BT, self._settings.algorithm, fixed
         )
         critic_loss, critic_metrics = value_loss(
             self.critic(batch.tokens_BT),
@@ -164,4 +161,5 @@ def make_ppo_learner(policy: PreTrainedModel, settings: Any, checkpoint: Path) -
     saved = checkpoint / _CRITIC_FILE
     if saved.exists():
         critic.load_state_dict(torch.load(saved, weights_only=True))
-    return PpoLearner(policy, critic, settings)
+    reference = load_reference(checkpoint.parents[1], settings.algorithm.loss)
+    return PpoLearner(policy, critic, settings, reference)

@@ -9,6 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from examples.grpo.settings import JobSettings
 from trainer_hooks.config_loading import load_dataclass
+from trainer_hooks.hydra_job import checked_overrides
 
 TINY = {
     "model.hidden_size": 16,
@@ -40,5 +41,6 @@ def tiny_settings(**changes: Any) -> JobSettings:
     values = {**TINY, **{name.replace("__", "."): value for name, value in changes.items()}}
     GlobalHydra.instance().clear()
     with initialize_config_module(config_module="conf", version_base="1.3"):
-        overrides = [f"{name}={value}" for name, value in values.items()]
+        arguments = [f"{name}={value}" for name, value in values.items()]
+        overrides = checked_overrides(arguments, JobSettings)
         return load_dataclass(JobSettings, compose("train_grpo", overrides))

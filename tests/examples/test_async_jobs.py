@@ -24,15 +24,19 @@ from rollout import ConfigError
 from tests.examples.grpo_settings import TINY
 from trainer_hooks.checkpoint import find_checkpoint, read_trainer_state
 from trainer_hooks.config_loading import load_dataclass
+from trainer_hooks.hydra_job import checked_overrides
 from trainer_hooks.metrics import read_jsonl
+
+WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
 
 
 def settings_of(job: str, **changes: Any) -> Any:
     values = {**TINY, **{name.replace("__", "."): value for name, value in changes.items()}}
     GlobalHydra.instance().clear()
+    kind = {"train_grpo": JobSettings, "train_ppo": PpoJobSettings}[job]
+    overrides = checked_overrides([f"{name}={value}" for name, value in values.items()], kind)
     with initialize_config_module(config_module="conf", version_base="1.3"):
-        config = compose(job, [f"{name}={value}" for name, value in values.items()])
-    return load_dataclass({"train_grpo": JobSettings, "train_ppo": PpoJobSettings}[job], config)
+        return load_dataclass(kind, compose(job, overrides))
 
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
@@ -49,7 +53,7 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
 def test_async_grpo_keeps_its_bound_accounts_for_all_its_time_and_leaves_a_policy(
     tmp_path: Path, bound: int, mode: str
 ) -> None:
-    changes = {"producer__max_staleness_versions": bound, "weight_sync": mode}
+    changes = {"producer__max_staleness_versions": bound, "weight_sync": mode, **WITH_KL}
     settings = settings_of("train_grpo", mode="async", **changes)
     asyncio.run(run_async(tmp_path, settings, 0, make_grpo_learner))
     rows = rows_of(tmp_path)
@@ -61,6 +65,7 @@ def test_async_grpo_keeps_its_bound_accounts_for_all_its_time_and_leaves_a_polic
         assert sum(shares) == pytest.approx(1.0, abs=0.01)
         assert 0.0 <= row.get("engine/idle_share", 0.0) <= 1.0
         assert (row["timing_s/suspend"] > 0) == (mode == "suspend")
+    assert all("train/kl" in row for row in rows if "train/loss" in row)
     checkpoint = find_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
@@ -70,11 +75,11 @@ def test_async_grpo_keeps_its_bound_accounts_for_all_its_time_and_leaves_a_polic
 
 def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) -> None:
     sizes = {"algorithm__group_size": 1, "algorithm__groups_per_step": 8}
-    settings = settings_of("train_ppo", **sizes, algorithm__groups_in_flight=8)
+    settings = settings_of("train_ppo", **sizes, algorithm__groups_in_flight=8, **WITH_KL)
     asyncio.run(run_async(tmp_path, settings, 0, make_ppo_learner))
     rows = rows_of(tmp_path)
     assert len(rows) == 4
-    assert {"train/vf_loss", "train/vpred_mean", "train/loss"} <= set(rows[0])
+    assert {"train/vf_loss", "train/vpred_mean", "train/loss", "train/kl"} <= set(rows[0])
     checkpoint = find_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
     policy = AutoModelForCausalLM.from_pretrained(checkpoint)

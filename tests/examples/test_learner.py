@@ -1,5 +1,6 @@
 """One training step of the example."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -100,7 +101,36 @@ def test_a_decoupled_step_clips_around_the_policy_that_it_begins_with() -> None:
     clipped = learner(Bigram(), tiny_settings()).update(stale, step=1)
     free = learner(Bigram(), settings).update(stale, step=1)
     assert clipped["train/clip_ratio/region_mean"] > 0 == free["train/clip_ratio/region_mean"]
-    assert free["train/rollout_corr/rollout_is_mean"] == 2  # 2.5, truncated
+    assert free["train/sampling/importance_sampling_ratio/mean"] == 2  # 2.5, truncated
+
+
+def test_a_named_correction_weighs_fresh_rollouts_too() -> None:
+    settings = tiny_settings(
+        algorithm__decoupled=True, algorithm__loss__correction__mode="truncate"
+    )
+    batch = two_groups([1, 0, 0, 1, 1, 0], version=1)
+    metrics = learner(Bigram(), settings).update(batch, step=1)
+    assert metrics["train/sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0)
+
+
+def test_the_kl_term_is_towards_the_reference_policy() -> None:
+    settings = tiny_settings(algorithm__loss__kl_coefficient=0.04, algorithm__num_minibatches=1)
+    policy, reference = learner(Bigram(), settings), Bigram()
+    with torch.no_grad():  # it answers 1 with 2 at 1/2, with 3 at 1/6; the policy both at 1/4
+        reference.table.weight[1, 2] = math.log(3.0)
+    policy.reference = reference  # type: ignore[assignment]
+    metrics = policy.update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
+    by_token = [ratio - 1 - math.log(ratio) for ratio in (2.0, 2.0 / 3.0)]
+    assert metrics["train/kl"] == pytest.approx(sum(by_token) / 2, rel=1e-5)
+
+
+def test_the_entropy_is_that_of_the_policy_over_all_tokens() -> None:
+    settings, policy = tiny_settings(algorithm__num_minibatches=1), Bigram()
+    with torch.no_grad():  # it answers 1 with 2 at 5/8, with the three others at 1/8
+        policy.table.weight[1, 2] = math.log(5.0)
+    metrics = learner(policy, settings).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
+    expected = 5 / 8 * math.log(8 / 5) + 3 / 8 * math.log(8)
+    assert metrics["train/entropy"] == pytest.approx(expected)
 
 
 def test_a_decoupled_step_on_fresh_rollouts_costs_and_changes_nothing() -> None:

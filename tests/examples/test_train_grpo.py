@@ -81,6 +81,35 @@ def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: P
     assert summary.num_steps == 4
 
 
+def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
+    tmp_path: Path,
+) -> None:
+    directory, changes = tmp_path / "seed_0", {"trainer__checkpoint_interval": 1}
+    with_kl = {**changes, "algorithm__loss__kl_coefficient": 0.04}
+    run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=1), seed=0)
+    reference, warmed_up, trained = (
+        AutoModelForCausalLM.from_pretrained(directory / path).lm_head.weight
+        for path in ("reference", "checkpoints/step_000000", "checkpoints/step_000001")
+    )
+    assert torch.equal(reference, warmed_up)
+    assert not torch.equal(reference, trained)
+
+    run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=2, resume="auto"), seed=0)
+    rows = [row for row in training_rows(directory) if "train/loss" in row]
+    assert rows
+    assert all(row["train/kl"] > 0.0 for row in rows)
+    kept = AutoModelForCausalLM.from_pretrained(directory / "reference").lm_head.weight
+    assert torch.equal(reference, kept)
+
+
+def test_a_kl_term_that_comes_with_a_resume_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "seed_0"
+    run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
+    settings = tiny_settings(resume="auto", algorithm__loss__kl_coefficient=0.04)
+    with pytest.raises(ConfigError, match=r"kl_coefficient=0\.04.*reference.*resume=never"):
+        run_seed(directory, settings, seed=0)
+
+
 def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", tiny_settings(), seed=0) as run:
         signal.raise_signal(signal.SIGINT)

@@ -18,7 +18,7 @@ from examples.grpo.task import PalindromeTask, ProblemStream
 from examples.train_trl import TrainerFactory, TrlJobSettings, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings
-from trainer_hooks.trl_rollouts import TRLRollouts
+from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 
 
 def trl_settings() -> TrlJobSettings:
@@ -82,3 +82,12 @@ def test_a_prompt_that_does_not_fit_is_named_with_the_remedy(tmp_path: Path) -> 
     trainer = data.trainer(policy, 1, tmp_path, TRLRollouts(llm))
     with pytest.raises(RolloutError, match="max_sequence_length"):
         trainer.train()
+
+
+def test_trl_gets_the_true_probabilities_of_truncated_draws_as_it_wants_of_its_own_engine(
+    tmp_path: Path,
+) -> None:
+    data, policy, llm = job()
+    trainer = data.trainer(policy, 1, tmp_path, TRLRollouts(llm))
+    trainer.top_p = 0.9
+    assert sampling_params_of(trainer).logprobs_mode == "processed"

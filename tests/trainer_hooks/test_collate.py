@@ -1,6 +1,7 @@
 """Batches of rollouts: layout, lags, failed rollouts, and log-probs that do not match."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -71,38 +72,60 @@ def test_select_keeps_the_rows_asked_for_and_drops_columns_of_padding() -> None:
     assert batch.select(torch.tensor([True, False])).tokens_BT.shape == (1, 5)
 
 
+def sampled(**fields: Any) -> SamplingParams:
+    return SamplingParams(return_log_probs=True, **fields)
+
+
 @pytest.mark.parametrize(
-    ("params", "temperature"),
+    ("params", "temperature", "mode"),
     [
-        (SamplingParams(return_log_probs=True), 1.0),
-        (SamplingParams(return_log_probs=True, logprobs_mode="processed", temperature=0.7), 0.7),
-        (SamplingParams(return_log_probs=True, logprobs_mode="temperature", temperature=0.7), 0.7),
-        (SamplingParams(return_log_probs=True, logprobs_mode="temperature", top_k=5), 1.0),
+        (sampled(), 1.0, "temperature"),
+        (sampled(logprobs_mode="temperature", temperature=0.7), 0.7, "temperature"),
+        (sampled(logprobs_mode="temperature", top_k=5), 1.0, "temperature"),
+        (sampled(logprobs_mode="processed", temperature=0.7), 0.7, "temperature"),
+        (sampled(logprobs_mode="processed", top_p=0.9), 1.0, "processed"),
+        (sampled(logprobs_mode="processed", top_k=5, temperature=0.7), 0.7, "processed"),
+        # Where nothing is truncated the two are the same numbers.
+        (sampled(logprobs_mode="temperature", temperature=0.7), 0.7, "processed"),
+        (sampled(top_p=1.0), 1.0, "processed"),
     ],
 )
-def test_logprobs_that_the_trainer_recomputes_are_taken(
-    params: SamplingParams, temperature: float
+def test_logprobs_of_the_mode_that_is_asked_for_are_taken(
+    params: SamplingParams, temperature: float, mode: Any
 ) -> None:
-    check_logprobs_match(params, temperature)
+    check_logprobs_match(params, temperature, mode)
 
 
 @pytest.mark.parametrize(
-    ("params", "temperature", "named"),
+    ("params", "temperature", "mode", "named"),
     [
-        (SamplingParams(logprobs_mode="raw", temperature=0.7), 0.7, "'raw'.*0.7.*'temperature'"),
-        (SamplingParams(logprobs_mode="temperature", temperature=0.7), 1.0, "0.7.*=1.0"),
-        (SamplingParams(logprobs_mode="processed", top_p=0.9), 1.0, "'processed'.*truncation"),
-        (SamplingParams(temperature=0.0), 1.0, "0.0.*1.0"),
-        (SamplingParams(temperature=0.0, logprobs_mode="temperature"), 0.0, "above 0"),
+        (sampled(temperature=0.7), 0.7, "temperature", "'raw'.*0.7.*'temperature'"),
+        (sampled(temperature=0.7), 0.7, "processed", "'raw'.*0.7.*'processed'"),
+        (sampled(temperature=0.7), 1.0, "temperature", "0.7.*=1.0"),
+        (sampled(logprobs_mode="temperature", temperature=0.7), 1.0, "temperature", "0.7.*=1.0"),
+        (sampled(temperature=0.0), 1.0, "temperature", "0.0.*1.0"),
+        (sampled(temperature=0.0, logprobs_mode="temperature"), 0.0, "temperature", "above 0"),
+        (sampled(), 1.0, "raw", "logprobs_mode='raw' is not known.*'temperature', 'processed'"),
+        # The true probability of the draw is another number than what the trainer recomputes.
+        (
+            sampled(logprobs_mode="processed", top_p=0.9),
+            1.0,
+            "temperature",
+            "'processed'.*top_p=0.9.*'temperature'.*logprobs_mode='processed' to collate_rollouts",
+        ),
+        (sampled(logprobs_mode="temperature", min_p=0.1), 1.0, "processed", "min_p=0.1.*'proc"),
+        # `raw` says of neither that it is meant.
+        (sampled(top_k=5), 1.0, "temperature", "'raw'.*top_k=5.*sample with.*'temperature'"),
     ],
 )
 def test_logprobs_of_another_distribution_are_refused_naming_both(
-    params: SamplingParams, temperature: float, named: str
+    params: SamplingParams, temperature: float, mode: Any, named: str
 ) -> None:
-    params = SamplingParams(**{**params.serialize(), "return_log_probs": True})
     request = finished_request([1], [2], versions=[0], params=params)
     with pytest.raises(ConfigError, match=named):
-        collate_rollouts([request], [1.0], train_version=0, temperature=temperature)
+        collate_rollouts(
+            [request], [1.0], train_version=0, temperature=temperature, logprobs_mode=mode
+        )
 
 
 def test_rollouts_without_logprobs_are_refused() -> None:

@@ -25,6 +25,7 @@ class Algorithm:
     num_minibatches: int = 4
     temperature: float = 1.0
     max_new_tokens: int = 10
+    decoupled: bool = False
     advantage_normalization: str = "std"
     advantage_baseline: str = "mean"
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from rollout.errors import ConfigError
-from trainer_hooks import PolicyLossConfig, policy_loss
+from trainer_hooks import PolicyLossConfig, policy_loss, token_entropies, token_logprobs
 from trainer_hooks.losses import kl_estimate
 
 NAN = math.nan
@@ -78,7 +78,7 @@ def test_on_policy_gradient_is_minus_the_advantage_over_the_token_count() -> Non
     assert_close(logprobs.grad, torch.tensor([[-1.5, 0.5]]))
     assert metrics["ratio_mean"] == 1.0
     assert metrics["clip_ratio/region_mean"] == metrics["approx_kl"] == 0.0
-    assert metrics["entropy"] == pytest.approx(1.5)
+    assert metrics["sampled_entropy"] == pytest.approx(1.5)
 
 
 def test_a_clipped_token_has_no_gradient() -> None:
@@ -125,9 +125,31 @@ def test_proximal_logprobs_move_the_clip_and_weigh_stale_tokens() -> None:
         proximal_logprobs_BT=logs(1.6),
     )
     assert float(loss) == pytest.approx(-1.6 * 1.28, rel=1e-6)
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.6)
+    assert metrics["sampling/importance_sampling_ratio/fraction_above"] == 0.0
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.6)
     assert metrics["ratio_mean"] == pytest.approx(1.5)
+
+
+def test_ppo_kl_is_measured_from_the_policy_that_is_clipped_around() -> None:
+    # verl's: the mean of old - present log-prob
+    arguments = (logs(2.0, 3.0), torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2))
+    _, metrics = policy_loss(*arguments)
+    assert metrics["ppo_kl"] == pytest.approx(-math.log(6.0) / 2)
+    _, metrics = policy_loss(*arguments, proximal_logprobs_BT=logs(2.0, 2.0))
+    assert metrics["ppo_kl"] == pytest.approx(-math.log(1.5) / 2)
+
+
+def test_entropy_is_that_of_the_whole_distribution_and_reported_where_it_is_given() -> None:
+    tokens = torch.tensor([[0, 1, 0]])
+    logits = torch.tensor([[[3.0, 0.0], [0.0, 0.0], [NAN, 0.0]]])
+    entropies = token_entropies(logits, temperature=2.0)
+    p = torch.tensor([1.5, 0.0]).softmax(-1)
+    assert_close(entropies, torch.tensor([[0.0, -(p * p.log()).sum(), math.log(2.0)]]))
+    arguments = (token_logprobs(logits, tokens), torch.zeros(1, 3), torch.ones(1, 1))
+    mask = torch.tensor([[0, 1, 1]])
+    assert "entropy" not in policy_loss(*arguments, mask)[1]
+    _, metrics = policy_loss(*arguments, mask, entropies_BT=entropies)
+    assert metrics["entropy"] == pytest.approx(float(entropies.sum()) / 2)
 
 
 def test_importance_weights_are_capped_and_the_capped_share_is_reported() -> None:
@@ -140,7 +162,7 @@ def test_importance_weights_are_capped_and_the_capped_share_is_reported() -> Non
         proximal_logprobs_BT=logs(4.0, 1.0),
     )
     assert float(loss) == pytest.approx(-(2.0 * 1.0 + 1.0) / 2)
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
+    assert metrics["sampling/importance_sampling_ratio/fraction_above"] == 0.5
 
 
 def test_a_cap_below_one_changes_nothing_without_proximal_logprobs() -> None:

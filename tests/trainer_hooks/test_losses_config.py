@@ -79,7 +79,9 @@ def test_every_kind_works_with_its_own_constants(kind: str) -> None:
 def test_a_correction_by_lag_asks_for_the_lags(fields: dict[str, float], message: str) -> None:
     zeros, correction = torch.zeros(1, 2), OffPolicyCorrection(mode="truncate", **fields)
     with pytest.raises(ConfigError, match=message):
-        policy_loss(zeros, zeros, zeros, zeros, PolicyLossConfig(correction=correction))
+        policy_loss(
+            *(zeros,) * 4, PolicyLossConfig(correction=correction), proximal_logprobs_BT=zeros
+        )
 
 
 def test_a_denominator_of_zero_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from rollout.errors import ConfigError
 from trainer_hooks import (
     OffPolicyCorrection,
     PolicyLossConfig,
@@ -64,18 +65,41 @@ def test_tokens_on_too_old_kv_are_dropped() -> None:
     assert_close(weights, torch.tensor([[0.0, 2.0]]))
 
 
-def test_a_correction_without_proximal_logprobs_weighs_the_present_policy() -> None:
-    # pi / behaviour = 3 and 1/2: weight 2 and 1/2 of -A d log pi, and no clip
-    logprobs = torch.tensor([[3.0, 0.5]]).log().requires_grad_()
-    config = PolicyLossConfig(correction=OffPolicyCorrection(mode="truncate"))
-    loss, metrics = policy_loss(
-        logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), config
+def gradient_of(ratio: float, mode: Any, proximal: float | None) -> float:
+    """Of one token with A = 1, `ratio` times as likely as when it was sampled."""
+    logprobs = torch.tensor([[ratio]]).log().requires_grad_()
+    loss, _ = policy_loss(
+        logprobs,
+        torch.zeros(1, 1),
+        torch.ones(1, 1),
+        torch.ones(1, 1),
+        PolicyLossConfig(kind="grpo", correction=OffPolicyCorrection(mode=mode)),
+        proximal_logprobs_BT=None if proximal is None else torch.tensor([[proximal]]).log(),
     )
     loss.backward()
-    assert_close(logprobs.grad, torch.tensor([[-2.0, -0.5]]) / 2)
-    assert metrics["clip_ratio/region_mean"] == 0.0
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.25)
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
+    assert logprobs.grad is not None
+    return float(logprobs.grad)
+
+
+@pytest.mark.parametrize(
+    ("mode", "proximal"), [("auto", None), ("none", None), ("truncate", 1.0), ("mask", 1.0)]
+)
+def test_a_token_that_has_moved_beyond_the_clip_has_no_gradient(
+    mode: str, proximal: float | None
+) -> None:
+    assert gradient_of(3.0, mode, proximal) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_correction_without_proximal_logprobs_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"mode='{mode}'.*needs proximal_logprobs_BT"):
+        gradient_of(3.0, mode, None)
+
+
+def test_a_token_that_was_old_already_is_weighed_and_not_clipped() -> None:
+    # All of the ratio of 3 is age: r = 1 and w = 3, truncated at 2.
+    assert gradient_of(3.0, "truncate", 3.0) == pytest.approx(-2.0)
+    assert gradient_of(3.0, "mask", 3.0) == pytest.approx(-3.0)
 
 
 def test_mode_none_ignores_the_age_of_the_rollouts() -> None:

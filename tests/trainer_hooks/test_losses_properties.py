@@ -43,6 +43,7 @@ def run(
     batch: Batch, config: PolicyLossConfig, proximal: bool = True, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     logprobs_BT = batch.logprobs_BT.clone().requires_grad_()
+    proximal = proximal or config.correction.needs_proximal
     loss, metrics = policy_loss(
         logprobs_BT,
         batch.behaviour_BT,
@@ -147,7 +148,9 @@ def test_on_policy_every_correction_does_nothing(
     assert_close(corrected_gradient_BT, gradient_BT)
     assert metrics["eff_sample_size"] == pytest.approx(1.0)
     assert metrics["clip_ratio/region_mean"] == metrics["approx_kl"] == 0.0
-    assert corrected_metrics.get("rollout_corr/rollout_is_mean", 1.0) == pytest.approx(1.0)
+    assert corrected_metrics.get("sampling/importance_sampling_ratio/mean", 1.0) == pytest.approx(
+        1.0
+    )
 
 
 @given(seed=seeds, kind=st.sampled_from(["grpo", "ppo", "dapo", "dr_grpo"]))
@@ -202,5 +205,5 @@ def test_the_weight_of_a_token_never_grows_with_its_lag(seed: int, high: float, 
         older = Batch(**{**vars(batch), "policy_lag_BT": torch.full((6, 9), policy_lag)})
         correction = OffPolicyCorrection(mode="truncate", high=high, lag_decay=0.3)
         _, _, metrics = run(older, PolicyLossConfig(correction=correction))
-        weights.append(metrics["rollout_corr/rollout_is_mean"])
+        weights.append(metrics["sampling/importance_sampling_ratio/mean"])
     assert weights[1] <= weights[0] + 1e-6

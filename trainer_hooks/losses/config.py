@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rollout.errors import ConfigError
+from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 CorrectionMode = Literal["auto", "none", "truncate", "mask"]
@@ -21,13 +22,18 @@ class Kind:
 
     `ratio_level`: token, or one ratio per rollout: the geometric mean or the product over tokens.
     `clips_weight`: the ratio is a clipped constant before log pi, not the thing differentiated.
+    `advantage_*`: how it wants rewards to become advantages (`group_advantages`).
+    `divides_by_max_length`: a job divides token sums by its limit on new tokens.
     """
 
-    ratio_level: RatioLevel
-    epsilon_low: float
-    epsilon_high: float
+    ratio_level: RatioLevel = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
     aggregation: Aggregation
     clips_weight: bool = False
+    advantage_normalization: AdvantageNormalization = "std"
+    advantage_baseline: AdvantageBaseline = "mean"
+    divides_by_max_length: bool = False
 
     @property
     def clips_tokens(self) -> bool:
@@ -37,16 +43,14 @@ class Kind:
 
 KINDS = {
     # Shao et al. 2024, arXiv 2402.03300, eq. 3
-    "grpo": Kind(
-        ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="seq-mean-token-mean"
-    ),
-    # Schulman et al. 2017, arXiv 1707.06347, eq. 7
-    "ppo": Kind(ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="token-mean"),
+    "grpo": Kind(aggregation="seq-mean-token-mean"),
+    # Schulman et al. 2017, arXiv 1707.06347, eq. 7; its advantages come from a critic
+    "ppo": Kind(aggregation="token-mean", advantage_normalization="none"),
     # Yu et al. 2025, arXiv 2503.14476, eq. 8
-    "dapo": Kind(ratio_level="token", epsilon_low=0.2, epsilon_high=0.28, aggregation="token-mean"),
-    # Liu et al. 2025, arXiv 2503.20783, sec. 3.2
+    "dapo": Kind(aggregation="token-mean", epsilon_high=0.28),
+    # Liu et al. 2025, arXiv 2503.20783, sec. 3.2; the divisor is that of its code
     "dr_grpo": Kind(
-        ratio_level="token", epsilon_low=0.2, epsilon_high=0.2, aggregation="seq-mean-token-sum"
+        aggregation="seq-mean-token-sum", advantage_normalization="none", divides_by_max_length=True
     ),
     # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7; the clip range of its sec. 5.1
     "gspo": Kind(
@@ -56,19 +60,13 @@ KINDS = {
         aggregation="seq-mean-token-mean",
     ),
     # Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4 and 5; a cap of 5, no lower bound
-    "cispo": Kind(
-        ratio_level="token",
-        epsilon_low=1.0,
-        epsilon_high=4.0,
-        aggregation="token-mean",
-        clips_weight=True,
-    ),
+    "cispo": Kind(aggregation="token-mean", epsilon_low=1.0, epsilon_high=4.0, clips_weight=True),
     # Ahmadian et al. 2024, arXiv 2402.14740: a whole completion is one action
     "rloo": Kind(
         ratio_level="sequence",
-        epsilon_low=0.2,
-        epsilon_high=0.2,
         aggregation="seq-mean-token-mean",
+        advantage_normalization="none",
+        advantage_baseline="leave_one_out",
     ),
 }
 POLICY_LOSS_KINDS = tuple(KINDS)
@@ -123,6 +121,11 @@ class OffPolicyCorrection:
             )
 
     @property
+    def needs_proximal(self) -> bool:
+        """Whether it weighs by proximal / behaviour, and so wants proximal log-probs."""
+        return self.mode in ("truncate", "mask")
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """The band of a token without lag: (low, high)."""
         default_low, default_high = (0.5, 5.0) if self.mode == "mask" else (0.0, 2.0)
@@ -137,10 +140,12 @@ class PolicyLossConfig:
     """Which policy loss, and its constants; a field left at None takes what the kind's paper says.
 
     `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a
-    larger upper side leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1).
+    larger upper side leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For cispo
+    1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap itself).
     `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
     1912.09729, eq. 5); token-wise clipping kinds only.
-    `aggregation`: how token losses become one number, in verl's names.
+    `aggregation`: how token losses become one number, in verl's names; cispo takes any, the others
+    are named for theirs.
     `max_completion_length`: divides token sums per rollout by this constant (Dr. GRPO's), whatever
     the denominator is.
     `kl_coefficient`: weight of the KL term against the reference policy; 0 leaves it out.
@@ -196,10 +201,22 @@ class PolicyLossConfig:
                     f"dual_clip={self.dual_clip} must be above 1 + epsilon_high = "
                     f"{1.0 + self.clip_range[1]}; 3 is customary"
                 )
-        if kind.ratio_level != "token" and aggregation != "seq-mean-token-mean":
+        if kind.ratio_level != "token" and aggregation != kind.aggregation:
             raise ConfigError(
                 f"aggregation={aggregation!r} would weigh the one ratio that kind={self.kind!r} "
-                "has per rollout by its length; leave it out (seq-mean-token-mean)"
+                f"has per rollout by its length; leave it out ({kind.aggregation})"
+            )
+        if kind.clips_tokens and aggregation != kind.aggregation:
+            clipping = [name for name in KINDS if KINDS[name].clips_tokens]
+            others = [repr(name) for name in clipping if KINDS[name].aggregation == aggregation]
+            raise ConfigError(
+                f"aggregation={aggregation!r} with kind={self.kind!r}, which is named for "
+                f"{kind.aggregation!r}; leave it out, or choose kind={' or '.join(others)}"
+            )
+        if kind.clips_weight and self.clip_range[0] < 1.0:
+            raise ConfigError(
+                f"epsilon_low={self.epsilon_low} with kind={self.kind!r}, which caps importance "
+                "weights and puts no floor under them; leave it out"
             )
         if self.max_completion_length is not None and aggregation != "seq-mean-token-sum":
             raise ConfigError(
@@ -213,6 +230,21 @@ class PolicyLossConfig:
                 "kl_estimator='k1' as a loss has a gradient whose mean is zero and penalises "
                 "nothing; choose 'k2', set kl_importance_weighted=True, or put it into the "
                 "reward (token_rewards)"
+            )
+
+    def check_advantages(
+        self, normalization: AdvantageNormalization, baseline: AdvantageBaseline
+    ) -> None:
+        """Raise ConfigError for settings of `group_advantages` that the kind's name excludes."""
+        if self.kind == "dr_grpo" and normalization != "none":
+            raise ConfigError(
+                f"kind='dr_grpo' with advantage_normalization={normalization!r}: Dr. GRPO does not "
+                "divide by the deviation; choose advantage_normalization='none', or kind='grpo'"
+            )
+        if self.kind == "rloo" and baseline != "leave_one_out":
+            raise ConfigError(
+                f"kind='rloo' with advantage_baseline={baseline!r}; choose "
+                "advantage_baseline='leave_one_out', or another kind"
             )
 
     @property

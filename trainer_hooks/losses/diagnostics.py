@@ -1,8 +1,9 @@
 """What a loss says about its batch: ratios, effective sample size, divergence, clips, by lag too.
 
 Shape letters: B rollouts, T positions, C cells of the lag table, S sums. Everything stays a tensor
-until one copy to the host at the end. Names: TRL's (`kl`, `entropy`, `clip_ratio/*`,
-`cispo_clip_ratio`) and verl's (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`) where they exist.
+until one copy to the host at the end. A name of TRL (`kl`, `entropy`, `clip_ratio/*`,
+`cispo_clip_ratio`, `sampling/importance_sampling_ratio/*`) or verl (`ppo_kl`, `pg_clipfrac_lower`,
+`rollout_corr/*`) is the same number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 from trainer_hooks.losses.config import KINDS, PolicyLossConfig
 from trainer_hooks.losses.kinds import TokenLosses
+from trainer_hooks.losses.ratios import log_ratios
 
 # A lag up to the first edge falls into the first cell, and so on; in versions.
 POLICY_LAG_EDGES = (0.0, 1.0, 3.0)
@@ -42,26 +44,32 @@ def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> to
 def loss_metrics(
     terms: TokenLosses,
     logprobs_BT: torch.Tensor,
+    anchor_logprobs_BT: torch.Tensor,
     log_ratio_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
+    entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
     """Of the whole batch; `log_ratio_BT` = log pi - log behaviour.
 
-    `ppo_kl` (k1) and `approx_kl` (k3) estimate KL(behaviour || pi); `eff_sample_size` is that of
-    the token weights pi / behaviour; `entropy` is the mean of -log pi of the sampled tokens.
+    `ppo_kl` (k1) is from the policy that is clipped around, `approx_kl` (k3) from the behaviour
+    policy; `eff_sample_size` is that of the token weights pi / behaviour; `sampled_entropy` is the
+    mean of -log pi of the sampled tokens, an estimate of `entropy` (of `entropies_BT`).
     """
+    step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
     metrics = {
         "ratio_mean": masked_mean(terms.ratio_BT, mask_BT),
-        **_spread("ratio", terms.ratio_BT, mask_BT),
+        **_spread("ratio_", terms.ratio_BT, mask_BT),
         "clip_ratio/low_mean": masked_mean(terms.is_low_BT, mask_BT),
         "clip_ratio/high_mean": masked_mean(terms.is_high_BT, mask_BT),
         "clip_ratio/region_mean": masked_mean(terms.is_clipped_BT, mask_BT),
-        "ppo_kl": masked_mean(-log_ratio_BT, mask_BT),
+        "ppo_kl": masked_mean(-step_BT, mask_BT),
         "approx_kl": masked_mean(log_ratio_BT.exp() - log_ratio_BT - 1.0, mask_BT),
-        "entropy": masked_mean(-logprobs_BT, mask_BT),
+        "sampled_entropy": masked_mean(-logprobs_BT, mask_BT),
         "eff_sample_size": effective_sample_size(log_ratio_BT.exp(), mask_BT),
     }
+    if entropies_BT is not None:
+        metrics["entropy"] = masked_mean(entropies_BT, mask_BT)
     if KINDS[config.kind].clips_weight:
         metrics["cispo_clip_ratio"] = metrics["clip_ratio/high_mean"]
     if terms.is_dual_BT is not None:
@@ -73,13 +81,13 @@ def correction_metrics(
     weights_BT: torch.Tensor, flags: Metrics, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> Metrics:
     """Of the correction: its weights as they apply, how often a bound acts, the gap it mends."""
-    prefix = "rollout_corr/rollout_is"
+    prefix = "sampling/importance_sampling_ratio/"
     return {
-        f"{prefix}_mean": masked_mean(weights_BT, mask_BT),
+        f"{prefix}mean": masked_mean(weights_BT, mask_BT),
         **_spread(prefix, weights_BT, mask_BT),
-        f"{prefix}_ratio_fraction_high": masked_mean(flags["above"], mask_BT),
-        f"{prefix}_ratio_fraction_low": masked_mean(flags["below"], mask_BT),
-        f"{prefix}_eff_sample_size": effective_sample_size(weights_BT, mask_BT),
+        f"{prefix}fraction_above": masked_mean(flags["above"], mask_BT),
+        f"{prefix}fraction_below": masked_mean(flags["below"], mask_BT),
+        f"{prefix}eff_sample_size": effective_sample_size(weights_BT, mask_BT),
         "rollout_corr/rollout_rs_masked_fraction": masked_mean(flags["dropped"], mask_BT),
         "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
         "rollout_corr/k3_kl": masked_mean(log_ratio_BT.exp() - log_ratio_BT - 1.0, mask_BT),
@@ -167,15 +175,15 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return values_BT.float().masked_fill(~mask_BT, 0.0).sum() / mask_BT.sum().clamp(min=1)
 
 
-def _spread(name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
+def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
     """Standard deviation, smallest and largest over the mask; 0 of nothing."""
     deviation_BT = values_BT - masked_mean(values_BT, mask_BT)
     smallest = values_BT.masked_fill(~mask_BT, torch.inf).amin()
     largest = values_BT.masked_fill(~mask_BT, -torch.inf).amax()
     return {
-        f"{name}_std": masked_mean(deviation_BT.square(), mask_BT).sqrt(),
-        f"{name}_min": torch.where(mask_BT.any(), smallest, 0.0),
-        f"{name}_max": torch.where(mask_BT.any(), largest, 0.0),
+        f"{prefix}std": masked_mean(deviation_BT.square(), mask_BT).sqrt(),
+        f"{prefix}min": torch.where(mask_BT.any(), smallest, 0.0),
+        f"{prefix}max": torch.where(mask_BT.any(), largest, 0.0),
     }
 
 

@@ -41,6 +41,7 @@ def policy_loss(
     proximal_logprobs_BT: torch.Tensor | None = None,
     policy_lag_BT: torch.Tensor | None = None,
     kv_lag_BT: torch.Tensor | None = None,
+    entropies_BT: torch.Tensor | None = None,
     aggregation_denominator: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT` only, and metrics.
@@ -49,27 +50,28 @@ def policy_loss(
     The kind clips r = pi / anchor and the correction weighs with w of anchor / behaviour:
     `proximal_logprobs_BT`, those of the policy at the start of this update, are the anchor if given
     (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025, arXiv
-    2505.24298, sec. 5.2). Else it is the behaviour policy, and w = 1; but a correction that is
-    asked for takes the present policy, so that r = 1 and w carries all there is to correct.
+    2505.24298, sec. 5.2). Else it is the behaviour policy, and there is nothing to weigh.
+    `entropies_BT`, of `token_entropies`, only give the metric `entropy`.
     `aggregation_denominator`: see `aggregate`. `advantages_BT` may be [B, 1].
     With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
     Values outside the mask are never looked at, NaN included.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
     """
     same_shape = (behaviour_logprobs_BT, mask_BT, reference_logprobs_BT, proximal_logprobs_BT)
-    _check_shapes(logprobs_BT, advantages_BT, (*same_shape, policy_lag_BT, kv_lag_BT))
+    lags = (policy_lag_BT, kv_lag_BT)
+    _check_shapes(logprobs_BT, advantages_BT, (*same_shape, *lags, entropies_BT))
     mask_BT = mask_BT.bool()
     logprobs_BT = trained_values(logprobs_BT, mask_BT)
     fixed_BT, behaviour_BT = logprobs_BT.detach(), _constants(behaviour_logprobs_BT, mask_BT)
     advantages_BT = _constants(advantages_BT.expand_as(logprobs_BT), mask_BT)
     correction = _resolved(config.correction, proximal_logprobs_BT is not None)
-    anchor_BT = behaviour_BT if correction.mode == "none" else fixed_BT
+    anchor_BT = behaviour_BT
     if proximal_logprobs_BT is not None:
         anchor_BT = _constants(proximal_logprobs_BT, mask_BT)
 
     terms = token_losses(logprobs_BT, anchor_BT, advantages_BT, mask_BT, config)
     log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
-    metrics = loss_metrics(terms, fixed_BT, log_ratio_BT, mask_BT, config)
+    metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config, entropies_BT)
     losses_BT, is_dropped_BT = terms.losses_BT, torch.zeros_like(mask_BT)
     if anchor_BT is not behaviour_BT:
         gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
@@ -84,7 +86,6 @@ def policy_loss(
         metrics["kl"] = masked_mean(kl_BT.detach(), mask_BT)
     loss = aggregate(losses_BT, mask_BT, config.resolved_aggregation, aggregation_denominator)
     loss = loss / (config.max_completion_length or 1)
-    lags = (policy_lag_BT, kv_lag_BT)
     metrics |= lag_metrics(*lags, mask_BT, terms.is_clipped_BT)
     table = lag_table(*lags, mask_BT, terms, log_ratio_BT, is_dropped_BT)
     return loss, to_floats({"loss": loss.detach(), **metrics}, table)
@@ -116,7 +117,14 @@ def _constants(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:
-    """The correction with `auto` decided."""
+    """The correction with `auto` decided. Raises ConfigError if what it weighs by is missing."""
+    if correction.needs_proximal and not is_proximal:
+        # Weighing by present / behaviour instead would leave no ratio to clip.
+        raise ConfigError(
+            f"correction mode={correction.mode!r} weighs by proximal / behaviour and needs "
+            "proximal_logprobs_BT, the policy's log-probs before the first step of this update; "
+            "without them choose mode='none', which clips around the behaviour policy"
+        )
     if correction.mode != "auto":
         return correction
     return replace(correction, mode="truncate" if is_proximal else "none")

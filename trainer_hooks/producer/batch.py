@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_hooks.collate import RolloutBatch, collate_rollouts
+from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
 from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.prompt_item import PromptItem
 
@@ -51,12 +51,16 @@ class TrainingBatch:
 
 
 def collate_groups(
-    groups: Sequence[ScoredGroup], version: int, temperature: float, pad_id: int
+    groups: Sequence[ScoredGroup],
+    version: int,
+    temperature: float,
+    pad_id: int,
+    logprobs_mode: TrainedLogprobs,
 ) -> RolloutBatch:
     """The rollouts of all groups as one batch. Raises what collate_rollouts raises."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
-    return collate_rollouts(rollouts, rewards, version, temperature, pad_id)
+    return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode)
 
 
 def batch_metrics(

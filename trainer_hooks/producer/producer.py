@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.collate import check_logprobs_match
+from trainer_hooks.collate import trained_logprobs
 from trainer_hooks.producer.batch import TrainingBatch, batch_metrics, collate_groups
 from trainer_hooks.producer.checks import check_options
 from trainer_hooks.producer.errors import ProducerError
@@ -43,7 +43,8 @@ class AsyncRolloutProducer:
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
     `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
-    `temperature`: the trainer's; None takes that of `sampling_params`.
+    `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
+    `temperature` or `processed`, is what the batches have (`collate_rollouts`).
     `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
     `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
     `drop_zero_variance`: replace groups whose rewards are all equal.
@@ -80,7 +81,7 @@ class AsyncRolloutProducer:
             llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
-        check_logprobs_match(sampling_params, self._temperature)
+        self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
         self._group_size, self._pad_id = group_size, pad_id
         self._version_timeout_s = version_timeout_s
         if not isinstance(prompts, PromptLedger):
@@ -259,7 +260,9 @@ class AsyncRolloutProducer:
     def _hand_over(self, waited_s: float) -> TrainingBatch:
         admitted_at, batch = self._open[0]
         groups = batch.groups
-        rollouts = collate_groups(groups, self.version, self._temperature, self._pad_id)
+        rollouts = collate_groups(
+            groups, self.version, self._temperature, self._pad_id, self._logprobs_mode
+        )
         self._open.popleft()
         self._gate.hand_over()
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1

@@ -467,6 +467,17 @@ def test_what_cannot_work_is_refused_when_the_producer_is_made(
         producer_of(llm, **changes)
 
 
+def test_batches_have_the_true_probabilities_of_truncated_draws_if_they_are_sampled_with() -> None:
+    params = SamplingParams(return_log_probs=True, logprobs_mode="processed", top_p=0.9)
+
+    async def work() -> None:
+        async with producer_of(FakeLLM(), sampling_params=params) as producer:
+            batch = await anext(producer)
+            assert (batch.rollouts.behaviour_logprobs_BT[batch.rollouts.mask_BT] < 0.0).all()
+
+    run_virtually(work())
+
+
 def test_a_missing_column_is_raised_and_not_taken_for_failed_rollouts() -> None:
     async def wants(completion_ids: Any, difficulty: Any) -> list[float]:
         return []
