@@ -125,7 +125,7 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]:
-    """(where each tensor goes, bytes in all). Raises WeightUpdateError naming the unreadable one."""
+    """(where each tensor goes, bytes in all). Raises WeightUpdateError for an unreadable one."""
     manifest: dict[str, TensorEntry] = {}
     end = 0
     for name, tensor in tensors.items():
