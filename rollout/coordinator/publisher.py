@@ -48,8 +48,14 @@ class WeightPublisher:
 
         `checksum`: as an engine will report it, empty if that is not known. Sharded tensors are
         gathered one by one, in the order of their names, which is a collective of all ranks.
-        Raises WeightUpdateError naming the tensor that cannot be copied, or if there is no memory.
+        Raises WeightUpdateError naming the tensor that cannot be copied, if there is no memory, and
+        on other systems than Linux.
         """
+        if not hasattr(os, "memfd_create"):
+            raise WeightUpdateError(
+                "shared memory for weights needs Linux (memfd_create); use LLM without "
+                "use_coordinator, which takes them in its own process"
+            )
         self.drop()
         tensors = by_name(named_tensors)
         manifest, num_bytes = _layout(tensors)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout.backends import cpu
 from rollout.backends.limits import memory_limit_bytes, num_usable_cpus
+from tests.tiny_models import tiny_engine, tiny_model
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 Machine = Callable[[dict[str, str]], Path]
@@ -56,7 +58,9 @@ def test_the_lowest_limit_of_the_own_cgroup_and_those_around_it_counts(
 
 
 V1 = {
-    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n"
+    "proc/self/cgroup": (
+        "9:name=systemd:/\n4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n"
+    )
 }
 
 
@@ -89,3 +93,12 @@ def test_an_unlimited_quota_of_the_first_version_is_none(machine: Machine) -> No
     quota = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
     files = {f"sys/fs/cgroup/cpu/{name}": content for name, content in quota.items()}
     assert num_usable_cpus(machine({"proc/self/cgroup": "1:cpu:/\n"} | files)) == 8
+
+
+def test_the_default_pool_is_a_quarter_of_what_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "memory_limit_bytes", lambda: 1 << 20)
+    engine = tiny_engine(tiny_model(), buffer_size_gb=None, block_size_tokens=8)
+    bytes_per_block = 8 * 2 * 2 * 2 * 12 * 4  # tokens x layers x (K, V) x heads x dim x float32
+    assert engine.stats().num_blocks_total == (1 << 18) // bytes_per_block
