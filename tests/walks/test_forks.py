@@ -12,31 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """Of forks in a program of its own: a fork of pytest would take all of it along."""
+@pytest.mark.distributed
+def test_an_llm_that_was_used_on_threads_answers_after_a_fork() -> None:
+    """In a program of its own: a fork of pytest would take all of it along."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.walks.forked_llm"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "what",
-    [
-        "engine in the child",
-        "engine in the parent",
-        "old OpenMP in the child",
-        "fleet in the child",
-    ],
-)
-def test_an_llm_that_was_used_on_threads_answers_after_a_fork(
-    outcomes: dict[str, str], what: str
-) -> None:
-    assert outcomes[what] == "ok"
+    assert json.loads(done.stdout) == {
+        "engine in the child": "ok",
+        "engine in the parent": "ok",
+        "old OpenMP in the child": "ok",
+        "fleet in the child": "ok",
+    }, done.stderr

@@ -21,7 +21,7 @@ def outcomes() -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
