@@ -190,9 +190,7 @@ async def train() -> None:
                 loss.backward()
                 optimizer.step()
                 print(f"  reward {rows.rewards_B.nanmean():.3f}  loss {loss.item():+.4f}")
-                llm.update_weights(
-                    [(name, p.detach()) for name, p in policy.named_parameters()], in_flight=True
-                )
+                llm.update_weights(policy, in_flight=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.threaded_llm import ThreadedLLM
-from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync
+from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync, full_tensors
 
 __all__ = [
     "AsyncRolloutProducer",
@@ -62,6 +62,7 @@ __all__ = [
     "effective_sample_size",
     "evaluate",
     "find_checkpoint",
+    "full_tensors",
     "gae_advantages",
     "generation_phase",
     "group_advantages",

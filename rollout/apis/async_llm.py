@@ -30,6 +30,7 @@ from rollout.coordinator.publisher import WeightPublisher
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, RolloutError
+from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -66,11 +67,10 @@ class AsyncLLM:
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         self.tokenizer = tokenizer_of(model, tokenizer)
+        config = inference_config or InferenceConfig()
+        model = without_shards(model, config.dtype)
         recipe = EngineRecipe(
-            model=model,
-            config=inference_config or InferenceConfig(),
-            tokenizer=self.tokenizer,
-            weights_version=weights_version,
+            model=model, config=config, tokenizer=self.tokenizer, weights_version=weights_version
         )
         self._fleet = FleetProcesses(
             recipe,
@@ -229,8 +229,8 @@ class AsyncLLM:
     ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through one copy in shared memory.
 
-        The tensors must not change until this returns. One that is under way cannot be called back:
-        who is cancelled does not hear how it ended.
+        Takes what LLM.update_weights does. The tensors must not change until this returns. One that
+        is under way cannot be called back: who is cancelled does not hear how it ended.
         """
         await self._connected()
         update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))

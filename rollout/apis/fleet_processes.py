@@ -19,6 +19,7 @@ from typing import Any
 
 from rollout.apis.clean_process import mentions_main, needs_main, start_clean_process
 from rollout.apis.engine_process import run_engine
+from rollout.backends.limits import num_usable_cpus
 from rollout.config import InferenceConfig
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.routing.policies import find_policy
@@ -87,7 +88,7 @@ class FleetProcesses:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def _start_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
-        threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
+        threads = recipe.config.num_threads or max(1, num_usable_cpus() // count)
         # Pickled here, tensors are copied; multiprocessing would have all processes write to the
         # same ones.
         pickled = pickle.dumps(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,6 +36,7 @@ class FleetRuntime:
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
+        self._pid = os.getpid()  # whose threads answer
         self.tokenizer = self._llm.tokenizer
         self._ended: queue.SimpleQueue[DynamicInferenceRequest] = queue.SimpleQueue()
         # Written by the loop's thread alone; what leaves it is in `_ended` before.
@@ -55,15 +57,27 @@ class FleetRuntime:
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, _T]) -> _T:
-        with self._turn:
-            if self._end is not None:
-                work.close()
-                raise EngineStateError("this LLM is shut down; make a new one")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            self._require_own_process()
+            with self._turn:
+                if self._end is not None:
+                    raise EngineStateError("this LLM is shut down; make a new one")
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except EngineStateError:
+            work.close()
+            raise
         try:
             return future.result()
         except CancelledError:
             raise EngineStateError("this LLM was shut down before the answer came") from None
+
+    def _require_own_process(self) -> None:
+        """Raise EngineStateError in a child of os.fork: the thread that answers is not there."""
+        if os.getpid() != self._pid:
+            raise EngineStateError(
+                f"this LLM belongs to process {self._pid}, of which this one is a fork; make one "
+                "here, or an InferenceClient"
+            )
 
     # ---- requests
 
@@ -140,6 +154,7 @@ class FleetRuntime:
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
         """Wait until a request has ended. One that was lost with the coordinator ends FAILED."""
+        self._require_own_process()
         if not self._open and self._ended.empty():
             raise EngineStateError("nothing was submitted that could still end")
         if self._ended.empty() and self.state is not EngineState.RUNNING:
@@ -218,7 +233,9 @@ class FleetRuntime:
         return self._do(self._llm.stats())
 
     def shutdown(self) -> None:
-        """Whoever calls it waits for the end."""
+        """Whoever calls it waits for the end. A fork leaves the engines to its parent."""
+        if os.getpid() != self._pid:
+            return
         with self._turn:
             if self._end is None:
                 self._end = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)

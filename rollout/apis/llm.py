@@ -241,7 +241,9 @@ class LLM:
     ) -> WeightUpdateReport:
         """Replace all weights in place, or nothing, from any thread. See Engine.update_weights.
 
-        Only the copies themselves keep steps waiting.
+        `named_tensors`: a module, its persistent buffers included, a mapping, or (name, tensor)
+        pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
+        or run through `trainer_hooks.full_tensors`. Only the copies keep steps waiting.
         """
         return self._runtime.update_weights(named_tensors, version, in_flight)
 

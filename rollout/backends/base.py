@@ -202,7 +202,7 @@ class Backend:
     """Everything that differs between devices."""
 
     device: torch.device
-    memory_bytes: int  # all that the device has
+    memory_bytes: int  # all that the device has, or that this process may use of it
     ops: Ops
     attention: AttentionBackend
     executor: Executor

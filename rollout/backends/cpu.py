@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import AttentionBackend, Backend, MemoryBackend, Ops
 from rollout.backends.executors.eager import EagerExecutor
+from rollout.backends.limits import memory_limit_bytes
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
@@ -35,7 +34,7 @@ def cpu_backend(memory_kind: str) -> Backend:
         attention = NativePagedAttention(kernels, ops)
     return Backend(
         device=device,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=memory_limit_bytes(),
         ops=ops,
         attention=attention,
         executor=EagerExecutor(device),

@@ -9,6 +9,7 @@ import torch
 
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
+from rollout.backends.forks import prepare_for_forks
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
@@ -61,6 +62,7 @@ def create_backend(config: InferenceConfig) -> Backend:
     device = _device(config)
     _refuse_without_effect(config, device)
     memory_kind = _memory_kind(config, device)
+    prepare_for_forks()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     backend = cpu_backend(memory_kind) if device == "cpu" else _cuda_backend(config, memory_kind)

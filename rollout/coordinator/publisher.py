@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rollout.coordinator.protocol.messages import TensorEntry, WeightsSource
 from rollout.errors import WeightUpdateError
-from rollout.runner.weight_update import NamedTensors
+from rollout.models.plain_tensors import full_tensor, refusal
+from rollout.runner.weight_update import NamedTensors, by_name
 
 KIND = "shared"
 _ALIGNMENT = 64  # bytes
@@ -45,11 +46,18 @@ class WeightPublisher:
     def publish(self, named_tensors: NamedTensors, checksum: str = "") -> WeightsSource:
         """Copy tensors, on whatever device, into a new segment; `commit` or `drop` it next.
 
-        `checksum`: as an engine will report it, empty if that is not known.
-        Raises WeightUpdateError naming the tensor that cannot be copied, or if there is no memory.
+        `checksum`: as an engine will report it, empty if that is not known. Sharded tensors are
+        gathered one by one, in the order of their names, which is a collective of all ranks.
+        Raises WeightUpdateError naming the tensor that cannot be copied, if there is no memory, and
+        on other systems than Linux.
         """
+        if not hasattr(os, "memfd_create"):
+            raise WeightUpdateError(
+                "shared memory for weights needs Linux (memfd_create); use LLM without "
+                "use_coordinator, which takes them in its own process"
+            )
         self.drop()
-        tensors = dict(named_tensors)
+        tensors = by_name(named_tensors)
         manifest, num_bytes = _layout(tensors)
         name = f"rollout-weights-{uuid.uuid4().hex}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -123,10 +131,12 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]:
-    """(where each tensor goes, bytes in all)."""
+    """(where each tensor goes, bytes in all). Raises WeightUpdateError for an unreadable one."""
     manifest: dict[str, TensorEntry] = {}
     end = 0
     for name, tensor in tensors.items():
+        if reason := refusal(tensor):
+            raise WeightUpdateError(f"{name!r} {reason}")
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
         manifest[name] = TensorEntry(
@@ -144,11 +154,11 @@ def _write(
 ) -> None:
     bytes_N = torch.frombuffer(region, dtype=torch.uint8)
     try:
-        for name, tensor in tensors.items():
+        for name in sorted(tensors):  # all ranks of a trainer gather in this order
             try:
                 view = _view(bytes_N, name, manifest[name])
-                view.copy_(tensor)
-            except RuntimeError as error:
+                view.copy_(full_tensor(tensors[name]))
+            except (RuntimeError, TypeError) as error:
                 raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
             del view
     finally:

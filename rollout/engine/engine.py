@@ -230,8 +230,9 @@ class Engine:
     def stage_weights(self, named_tensors: NamedTensors) -> StagedWeights:
         """Verify and prepare an update; another thread may do it while steps go on.
 
-        `named_tensors` are (Hugging Face name, tensor) pairs or a mapping, and must not change
-        until the commit. Raises WeightUpdateError naming the tensor at fault.
+        `named_tensors` is a module, whose persistent buffers count, or (Hugging Face name, tensor)
+        pairs or a mapping, and must not change until the commit. Sharded tensors are gathered in
+        the order of their names: a collective. Raises WeightUpdateError naming the tensor at fault.
         """
         return self._weights.stage(named_tensors)
 

@@ -18,7 +18,7 @@ class WeightBackup:
         packed = {layer.weight.data_ptr() for layer in self._layers if layer.packed is not None}
         self._plain = [
             (parameter, parameter.detach().clone())
-            for parameter in model.parameters()
+            for parameter in (*model.parameters(), *model.persistent_buffers().values())
             if parameter.data_ptr() not in packed
         ]
         self._packed: list[Any] = []

@@ -94,7 +94,8 @@ class CausalLM(nn.Module):
     def weight_views(self) -> dict[str, Tensor]:
         """Every weight by its Hugging Face name, as a view to read from and copy into.
 
-        Tied weights appear under both names and share their memory. Follow writes with `refresh`.
+        Tied weights appear under both names and share their memory. Persistent buffers are weights,
+        too. Follow writes with `refresh`.
         """
         views: dict[str, Tensor] = {}
         for path, module in self.named_modules():
@@ -106,7 +107,15 @@ class CausalLM(nn.Module):
                 named = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
             prefix = f"{parent}." if parent else ""
             views |= {prefix + name: view for name, view in named.items()}
-        return views
+        return views | self.persistent_buffers()
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Buffers that checkpoints hold, by name; not the tables that a model computes."""
+        return {
+            name: tensor
+            for name, tensor in self.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, nn.Parameter)
+        }
 
     def refresh(self, staged: Sequence[Any] | None = None) -> None:
         """Let packed copies of the weights follow an in-place change.

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollout.errors import ModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, read_config, write_directory
+from rollout.models.plain_tensors import is_sharded, named_weights
 from rollout.models.spec import ModelSpec, parse_dtype
 from rollout.models.weights import NamedTensors, copy_weights
 
@@ -27,7 +28,8 @@ def build_model(
 
     A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
     from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
-    `dtype` "auto" is the config's for directories and specs, the parameters' for modules.
+    `dtype` "auto" is the config's for directories and specs, the parameters' for modules. Sharded
+    parameters are gathered in the order of their names, which is a collective of all ranks.
     Raises ModelError for a source that is none of these or does not fit its own config.
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
@@ -43,6 +45,16 @@ def build_model(
         f"cannot build a model from {type(source).__name__}; give a Hugging Face directory, "
         "a transformers model, a rollout.models.CausalLM or a ModelSpec"
     )
+
+
+def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
+    """`source` itself, or a CausalLM of the whole of it if ranks hold parts of its parameters.
+
+    Other processes cannot gather them. Gathering is a collective of all ranks. Raises ModelError.
+    """
+    if isinstance(source, nn.Module) and any(map(is_sharded, source.parameters())):
+        return build_model(source, dtype=dtype)
+    return source
 
 
 def save_hf_directory(model: CausalLM, path: str | Path) -> None:
@@ -75,15 +87,15 @@ def _recast(model: CausalLM, dtype: torch.dtype | str, device: torch.device) -> 
 
 
 def _copy_transformers(model: Any, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    weights = dict(sorted(named_weights(model).items()))
     config = dict(model.config.to_dict())
-    first_dtype = next((parameter.dtype for parameter in parameters.values()), None)
+    first_dtype = next((parameter.dtype for parameter in model.parameters()), None)
     config["dtype"] = first_dtype if dtype == "auto" else dtype
     end_token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if end_token_ids is not None:
         config["eos_token_id"] = end_token_ids
     spec = ModelSpec.from_hf_config(config)
-    return _filled(spec, parameters, f"the given {type(model).__name__}", device)
+    return _filled(spec, weights, f"the given {type(model).__name__}", device)
 
 
 def _is_transformers_model(source: object) -> bool:

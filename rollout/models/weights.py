@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ModelError
+from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.spec import DTYPES
 
-# Older checkpoints store this table, which the model computes from its config.
-COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+# Older checkpoints and modules store this table, which the model computes from its config.
+_COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def is_computed(name: str) -> bool:
+    """Whether the model computes what others store under `name`, so that it is passed over."""
+    return name.endswith(_COMPUTED_SUFFIX)
 
 
 class NamedTensors(Protocol):
@@ -28,16 +34,18 @@ def copy_weights(views: Mapping[str, Tensor], tensors: NamedTensors, origin: str
     """Fill `views` from `tensors`, casting floating dtypes.
 
     Tied weights may come under either name, or equal under both. `origin` names the source
-    in errors. Raises ModelError for missing, unknown, misshaped or quantized tensors and for tied
-    ones that differ; `views` may then be partly written.
+    in errors. Sharded tensors are gathered when their turn comes, which is a collective. Raises
+    ModelError for missing, unknown, misshaped or quantized tensors and for tied ones that differ;
+    `views` may then be partly written.
     """
     _check_names(views, tensors.keys(), origin)
     written: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if name.endswith(COMPUTED_SUFFIX):
+        if is_computed(name):
             continue
         view = views[name]
         _check_tensor(name, tensor, view, origin)
+        tensor = full_tensor(tensor)
         tied_name = written.setdefault(view.data_ptr(), name)
         if tied_name == name:
             view.copy_(tensor)
@@ -49,7 +57,7 @@ def copy_weights(views: Mapping[str, Tensor], tensors: NamedTensors, origin: str
 
 
 def _check_names(views: Mapping[str, Tensor], names: Collection[str], origin: str) -> None:
-    given = {name for name in names if not name.endswith(COMPUTED_SUFFIX)}
+    given = {name for name in names if not is_computed(name)}
     if extra := sorted(given - views.keys()):
         raise ModelError(
             f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"
@@ -61,6 +69,8 @@ def _check_names(views: Mapping[str, Tensor], names: Collection[str], origin: st
 
 
 def _check_tensor(name: str, tensor: Tensor, view: Tensor, origin: str) -> None:
+    if reason := refusal(tensor):
+        raise ModelError(f"{name!r} in {origin} {reason}")
     if tensor.shape != view.shape:
         raise ModelError(
             f"{name!r} in {origin} has shape {list(tensor.shape)}, but the config gives "

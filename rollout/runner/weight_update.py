@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.backends.base import Ops
 from rollout.errors import WeightUpdateError
 from rollout.models.backup import WeightBackup
 from rollout.models.causal_lm import CausalLM
+from rollout.models.plain_tensors import full_tensor, named_weights, refusal
+from rollout.models.weights import is_computed
 
 MAX_VERSION = 2**31 - 1
-NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+# Of a module: its parameters and persistent buffers.
+NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
@@ -61,17 +64,20 @@ class WeightUpdater:
     def stage(self, named_tensors: NamedTensors) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
-        The host waits for each device once. Raises WeightUpdateError naming the tensor at fault and
-        what was expected of it.
+        The host waits for each device once. Sharded tensors are gathered, in the order of their
+        names, which is a collective of all ranks that hold a part. Raises WeightUpdateError naming
+        the tensor at fault and what was expected of it.
         """
         start = time.perf_counter()
         num_writes = self._num_writes
         views = self._model.weight_views()
-        source = _by_name(named_tensors)
+        given = by_name(named_tensors)
+        source = {name: tensor for name, tensor in given.items() if not is_computed(name)}
         _check_names(source, views)
         for name, tensor in source.items():
             with _blaming(f"checking {name!r}"):
                 _check_form(name, tensor, views[name])
+        source = _gathered(source)
         fingerprints = self._fingerprints(source, views)
         chosen: dict[int, str] = {}
         for name in source:
@@ -166,8 +172,8 @@ class WeightUpdater:
 
 def _check_form(name: str, tensor: Tensor, view: Tensor) -> None:
     """Refuse what cannot become the view's values, whatever they are."""
-    if not isinstance(tensor, Tensor):
-        raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}; send a torch.Tensor")
+    if reason := refusal(tensor):
+        raise WeightUpdateError(f"{name!r} {reason}")
     if tensor.shape != view.shape:
         raise WeightUpdateError(
             f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
@@ -177,15 +183,22 @@ def _check_form(name: str, tensor: Tensor, view: Tensor) -> None:
             f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {view.dtype}; "
             "send a floating dtype"
         )
-    if tensor.is_meta:
-        raise WeightUpdateError(f"{name!r} is on the meta device and has no values")
+
+
+def _gathered(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    full: dict[str, Tensor] = {}
+    for name in sorted(source):  # all ranks of a trainer gather in this order
+        with _blaming(f"gathering {name!r}"):
+            full[name] = full_tensor(source[name])
+    return {name: full[name] for name in source}
 
 
 def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
     if extra := sorted(source.keys() - views.keys()):
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
-            "send the parameters of the same architecture under their Hugging Face names"
+            "send the parameters of the same architecture under their Hugging Face names. A buffer "
+            "that is the trainer's own: leave it out, pushing a mapping instead of the module"
         )
     given = {views[name].data_ptr() for name in source}
     missing = [name for name, view in views.items() if view.data_ptr() not in given]
@@ -216,7 +229,10 @@ def next_version(current: int, version: int | None) -> int:
     return version
 
 
-def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
+def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
+    """The tensors of a source, as they are. Raises WeightUpdateError where the source fails."""
+    if isinstance(named_tensors, nn.Module):
+        return named_weights(named_tensors)
     if isinstance(named_tensors, Mapping):
         return dict(named_tensors)
     source: dict[str, Tensor] = {}

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError, WeightUpdateError
+from rollout.models.plain_tensors import is_sharded, named_weights
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 
-NamedParameters = nn.Module | NamedTensors
+NamedParameters = NamedTensors
 
 
 class UpdatesWeights(Protocol):
@@ -36,12 +37,15 @@ class LLMWeightSync:
     ) -> WeightUpdateReport:
         """Commit the weights under `version` (None: the next one above the current).
 
-        `named_parameters`: a module (a transformers model, say), its `named_parameters()`, or a
-        mapping of names to tensors. They are read only, and not kept.
+        `named_parameters`: a module (a transformers model, say), whose persistent buffers are part
+        of the update, its `named_parameters()`, or a mapping of names to tensors. They are read
+        only, and not kept. Sharded ones (FSDP2) are gathered, so all ranks push at the same time; a
+        rank without an engine takes part through `full_tensors`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one. An update that ended
-        since an engine was lost is tried once more, with those that are left. Raises ConfigError
-        for an asynchronous LLM, which is left as it is.
+        since an engine was lost is tried once more, with those that are left, unless other ranks
+        would have to gather again. Raises ConfigError for an asynchronous LLM, which is left as it
+        is.
         """
         tensors = _detached(named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
@@ -49,8 +53,7 @@ class LLMWeightSync:
         try:
             report = self._updated(tensors, how)
         except WeightUpdateError as error:
-            if not error.is_transient:
-                raise
+            _require_repeatable(error, tensors)
             report = self._updated(tensors, how)
         return report
 
@@ -74,8 +77,7 @@ class LLMWeightSync:
         try:
             report = await _result(self._llm.update_weights(tensors, **how))
         except WeightUpdateError as error:
-            if not error.is_transient:
-                raise
+            _require_repeatable(error, tensors)
             report = await _result(self._llm.update_weights(tensors, **how))
         return report
 
@@ -84,10 +86,20 @@ async def _result(report: Any) -> Any:
     return await report if inspect.isawaitable(report) else report
 
 
+def _require_repeatable(error: WeightUpdateError, tensors: list[tuple[str, Tensor]]) -> None:
+    """Raise what ended an update, unless this process alone can try it once more."""
+    if not error.is_transient:
+        raise error
+    if any(is_sharded(tensor) for _, tensor in tensors):
+        again = WeightUpdateError(f"{error}; its tensors are sharded: push again on all ranks")
+        again.is_transient = True
+        raise again from error
+
+
 def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]]:
     """Names and tensors without their graph; tied tensors come once from a module."""
     if isinstance(named_parameters, nn.Module):
-        named_parameters = named_parameters.named_parameters()
+        named_parameters = named_weights(named_parameters)
     if isinstance(named_parameters, Mapping):
         named_parameters = named_parameters.items()
     return [(name, tensor.detach()) for name, tensor in named_parameters]

@@ -21,6 +21,11 @@ from rollout.errors import ConfigError
 _HUGE_PAGE = 2 << 20
 
 
+def frees_pages_in_place() -> bool:
+    """Whether madvise takes pages at once and they then read as zero, as Linux's does."""
+    return hasattr(mmap, "MADV_DONTDUMP")  # which Linux alone has
+
+
 class Mapping(NamedTuple):
     """A mapping and the flat uint8 tensor over its bytes from `start` on.
 
@@ -35,8 +40,10 @@ class Mapping(NamedTuple):
     def give_back(self, start: int, end: int) -> int:
         """Free the whole pages in the tensor's bytes [start, end); they then read as zero.
 
-        Returns bytes freed.
+        Returns bytes freed: 0 where the system cannot do it.
         """
+        if not frees_pages_in_place():
+            return 0
         first = _round_up(start, mmap.PAGESIZE)
         last = end // mmap.PAGESIZE * mmap.PAGESIZE if end < self.tensor.numel() else end
         if last <= first:
@@ -61,9 +68,10 @@ def map_bytes(name: str, num_bytes: int) -> Mapping:
     whole = torch.frombuffer(region, dtype=torch.uint8)
     address, alignment = whole.data_ptr(), _HUGE_PAGE if slack else mmap.PAGESIZE
     start = _round_up(address + mmap.PAGESIZE, alignment) - address
-    # The system merges neighbours with equal flags, and would report the memory of both as one.
-    region.madvise(mmap.MADV_DONTDUMP, 0, start)
-    region.madvise(mmap.MADV_DONTDUMP, start + length)
+    if frees_pages_in_place():
+        # Linux merges neighbours with equal flags, and would report the memory of both as one.
+        region.madvise(mmap.MADV_DONTDUMP, 0, start)
+        region.madvise(mmap.MADV_DONTDUMP, start + length)
     if slack:
         _prefer_huge_pages(region, start, length)
     return Mapping(region, start, whole[start : start + num_bytes])

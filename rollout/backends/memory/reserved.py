@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.backends.memory.mapping import Mapping, map_bytes, trim_heap
+from rollout.backends.memory.mapping import (
+    Mapping,
+    frees_pages_in_place,
+    map_bytes,
+    trim_heap,
+)
+from rollout.errors import ConfigError
 
 
 class ReservedMemory:
@@ -17,6 +23,13 @@ class ReservedMemory:
     has_stable_addresses = True
 
     def __init__(self) -> None:
+        """Raises ConfigError on a system that cannot take pages and keep their addresses."""
+        if not frees_pages_in_place():
+            raise ConfigError(
+                "memory_kind='reserved' needs Linux, whose madvise takes pages and keeps their "
+                "addresses; use memory_kind='device', with static_kv_memory_pointers=False or "
+                "kv_cache_management_mode='persist'"
+            )
         self._mappings: dict[str, Mapping] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
@@ -84,6 +85,7 @@ class Kernels:
             function.restype = c_int64 if name.endswith("_bytes") else None
             setattr(self, name, function)
         self._pool: ThreadPoolExecutor | None = None
+        self._pool_pid = 0  # of the process whose threads the pool has
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is no kernel; the kernels are {sorted(_SIGNATURES)}")
@@ -98,8 +100,9 @@ class Kernels:
         if num_parts <= 1:
             work(0, num_items)
             return
-        if self._pool is None:
+        if self._pool is None or self._pool_pid != os.getpid():
             self._pool = ThreadPoolExecutor(thread_name_prefix="rollout-native")
+            self._pool_pid = os.getpid()
         edges = [num_items * part // num_parts for part in range(num_parts + 1)]
         futures = [self._pool.submit(work, *part) for part in pairwise(edges[1:])]
         work(edges[0], edges[1])

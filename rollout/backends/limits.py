@@ -1,0 +1,84 @@
+"""What this process may use of the machine: memory and CPUs, as cgroups and affinity limit them.
+
+A container sees all of the machine's memory and CPUs, but is killed, or slowed down, at the limits
+of its cgroups. Source: cgroups(7); Documentation/admin-guide/cgroup-v2.rst of Linux.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+_MOUNTS = "sys/fs/cgroup"
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int:
+    """Physical memory, or the lowest limit of this process's cgroups and of those around them.
+
+    `root`: where to look for proc and sys.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in _cgroups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits += _numbers(folder / name)
+    return min(limits)
+
+
+def num_usable_cpus(root: Path = _ROOT) -> int:
+    """CPUs that this process may run on, or as many as its cgroups grant the time of, rounded up.
+
+    `root`: where to look for proc and sys.
+    """
+    num_cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
+    for folder in _cgroups(root, "cpu"):
+        quota_us = _numbers(folder / "cpu.max") or [
+            *_numbers(folder / "cpu.cfs_quota_us"),
+            *_numbers(folder / "cpu.cfs_period_us"),
+        ]
+        if len(quota_us) == 2 and quota_us[0] > 0 < quota_us[1]:
+            num_cpus = min(num_cpus, math.ceil(quota_us[0] / quota_us[1]))
+    return max(1, num_cpus)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroups, v2 and v1 of `controller`, and of all around them.
+
+    Where the path is that of the host and not of the container, only the folder of the mount, which
+    is the container's own, is there; the others are yielded all the same.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            mounts = (root / _MOUNTS, root / _MOUNTS / "unified")
+        elif controller in controllers.split(","):
+            mounts = (root / _MOUNTS / controller, root / _MOUNTS / controllers)
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for mount in mounts:
+            for part in (own, *own.parents):
+                if ".." not in part.parts:
+                    yield mount / part
+
+
+def _numbers(path: Path) -> list[int]:
+    """The file's integers; none if there is no such file, or no limit."""
+    words = _text(path).split()
+    return [int(word) for word in words] if all(map(_is_number, words)) else []
+
+
+def _is_number(word: str) -> bool:
+    return word.lstrip("-").isdecimal()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

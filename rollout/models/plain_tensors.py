@@ -1,0 +1,64 @@
+"""Plain tensors of a trainer's weights: shards are gathered, what cannot be read is refused.
+
+Addresses of tensors go to compiled code, which sees no difference between values and a tensor that
+only stands for them. So every tensor passes here before its address is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returns, under this name
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers in the order of `state_dict`; tied ones come once."""
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not name.endswith(_EXTRA_STATE):
+            weights.setdefault(id(tensor), (name, tensor))
+    return dict(weights.values())
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether ranks hold parts of `tensor`: a DTensor, as FSDP2 and tensor parallelism make it."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor")
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """`tensor` as a plain one: itself, or gathered from all ranks of its mesh.
+
+    Gathering is a collective: all ranks call this for the same tensors in the same order. Raises
+    TypeError if what was gathered is not plain.
+    """
+    if not is_sharded(tensor):
+        # A negation that was put off is in no byte of the memory.
+        return tensor.resolve_neg()
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    if reason := refusal(whole):
+        raise TypeError(f"the whole of it {reason}")
+    return whole
+
+
+def refusal(tensor: object) -> str | None:
+    """Why nobody can read the values of `tensor`, to be put behind its name; None if one can."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}; send a torch.Tensor"
+    if nn.parameter.is_lazy(tensor):
+        return "is not initialized yet; run the module once"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        return f"has layout {layout}; send it dense: to_dense() or its equal"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}); send dequantize() of it"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if is_sharded(tensor):
+        return None
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}, which is no plain tensor; send it as a torch.Tensor"
+    if tensor.numel() and not tensor.data_ptr():
+        return "has no values: its memory was freed"
+    return None
