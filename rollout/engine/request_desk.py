@@ -93,6 +93,8 @@ class RequestDesk:
         if self._book.has_ended(request_id):
             return
         kv_spans = self._scheduler.remove(request_id)
+        if not self._kv.is_resident:
+            self._scheduler.drop_unused_blocks()  # their bytes are nowhere
         self._kv.retain(self._scheduler.used_blocks())
         self._book.abort(request_id, kv_spans, version)
 
