@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import RolloutError
 from tests.coordinator.message_strategies import TYPES, messages, plain
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
+from tests.run_seed import run_seed
 
 LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
 NUM_FRAMES = 100_000 if LONG else 10_000
@@ -100,7 +101,7 @@ def test_no_message_with_something_behind_it_is_a_message(message, tail):
 
 
 def test_random_bytes_raise_nothing_else():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(run_seed())
     outcomes = [outcome(rng.bytes(rng.integers(0, 200))) for _ in range(NUM_FRAMES // 2)]
     headers = [int(header) for header in Headers]
     for _ in range(NUM_FRAMES // 2):
@@ -131,7 +132,7 @@ def mutated(frame: bytes, rng: np.random.Generator) -> bytes:
 
 
 def test_mutated_messages_raise_nothing_else():
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(run_seed() + 1)
     outcomes = [outcome(mutated(FRAMES[i % len(FRAMES)], rng)) for i in range(NUM_FRAMES)]
     num_refused = outcomes.count(ProtocolError)
     assert set(outcomes) <= {ProtocolError, *TYPES}
@@ -157,7 +158,7 @@ def test_packed_parts_of_any_type_raise_nothing_else(value, key):
 
 
 def test_mutated_params_raise_nothing_else():
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(run_seed() + 2)
     packed = pack_params(SamplingParams(stop_words=["a"]))
     for _ in range(NUM_FRAMES // 10):
         try:
