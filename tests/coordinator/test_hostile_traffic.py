@@ -170,6 +170,9 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
             if number % (NUM_FRAMES // 4) == NUM_FRAMES // 4 - 1:
                 wait_until_served(address, context)
                 marks.append(rss_mib(pid))
+        end = time.monotonic() + WAIT_S
+        while len(honest.requests) <= 20 and time.monotonic() < end:
+            chance.choice(peers).send(frames.next())
         for peer in peers:
             peer.socket.close(linger=0)
         num_meanwhile = len(honest.requests)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,26 @@ LIMITS = CoordinatorLimits(engine_lease_s=LEASE_S, heartbeat_s=0.2, report_inter
 MODEL_SEED = 30
 NUM_ROUNDS = 6 if IS_LONG else 1
 NUM_REQUESTS, NUM_TOKENS = 8, 240
-# With it a request takes a second or two, and can be stopped in its midst.
-STEP_S = 0.005
+# Steps that an engine makes before it waits: every request has begun then, and none has ended.
+NUM_STEPS_BEFORE = NUM_TOKENS // 2
 
 
-class SlowAgent(EngineAgent):
-    """Its steps take as long as those of a larger model."""
+class HeldAgent(EngineAgent):
+    """After NUM_STEPS_BEFORE steps it makes no more while `may_go_on` is clear."""
+
+    may_go_on: Event
+    num_steps = 0
 
     def step(self) -> Any:
-        time.sleep(STEP_S)
+        self.num_steps = 0 if self.may_go_on.is_set() else self.num_steps + 1
+        if self.num_steps > NUM_STEPS_BEFORE:
+            assert self.may_go_on.wait(WAIT_S)
         return super().step()
 
 
-def engine_process(address: str, number: int, pipe: Connection) -> None:
-    agent = SlowAgent(
+def engine_process(address: str, number: int, pipe: Connection, may_go_on: Event) -> None:
+    HeldAgent.may_go_on = may_go_on
+    agent = HeldAgent(
         tiny_engine(tiny_model("qwen3", seed=MODEL_SEED)),
         engine_id=bytes([number]) * 16,
         block_size_tokens=BLOCK_SIZE,
@@ -80,7 +87,7 @@ def engine_process(address: str, number: int, pipe: Connection) -> None:
 
 @contextmanager
 def fleet(
-    schedule: Path,
+    schedule: Path, may_go_on: Event
 ) -> Iterator[tuple[DataParallelInferenceCoordinator, list[BaseProcess]]]:
     """A coordinator in a thread, and two engines in processes by the number in their ids."""
     coordinator = DataParallelInferenceCoordinator(
@@ -94,7 +101,7 @@ def fleet(
     processes, pipes = [], []
     for number in range(2):
         ours, theirs = PROCESSES.Pipe()
-        arguments = (coordinator.address, number, theirs)
+        arguments = (coordinator.address, number, theirs, may_go_on)
         process = PROCESSES.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         processes.append(process)
@@ -190,6 +197,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     tmp_path: Path,
 ) -> None:
+    may_go_on = PROCESSES.Event()
     schedule, margins = tmp_path / "schedule.json", Margins()
     requests: list[DynamicInferenceRequest] = []
 
@@ -205,6 +213,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             counters.num_stale,
         )
         readers = []
+        may_go_on.clear()
         for prompt, params in work_of(number):
             have_begun.append(asyncio.Event())
             readers.append(asyncio.create_task(read(client.stream(prompt, params), have_begun[-1])))
@@ -212,6 +221,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         stopped_at = time.monotonic()
+        may_go_on.set()
         try:
             assert not any(reader.done() for reader in readers), "it was stopped too late"
             requests.extend(await asyncio.wait_for(asyncio.gather(*readers), WAIT_S))
@@ -244,7 +254,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             assert heard.num_duplicates == 0
             assert heard.replies.total() == counters.num_requests == len(requests)
 
-    with fleet(schedule) as (coordinator, processes):
+    with fleet(schedule, may_go_on) as (coordinator, processes):
         asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))
     assert_undisturbed(requests, margins)
     margins.check()

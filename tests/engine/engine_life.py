@@ -43,6 +43,9 @@ def in_state(*states: EngineState) -> Any:
     return precondition(lambda machine: machine.engine.state in states)
 
 
+PHASES = ("prefilling", "paused", "waiting", "running")
+
+
 def phase_of(known: Known) -> str:
     is_prefilling = known.phase == "running" and not known.in_context
     return "prefilling" if is_prefilling else known.phase
@@ -136,7 +139,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @rule(
         choice=st.integers(0, 20),
-        wanted=st.sampled_from(("prefilling", "paused", "waiting", "running", "done")),
+        wanted=st.sampled_from(PHASES),
     )
     def abort(self, choice: int, wanted: str) -> None:
         """One in the wanted phase, or in any if there is none."""
@@ -304,20 +307,29 @@ class EngineLife(RuleBasedStateMachine):
         self.step(count)
 
     @in_state(EngineState.RUNNING)
-    @rule(mode=st.sampled_from(MODES), num_steps=st.integers(1, 4), num_aborts=st.integers(1, 3))
-    def abort_while_suspended_and_ask_again(
-        self, mode: str | None, num_steps: int, num_aborts: int
+    @rule(
+        mode=st.sampled_from((*MODES, "running")),
+        num_steps=st.integers(1, 4),
+        wanted=st.sampled_from(PHASES),
+    )
+    def abort_in_the_midst_and_ask_again(
+        self, mode: str | None, num_steps: int, wanted: str
     ) -> None:
         """What was computed for the aborted is found by nobody, unless it is still there."""
         same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=9, seed=num_steps)]
         self._add(*same)
+        self._add(SHARED_TEXT[::-1], [SamplingParams(num_tokens_to_generate=12, seed=2)])
         self.step(num_steps)
-        self.pause()
-        self.suspend(mode, ("kv_cache",), discards=False)
-        for known in self.oracle.unfinished()[-num_aborts:]:
+        if mode != "running":
+            self.pause()
+            self.suspend(mode, ("kv_cache",), discards=False)
+        unfinished = self.oracle.unfinished()
+        inside = [known for known in unfinished if phase_of(known) == wanted]
+        for known in inside or unfinished[-1:]:
             self._abort(known)
-        self.resume(None)
-        self.unpause()
+        if mode != "running":
+            self.resume(None)
+            self.unpause()
         self._add(*same)
         self.step(num_steps)
 

@@ -33,6 +33,7 @@ from tests.run_seed import run_seed
 LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
 NUM_FRAMES = 100_000 if LONG else 10_000
 MiB = 2**20
+BOUND_S = 20.0  # of CPU, for what hangs
 FRAMES = [encode(example) for example in EXAMPLES if type(example) in TYPES]
 
 
@@ -192,7 +193,7 @@ def test_a_claim_of_gigabytes_allocates_little(claim, tail_bytes):
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < 48 * MiB
-    assert seconds < 2
+    assert seconds < BOUND_S
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa2ab", b"\xcb" + b"\0" * 8])
@@ -203,7 +204,7 @@ def test_a_full_frame_of_small_items_is_not_built(item):
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < MiB
-    assert seconds < 1
+    assert seconds < BOUND_S
 
 
 def test_many_full_lists_are_not_built_either():
@@ -219,7 +220,7 @@ def test_an_oversized_frame_is_not_looked_at():
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < MiB
-    assert seconds < 0.5
+    assert seconds < BOUND_S
 
 
 def test_an_honest_large_reply_costs_its_bytes_once():
