@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +52,25 @@ LIMITS = CoordinatorLimits(engine_lease_s=LEASE_S, heartbeat_s=0.2, report_inter
 MODEL_SEED = 30
 NUM_ROUNDS = 6 if IS_LONG else 1
 NUM_REQUESTS, NUM_TOKENS = 8, 240
-# Steps that an engine makes before it waits: every request has begun then, and none has ended.
-NUM_STEPS_BEFORE = NUM_TOKENS // 2
+# Until the test lets the engines hurry, a request takes so many steps of this: it has begun long
+# before it ends.
+STEP_S = 0.05
 
 
-class HeldAgent(EngineAgent):
-    """After NUM_STEPS_BEFORE steps it makes no more while `may_go_on` is clear."""
+class SlowAgent(EngineAgent):
+    """Steps slowly until there is a file `may_hurry`, which a process that is stopped cannot hold."""
 
-    may_go_on: Event
-    num_steps = 0
+    may_hurry: Path
 
     def step(self) -> Any:
-        self.num_steps = 0 if self.may_go_on.is_set() else self.num_steps + 1
-        if self.num_steps > NUM_STEPS_BEFORE:
-            assert self.may_go_on.wait(WAIT_S)
+        if not self.may_hurry.exists():
+            time.sleep(STEP_S)
         return super().step()
 
 
-def engine_process(address: str, number: int, pipe: Connection, may_go_on: Event) -> None:
-    HeldAgent.may_go_on = may_go_on
-    agent = HeldAgent(
+def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path) -> None:
+    SlowAgent.may_hurry = may_hurry
+    agent = SlowAgent(
         tiny_engine(tiny_model("qwen3", seed=MODEL_SEED)),
         engine_id=bytes([number]) * 16,
         block_size_tokens=BLOCK_SIZE,
@@ -87,7 +85,7 @@ def engine_process(address: str, number: int, pipe: Connection, may_go_on: Event
 
 @contextmanager
 def fleet(
-    schedule: Path, may_go_on: Event
+    schedule: Path, may_hurry: Path
 ) -> Iterator[tuple[DataParallelInferenceCoordinator, list[BaseProcess]]]:
     """A coordinator in a thread, and two engines in processes by the number in their ids."""
     coordinator = DataParallelInferenceCoordinator(
@@ -101,7 +99,7 @@ def fleet(
     processes, pipes = [], []
     for number in range(2):
         ours, theirs = PROCESSES.Pipe()
-        arguments = (coordinator.address, number, theirs, may_go_on)
+        arguments = (coordinator.address, number, theirs, may_hurry)
         process = PROCESSES.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         processes.append(process)
@@ -197,8 +195,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     tmp_path: Path,
 ) -> None:
-    may_go_on = PROCESSES.Event()
-    schedule, margins = tmp_path / "schedule.json", Margins()
+    schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "hurry", Margins()
     requests: list[DynamicInferenceRequest] = []
 
     async def one_round(
@@ -213,7 +210,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             counters.num_stale,
         )
         readers = []
-        may_go_on.clear()
+        may_hurry.unlink(missing_ok=True)
         for prompt, params in work_of(number):
             have_begun.append(asyncio.Event())
             readers.append(asyncio.create_task(read(client.stream(prompt, params), have_begun[-1])))
@@ -221,7 +218,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         stopped_at = time.monotonic()
-        may_go_on.set()
+        may_hurry.touch()
         try:
             assert not any(reader.done() for reader in readers), "it was stopped too late"
             requests.extend(await asyncio.wait_for(asyncio.gather(*readers), WAIT_S))
@@ -254,7 +251,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             assert heard.num_duplicates == 0
             assert heard.replies.total() == counters.num_requests == len(requests)
 
-    with fleet(schedule, may_go_on) as (coordinator, processes):
+    with fleet(schedule, may_hurry) as (coordinator, processes):
         asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))
     assert_undisturbed(requests, margins)
     margins.check()
