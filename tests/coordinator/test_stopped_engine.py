@@ -58,7 +58,7 @@ STEP_S = 0.05
 
 
 class SlowAgent(EngineAgent):
-    """Steps slowly until there is a file `may_hurry`, which a process that is stopped cannot hold."""
+    """Steps slowly until there is a file `may_hurry`: an event could be held by who is stopped."""
 
     may_hurry: Path
 
