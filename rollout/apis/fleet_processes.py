@@ -39,6 +39,13 @@ class EngineRecipe:
     weights_version: int
 
 
+def num_usable_cores() -> int:
+    """Cores that this process and its children may run on: taskset or a cpuset may limit them."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class FleetProcesses:
     """Started when it is made. Raises ConfigError with the reason if a process does not start."""
 
@@ -87,7 +94,7 @@ class FleetProcesses:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def _start_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
-        threads = recipe.config.num_threads or max(1, (os.cpu_count() or 1) // count)
+        threads = recipe.config.num_threads or max(1, num_usable_cores() // count)
         # Pickled here, tensors are copied; multiprocessing would have all processes write to the
         # same ones.
         pickled = pickle.dumps(recipe)
