@@ -1,7 +1,9 @@
 # `make demo` and `make test` need nothing done before them.
 #   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
-#   make test             what every change must pass, within ten minutes on two cores
+#   make test             what every change must pass, within fifteen minutes on two slow cores
+#                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
 #   make test-long        full counts and the slow tests as well
+#   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
 #   make lint             ruff and mypy
 #   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks
@@ -10,6 +12,7 @@
 
 PYTHON ?= python3
 SEEDS ?= 1
+LIVES ?= 2000
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 
@@ -25,7 +28,7 @@ STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; }
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench lint gpu-bundle gpu-check clean
+.PHONY: help demo test test-long lives bench lint gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +52,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
+
+lives: $(STAMP)
+	ROLLOUT_TEST_LIVES=$(LIVES) $(PYTEST) tests/engine/test_oracle.py
 
 bench: $(STAMP)
 	$(PY) benchmarks/generate.py

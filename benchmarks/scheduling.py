@@ -163,7 +163,7 @@ class EndOfEach:
 
 
 def oracle_steps(workload: Workload, num_blocks: int) -> int:
-    """Steps of first come, first served where each request starts as soon as all of its future fits.
+    """Steps of first come, first served: each request starts as soon as all of its future fits.
 
     It knows every length, so it never evicts, and no block is kept free for what does not come.
     """

@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no network, the same hypothesis examples each time."""
+"""What every test runs under: one thread, no network, a seed that the run prints."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 from tests.triton_interpreter import interpret_triton
 
@@ -28,11 +29,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not torch.cuda.is_available():
     interpret_triton()
 
-hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=50)
-hypothesis.settings.register_profile("long", derandomize=True, deadline=None, max_examples=1000)
-hypothesis.settings.load_profile(
-    "long" if os.environ.get("ROLLOUT_TEST_LONG") == "1" else "default"
+pytest_plugins = ["tests.run_seed"]
+# The run's seed decides alone: no database, no examples of earlier runs.
+hypothesis.settings.register_profile(
+    "rollout",
+    derandomize=False,
+    database=None,
+    print_blob=True,
+    deadline=None,
+    max_examples=1000 if os.environ.get("ROLLOUT_TEST_LONG") == "1" else 50,
 )
+hypothesis.settings.load_profile("rollout")
+# It would draw constants of all modules that happen to be loaded, too: a test that runs alone would
+# not draw what it drew from the same seed among all others.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 class NetworkAccessError(RuntimeError):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.step.seeds import uniforms
+from rollout.text import Tokenizer
 from tests.contracts.sampling_oracle import Draw, logprobs, probabilities
 
 IS_LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
@@ -75,7 +76,12 @@ def pool_gb(model: Any, num_blocks: int, block_size: int = BLOCK_SIZE) -> float:
 
 
 def tiny_engine(
-    model: Any, *, num_blocks: int = 512, weights_version: int = 0, **config: Any
+    model: Any,
+    *,
+    num_blocks: int = 512,
+    weights_version: int = 0,
+    tokenizer: Tokenizer | None = None,
+    **config: Any,
 ) -> DynamicInferenceEngine:
     """An engine with small blocks and a pool of `num_blocks` of them."""
     fields = {
@@ -85,7 +91,7 @@ def tiny_engine(
     } | config
     fields.setdefault("buffer_size_gb", pool_gb(model, num_blocks, fields["block_size_tokens"]))
     return DynamicInferenceEngine.from_model(
-        model, InferenceConfig(**fields), weights_version=weights_version
+        model, InferenceConfig(**fields), tokenizer, weights_version
     )
 
 

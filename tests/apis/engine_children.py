@@ -30,6 +30,7 @@ from rollout.coordinator.protocol.messages import (
 from tests.processes import PROCESSES
 
 WAIT_S = 150.0
+NUM_STEPS_OF_THE_KILLED = 108
 
 
 class EngineChild:
@@ -174,6 +175,20 @@ def _die_committing(agent: type[EngineAgent]) -> None:
     agent.handle = mortal_handle  # type: ignore[method-assign]
 
 
+def _wait_to_be_killed(agent: type[EngineAgent]) -> None:
+    """Make so many steps and no more; heartbeats go on."""
+    step, num_steps = agent.step, 0
+
+    def limited_step(self: EngineAgent) -> Sequence[Message]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > NUM_STEPS_OF_THE_KILLED:
+            time.sleep(WAIT_S)
+        return step(self)
+
+    agent.step = limited_step  # type: ignore[method-assign]
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -182,4 +197,5 @@ BEHAVIOURS: dict[str, Callable[[type[EngineAgent]], None]] = {
     "lives": lambda agent: None,
     "dies after its vote": _die_voted,
     "dies at the commit": _die_committing,
+    "waits to be killed": _wait_to_be_killed,
 }

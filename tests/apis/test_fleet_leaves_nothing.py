@@ -70,7 +70,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
         process.kill()
         process.join()
     # A process that ends is without its name a moment before it is without its sockets.
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + WAIT_S
     while listens(port) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not listens(port)

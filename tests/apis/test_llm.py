@@ -233,14 +233,21 @@ def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
     assert llm.generate([4], PARAMS).generated_length == 6
 
 
-def test_collect_returns_after_its_timeout_with_what_there_is() -> None:
+def test_collect_returns_after_its_timeout_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     llm = llm_of(max_sequence_length=2000)
+    step = llm.engine.step
+
+    def slow_step() -> Any:
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
     short, _ = llm.submit(
         [[1], [2]], [PARAMS, SamplingParams(num_tokens_to_generate=1900, ignore_eos=True)]
     )
-    start = time.monotonic()
     groups = llm.collect(timeout_s=0.3)
-    assert time.monotonic() - start < 3
     assert [group.group_id for group in groups] in ([], [short])
     assert llm.engine.has_unfinished_requests()
 

@@ -76,7 +76,8 @@ def test_weights_are_released_and_come_back_in_stages(
     with LLM(model, inference_config=config) as llm:
         expected = llm.generate(prompt_of(30), PARAMS).generated_tokens
         llm.submit(prompt_of(30), PARAMS)
-        llm.collect(timeout_s=0.05)
+        for _ in range(5):
+            llm.engine.step()
         llm.pause()
         num_bytes = llm.engine._weights.store.num_bytes
         report = llm.suspend("offload", ("kv_cache", "weights"), discard_weights=discard)

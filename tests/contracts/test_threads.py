@@ -31,11 +31,12 @@ def assert_same_on_threads(compute: Callable[[], Tensor]) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_sampling_is_the_same_on_several_threads(name: str) -> None:
-    logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)) * 3
-    rows = [Draw(uniform=i / 40, top_k=i % 3, top_p=0.9 * (i % 2)) for i in range(40)]
+    count = 6 if name == "triton" else 40  # interpreted kernels are slow
+    logits = torch.randn(count, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    rows = [Draw(uniform=i / count, top_k=i % 3, top_p=0.9 * (i % 2)) for i in range(count)]
     ops = OPS[name]()
     assert_same_on_threads(lambda: ops.sample(logits, batch_of(rows)).token_ids_S)
-    assert_same_on_threads(lambda: ops.score(logits, torch.arange(40), 0)[0])
+    assert_same_on_threads(lambda: ops.score(logits, torch.arange(count), 0)[0])
 
 
 @pytest.mark.parametrize("name", ATTENTION)

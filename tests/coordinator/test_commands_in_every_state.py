@@ -18,6 +18,7 @@ from rollout.coordinator.publisher import WeightPublisher
 from rollout.errors import RolloutError
 from tests.coordinator.live_fleet import LiveFleet
 from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
+from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, prompt_of
 
 DEADLINE_S = 20.0
@@ -153,7 +154,7 @@ def test_orders_sent_at_once_are_all_answered_in_order(state: CoordinatorState) 
     tally = Tally()
     names = [name for name in ORDERS if name not in FINAL]
     pairs = list(itertools.product(names, names))
-    random.Random(state.value).shuffle(pairs)
+    random.Random(run_seed() + state.value).shuffle(pairs)
 
     async def work() -> None:
         async with live(2) as (fleet, givers):
@@ -176,7 +177,7 @@ def test_orders_sent_at_once_are_all_answered_in_order(state: CoordinatorState) 
 def test_orders_to_engines_that_hold_their_answers_back_end_by_their_deadlines() -> None:
     """Random orders of two clients, long and short deadlines; the engines answer late or too late.
     Afterwards the fleet can be brought to run again, and serves."""
-    tally, chance = Tally(), random.Random(1)
+    tally, chance = Tally(), random.Random(run_seed() + 1)
     names = [name for name in ORDERS if name not in FINAL]
 
     async def one_schedule(fleet: LiveFleet, givers: list[Giver]) -> None:
@@ -206,7 +207,7 @@ def test_orders_to_engines_that_hold_their_answers_back_end_by_their_deadlines()
 
 @pytest.mark.parametrize("final", FINAL)
 def test_the_end_comes_among_orders_that_are_held_back(final: str) -> None:
-    tally, chance = Tally(), random.Random(2)
+    tally, chance = Tally(), random.Random(run_seed() + 2)
 
     async def work() -> None:
         for _ in range(NUM_ENDS):

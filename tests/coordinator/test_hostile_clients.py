@@ -122,7 +122,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
         peer.socket.close(linger=0)
         client.send(own.command(Headers.SHUTDOWN))
         until(lambda: any(isinstance(m, Disconnect) for m in own.seen), client, *engines)
-    assert slowest_s < 2.0
+    assert slowest_s < 20.0
     assert after - before < 48
 
 

@@ -36,6 +36,7 @@ from tests.coordinator.hostile_peers import (
 from tests.coordinator.live_fleet import LiveEngine, model
 from tests.coordinator.orders import publish
 from tests.coordinator.test_coordinator_process import coordinator_process
+from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, Margins, generate_all, prompt_of, tiny_engine
 
 pytestmark = pytest.mark.distributed
@@ -143,7 +144,8 @@ def wait_until_served(address: str, context: zmq.Context[zmq.Socket[bytes]]) -> 
 
 def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memory() -> None:
     harmless = partial(is_harmless, weights_version=WEIGHTS_VERSION)
-    frames, chance = Frames(3, MAX_FRAME_BYTES, harmless), random.Random(3)
+    chance = random.Random(run_seed() + 3)
+    frames = Frames(run_seed(), MAX_FRAME_BYTES, harmless)
     with beset() as (pid, address), zmq.Context() as context:
         honest = Honest(address)
         assert honest.is_up.wait(WAIT_S)
@@ -168,6 +170,9 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
             if number % (NUM_FRAMES // 4) == NUM_FRAMES // 4 - 1:
                 wait_until_served(address, context)
                 marks.append(rss_mib(pid))
+        end = time.monotonic() + WAIT_S
+        while len(honest.requests) <= 20 and time.monotonic() < end:
+            chance.choice(peers).send(frames.next())
         for peer in peers:
             peer.socket.close(linger=0)
         num_meanwhile = len(honest.requests)
@@ -183,8 +188,8 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
 
 def test_a_flood_of_identities_is_forgotten() -> None:
     """Clients, engines and strangers that come, say something and hang up, or say nothing."""
-    chance = random.Random(4)
-    frames = Frames(4, MAX_FRAME_BYTES, partial(is_harmless, weights_version=0))
+    chance = random.Random(run_seed() + 4)
+    frames = Frames(run_seed(), MAX_FRAME_BYTES, partial(is_harmless, weights_version=0))
     with beset() as (pid, address), zmq.Context() as context:
         marks = [rss_mib(pid)]
         for number in range(NUM_IDENTITIES):
@@ -214,7 +219,7 @@ def test_a_flood_of_identities_is_forgotten() -> None:
 def test_a_client_that_never_acknowledges_cannot_fill_the_memory(has_engine: bool) -> None:
     """Its requests are valid and large: they wait for an engine, or have failed and are kept."""
     num_prompt, num_requests = MAX_FRAME_BYTES // 5, LIMITS.max_client_requests // 5
-    chance = random.Random(5)
+    chance = random.Random(run_seed() + 5)
     with beset() as (pid, address), zmq.Context() as context:
         engine = LiveEngine(address, 0) if has_engine else None
         if engine is not None:

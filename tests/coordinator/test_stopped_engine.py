@@ -52,19 +52,24 @@ LIMITS = CoordinatorLimits(engine_lease_s=LEASE_S, heartbeat_s=0.2, report_inter
 MODEL_SEED = 30
 NUM_ROUNDS = 6 if IS_LONG else 1
 NUM_REQUESTS, NUM_TOKENS = 8, 240
-# With it a request takes a second or two, and can be stopped in its midst.
-STEP_S = 0.005
+# Until the test lets the engines hurry, a request takes so many steps of this: it has begun long
+# before it ends.
+STEP_S = 0.05
 
 
 class SlowAgent(EngineAgent):
-    """Its steps take as long as those of a larger model."""
+    """Steps slowly until there is a file `may_hurry`: an event could be held by who is stopped."""
+
+    may_hurry: Path
 
     def step(self) -> Any:
-        time.sleep(STEP_S)
+        if not self.may_hurry.exists():
+            time.sleep(STEP_S)
         return super().step()
 
 
-def engine_process(address: str, number: int, pipe: Connection) -> None:
+def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path) -> None:
+    SlowAgent.may_hurry = may_hurry
     agent = SlowAgent(
         tiny_engine(tiny_model("qwen3", seed=MODEL_SEED)),
         engine_id=bytes([number]) * 16,
@@ -80,7 +85,7 @@ def engine_process(address: str, number: int, pipe: Connection) -> None:
 
 @contextmanager
 def fleet(
-    schedule: Path,
+    schedule: Path, may_hurry: Path
 ) -> Iterator[tuple[DataParallelInferenceCoordinator, list[BaseProcess]]]:
     """A coordinator in a thread, and two engines in processes by the number in their ids."""
     coordinator = DataParallelInferenceCoordinator(
@@ -94,7 +99,7 @@ def fleet(
     processes, pipes = [], []
     for number in range(2):
         ours, theirs = PROCESSES.Pipe()
-        arguments = (coordinator.address, number, theirs)
+        arguments = (coordinator.address, number, theirs, may_hurry)
         process = PROCESSES.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         processes.append(process)
@@ -190,7 +195,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     tmp_path: Path,
 ) -> None:
-    schedule, margins = tmp_path / "schedule.json", Margins()
+    schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "hurry", Margins()
     requests: list[DynamicInferenceRequest] = []
 
     async def one_round(
@@ -205,6 +210,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             counters.num_stale,
         )
         readers = []
+        may_hurry.unlink(missing_ok=True)
         for prompt, params in work_of(number):
             have_begun.append(asyncio.Event())
             readers.append(asyncio.create_task(read(client.stream(prompt, params), have_begun[-1])))
@@ -212,6 +218,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         stopped_at = time.monotonic()
+        may_hurry.touch()
         try:
             assert not any(reader.done() for reader in readers), "it was stopped too late"
             requests.extend(await asyncio.wait_for(asyncio.gather(*readers), WAIT_S))
@@ -244,7 +251,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             assert heard.num_duplicates == 0
             assert heard.replies.total() == counters.num_requests == len(requests)
 
-    with fleet(schedule) as (coordinator, processes):
+    with fleet(schedule, may_hurry) as (coordinator, processes):
         asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))
     assert_undisturbed(requests, margins)
     margins.check()

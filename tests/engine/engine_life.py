@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgpack
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,9 +24,11 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.engine.known_request import Known, check_document
 from tests.engine.oracle import Oracle
 from tests.engine.random_engines import (
+    BOS,
     MODES,
     NUM_MODELS,
     SHARED_TEXT,
+    Letters,
     configs,
     rules_of,
     sampling_params,
@@ -37,6 +41,14 @@ from tests.tiny_models import pool_gb, tiny_engine
 
 def in_state(*states: EngineState) -> Any:
     return precondition(lambda machine: machine.engine.state in states)
+
+
+PHASES = ("prefilling", "paused", "waiting", "running")
+
+
+def phase_of(known: Known) -> str:
+    is_prefilling = known.phase == "running" and not known.in_context
+    return "prefilling" if is_prefilling else known.phase
 
 
 class EngineLife(RuleBasedStateMachine):
@@ -52,6 +64,7 @@ class EngineLife(RuleBasedStateMachine):
     )
     def make(self, config: dict[str, Any], version: int, first: list[SamplingParams]) -> None:
         sizes, model = dict(config), deepcopy(weights(0)[0])
+        self.tokenizer: Letters | None = config["tokenizer"]
         num_paused = sizes.pop("num_paused_blocks")
         if num_paused is not None:
             block_size = sizes["block_size_tokens"]
@@ -62,9 +75,11 @@ class EngineLife(RuleBasedStateMachine):
         self.default_mode = config["kv_cache_management_mode"]
         self.released: tuple[str, ...] = ()
         self.lacks_weights = False
+        self.kv_mode: str | None = None  # of the suspend that took the KV away
         self.handed_out: set[int] = set()
-        self.tally["schedules"] += 1
-        self._add(SHARED_TEXT[:10], first, 0)
+        self.away: list[tuple[bytes, Known]] = []
+        self.tally["lives"] += 1
+        self._add(SHARED_TEXT[:10], first)
 
     # ---- requests
 
@@ -73,11 +88,17 @@ class EngineLife(RuleBasedStateMachine):
         tail=st.lists(tokens, max_size=6),
         samples=st.lists(sampling_params(), min_size=1, max_size=4),
         priority=st.sampled_from((0, 0, 0, 1, -1)),
+        form=st.sampled_from(("ids", "ids", "text", "text behind BOS")),
     )
     def add(
-        self, num_shared: int, tail: list[int], samples: list[SamplingParams], priority: int
+        self,
+        num_shared: int,
+        tail: list[int],
+        samples: list[SamplingParams],
+        priority: int,
+        form: str,
     ) -> None:
-        self._add(SHARED_TEXT[:num_shared] + tail or [0], samples, priority)
+        self._add(SHARED_TEXT[:num_shared] + tail or [0], samples, priority, form)
 
     @rule(
         choice=st.integers(0, 99),
@@ -88,22 +109,73 @@ class EngineLife(RuleBasedStateMachine):
         """A prompt that goes on from what another request generated."""
         if self.oracle.known:
             text = self.oracle.known[choice % len(self.oracle.known)].tokens
-            self._add(text[: 10 + choice // 10] + tail, samples, 0)
+            self._add(text[: 10 + choice // 10] + tail, samples)
 
-    def _add(self, prompt: list[int], samples: list[SamplingParams], priority: int) -> None:
-        ids = self.engine.add_group(prompt, samples, priority=priority)
+    def _add(
+        self,
+        prompt: list[int],
+        samples: list[SamplingParams],
+        priority: int = 0,
+        form: str = "ids",
+    ) -> None:
+        given: list[int] | str = prompt
+        if self.tokenizer is None:
+            samples = [replace(params, stop_words=None) for params in samples]
+        elif form != "ids":
+            given = self.tokenizer.decode(prompt)
+            self.tally["text prompts"] += 1
+            if form == "text behind BOS":
+                prompt = [BOS, *prompt]
+                samples = [replace(params, add_BOS=True) for params in samples]
+        samples = [
+            replace(params, num_tokens_total=None)
+            if (params.num_tokens_total or len(prompt) + 1) <= len(prompt)
+            else params
+            for params in samples
+        ]
+        ids = self.engine.add_group(given, samples, priority=priority)
         for request_id, params in zip(ids, samples, strict=True):
             self.oracle.add(request_id, prompt, params, priority)
 
-    @rule(choice=st.integers(0, 20))
-    def abort(self, choice: int) -> None:
+    @rule(
+        choice=st.integers(0, 20),
+        wanted=st.sampled_from(PHASES),
+    )
+    def abort(self, choice: int, wanted: str) -> None:
+        """One in the wanted phase, or in any if there is none."""
         pending = self._pending()
         if len(pending) > 1:
-            known = pending[choice % len(pending)]
-            self.oracle.abort(known)
-            self._check(known, self.engine.abort_request(known.request_id))
-            self.handed_out.add(known.request_id)
-            self.tally["aborts"] += 1
+            inside = [known for known in pending if phase_of(known) == wanted] or pending
+            self._abort(inside[choice % len(inside)])
+
+    def _abort(self, known: Known) -> None:
+        self.tally[f"aborts {phase_of(known)}, {self.kv_mode or self.engine.state.name}"] += 1
+        self.oracle.abort(known)
+        self._check(known, self.engine.abort_request(known.request_id))
+        self.handed_out.add(known.request_id)
+        if self.kv_mode in ("offload", "recompute"):
+            self.oracle.forget_unused(self.engine._scheduler.used_blocks())
+
+    @rule(choice=st.integers(0, 20))
+    def move_away(self, choice: int) -> None:
+        """A request goes on in another engine, as far as this one can tell."""
+        unfinished = self.oracle.unfinished()
+        if len(unfinished) > 1:
+            known = unfinished[choice % len(unfinished)]
+            record = self.engine.get_record(known.request_id)
+            self.away.append((msgpack.packb(record.serialize()), known.copy()))
+            self._abort(known)
+
+    @precondition(lambda machine: machine.away)
+    @rule(choice=st.integers(0, 20))
+    def come_from_elsewhere(self, choice: int) -> None:
+        packed, known = self.away.pop(choice % len(self.away))
+        encoded = msgpack.unpackb(packed, strict_map_key=False)
+        record = DynamicInferenceRequestRecord.deserialize(encoded)
+        self.handed_out.remove(known.request_id)
+        assert self.engine.add_record(record) == known.request_id
+        self.oracle.add_record(known)
+        self.tally["records from elsewhere"] += 1
 
     # ---- steps
 
@@ -184,6 +256,7 @@ class EngineLife(RuleBasedStateMachine):
         self.lacks_weights |= discards
         self.released = release
         mode = mode or self.default_mode
+        self.kv_mode = mode
         if mode == "recompute":
             self.oracle.requeue_active()
         if mode != "persist":
@@ -195,6 +268,8 @@ class EngineLife(RuleBasedStateMachine):
     def resume(self, only: str | None) -> None:
         self.engine.resume(only)
         self.released = tuple(name for name in self.released if only not in (None, name))
+        if "kv_cache" not in self.released:
+            self.kv_mode = None
         state = EngineState.SUSPENDED if self.released else EngineState.PAUSED
         assert self.engine.state is state
 
@@ -211,7 +286,7 @@ class EngineLife(RuleBasedStateMachine):
     @rule(index=st.integers(1, NUM_MODELS - 1))
     def update_and_ask_again(self, index: int) -> None:
         """The same prompt before and after: its KV may be found under other weights."""
-        same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=2, seed=index)], 0
+        same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=2, seed=index)]
         self._add(*same)
         self.update_between_steps(index, 2)
         self._add(*same)
@@ -230,6 +305,33 @@ class EngineLife(RuleBasedStateMachine):
         self.resume(None)
         self.unpause()
         self.step(count)
+
+    @in_state(EngineState.RUNNING)
+    @rule(
+        mode=st.sampled_from((*MODES, "running")),
+        num_steps=st.integers(1, 4),
+        wanted=st.sampled_from(PHASES),
+    )
+    def abort_in_the_midst_and_ask_again(
+        self, mode: str | None, num_steps: int, wanted: str
+    ) -> None:
+        """What was computed for the aborted is found by nobody, unless it is still there."""
+        same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=9, seed=num_steps)]
+        self._add(*same)
+        self._add(SHARED_TEXT[::-1], [SamplingParams(num_tokens_to_generate=12, seed=2)])
+        self.step(num_steps)
+        if mode != "running":
+            self.pause()
+            self.suspend(mode, ("kv_cache",), discards=False)
+        unfinished = self.oracle.unfinished()
+        inside = [known for known in unfinished if phase_of(known) == wanted]
+        for known in inside or unfinished[-1:]:
+            self._abort(known)
+        if mode != "running":
+            self.resume(None)
+            self.unpause()
+        self._add(*same)
+        self.step(num_steps)
 
     @rule(index=st.integers(1, NUM_MODELS - 1), jump=st.integers(1, 3))
     def update(self, index: int, jump: int) -> None:
@@ -292,6 +394,8 @@ class EngineLife(RuleBasedStateMachine):
             if self.lacks_weights:
                 self.update(1, 1)
             self.unpause()
+        while self.away:
+            self.come_from_elsewhere(0)
         num_left = 50 + 3 * sum(known.max_length for known in self.oracle.unfinished())
         while self._pending():
             num_left -= 1

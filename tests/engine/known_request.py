@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from rollout import DynamicInferenceRequest, SamplingParams, Status
-from tests.engine.dense_model import Position
+from tests.engine.dense_model import Array, Position
 
 TOLERANCE = 1e-4
 _STATUS = {
@@ -21,7 +21,11 @@ _STATUS = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Known:
-    """One request. `kv` holds the positions whose KV is written now."""
+    """One request. `kv` holds the positions whose KV is written now.
+
+    `logprobs_TV` and `scores_TV` are the log-probs of the whole vocabulary, where a token was
+    generated and where a prompt token was scored.
+    """
 
     request_id: int
     order: tuple[int, int]
@@ -30,12 +34,14 @@ class Known:
     entry_version: int
     tokens: list[int]
     max_length: int
+    is_clamped: bool
+    end_ids: tuple[int, ...]
     events: list[str]
     phase: str = "waiting"
     in_context: bool = False  # all known tokens are computed, it decodes
     kv: list[Position] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    scores_TV: list[Array] = field(default_factory=list)
+    logprobs_TV: list[Array] = field(default_factory=list)
     policy: list[int] = field(default_factory=list)
     context_min: list[int] = field(default_factory=list)
     context_mean: list[float] = field(default_factory=list)
@@ -52,6 +58,16 @@ class Known:
     def wants_scores(self) -> bool:
         return not self.params.skip_prompt_log_probs
 
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def copy(self) -> Known:
+        """What is known now, of which nothing changes when more becomes known."""
+        lists = ("tokens", "events", "kv", "scores_TV", "logprobs_TV", "policy")
+        lists += ("context_min", "context_mean")
+        return replace(self, **{name: list(getattr(self, name)) for name in lists})
+
 
 def check_document(
     known: Known, request: DynamicInferenceRequest, version: int, tally: Counter[str]
@@ -60,7 +76,7 @@ def check_document(
     names = [event.type.name for event in request.events]
     assert names == known.events, f"{names}, expected {known.events}"
     assert request.prompt_tokens.tolist() == known.prompt
-    assert request.generated_tokens == known.tokens[len(known.prompt) :]
+    assert request.generated_tokens == known.generated
     assert request.finish_reason == known.finish_reason
     assert request.status is _status(known)
     assert request.policy_versions.tolist() == known.policy
@@ -79,16 +95,45 @@ def _status(known: Known) -> Status:
 
 
 def _check_logprobs(known: Known, request: DynamicInferenceRequest, tally: Counter[str]) -> None:
-    pairs = []
+    top_n = known.params.top_n_logprobs
     if known.params.return_log_probs:
-        pairs.append((request.generated_log_probs, known.logprobs))
-        tally["log-probs"] += len(known.logprobs)
+        _check_chosen(request.generated_log_probs, known.generated, known.logprobs_TV)
+        tally["log-probs"] += len(known.logprobs_TV)
+    if top_n:
+        _check_top(request.generated_top_n_logprobs, known.logprobs_TV, top_n)
+        tally["top-n log-probs"] += top_n * len(known.logprobs_TV)
+    else:
+        assert request.generated_top_n_logprobs is None
     if known.wants_scores:
-        pairs.append((request.prompt_log_probs, known.scores))
-        tally["prompt log-probs"] += len(known.scores)
-    for given, expected in pairs:
-        assert len(given) == len(expected)
-        assert np.allclose(given.numpy(), expected, rtol=0, atol=TOLERANCE)
+        scored = known.prompt[1 : 1 + len(known.scores_TV)]
+        _check_chosen(request.prompt_log_probs, scored, known.scores_TV)
+        tally["prompt log-probs"] += len(known.scores_TV)
+    if known.wants_scores and top_n:
+        _check_top(request.prompt_top_n_logprobs, known.scores_TV, top_n)
+    else:
+        assert request.prompt_top_n_logprobs is None
+
+
+def _check_chosen(given: torch.Tensor, tokens: list[int], logprobs_TV: list[Array]) -> None:
+    """The log-prob of each token, as far as they are computed."""
+    assert len(given) == len(logprobs_TV) == len(tokens)
+    expected = [row_V[token] for row_V, token in zip(logprobs_TV, tokens, strict=True)]
+    assert np.allclose(given.numpy(), expected, rtol=0, atol=TOLERANCE)
+
+
+def _check_top(given: list[dict[int, float]], logprobs_TV: list[Array], top_n: int) -> None:
+    """Each of the highest, best first; which of equals does not matter."""
+    assert len(given) == len(logprobs_TV)
+    if not given:
+        return
+    assert all(len(row) == top_n for row in given)
+    keys_TN = np.array([list(row) for row in given])
+    values_TN = np.array([list(row.values()) for row in given])
+    all_TV = np.stack(logprobs_TV)
+    best_TN = np.sort(all_TV, axis=1)[:, ::-1][:, :top_n]
+    assert np.allclose(values_TN, best_TN, rtol=0, atol=TOLERANCE)
+    named_TN = np.take_along_axis(all_TV, keys_TN, axis=1)
+    assert np.allclose(values_TN, named_TN, rtol=0, atol=TOLERANCE)
 
 
 def _check_staleness(known: Known, request: DynamicInferenceRequest, version: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rollout import SamplingParams
 from rollout.step.plan import StepPlan
+from rollout.text import Tokenizer
 from tests.engine.dense_model import DenseModel, Position
 from tests.engine.known_request import Known
 from tests.engine.trace import Chunk, Decision
@@ -32,6 +33,7 @@ class Rules:
     max_age: int | None
     tracks_pauses: bool
     tracks_tokens: bool
+    tokenizer: Tokenizer | None
 
 
 class Oracle:
@@ -44,6 +46,7 @@ class Oracle:
         self.known: dict[int, Known] = {}
         self.exceptions: list[str] = []
         self._contents: dict[int, list[Position | None]] = {}  # who wrote the blocks of a hit
+        self._num_arrivals = 0
 
     # ---- what the world does
 
@@ -60,20 +63,43 @@ class Oracle:
         too_long |= len(prompt) > rules.max_tokens and not rules.chunked
         known = Known(
             request_id=request_id,
-            order=(-priority, request_id),
+            order=self._behind_others(-priority),
             prompt=list(prompt),
             params=params,
             entry_version=self.version,
             tokens=list(prompt),
             max_length=min(wanted, fits),
+            is_clamped=wanted > fits,
+            end_ids=self._end_ids(params),
             events=["ADD_ENGINE"],
         )
         self.known[request_id] = known
         if too_long:
             self._end(known, "error", ["ERROR_NONTRANSIENT", "FAIL"])
-        elif wanted > fits:
+        elif known.is_clamped:
             known.events.append("ERROR_TRANSIENT")
         return known
+
+    def add_record(self, known: Known) -> None:
+        """A request that began elsewhere goes on here, behind all others of its priority."""
+        known.order = self._behind_others(known.order[0])
+        self.known.pop(known.request_id, None)
+        self.known[known.request_id] = known
+        self._requeue([known])
+        if known.is_clamped:
+            known.events.append("ERROR_TRANSIENT")
+
+    def _behind_others(self, rank: int) -> tuple[int, int]:
+        self._num_arrivals += 1
+        return rank, self._num_arrivals
+
+    def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        if params.ignore_eos:
+            return ()
+        end_id, tokenizer = params.termination_id, self.rules.tokenizer
+        if end_id is None and tokenizer is not None:
+            end_id = tokenizer.eos_id
+        return () if end_id is None else (end_id,)
 
     def abort(self, known: Known) -> None:
         if not known.is_done:
@@ -143,17 +169,26 @@ class Oracle:
         known.tokens.append(token)
         known.num_in_segment += 1
         known.policy.append(self.version)
-        known.logprobs.append(float(expected_logprobs(logits_V, params)[token]))
+        known.logprobs_TV.append(expected_logprobs(logits_V, params))
         known.context_min.append(min(versions))
         known.context_mean.append(sum(versions) / len(versions))
         if len(set(versions)) > 1:
             self.tally["tokens over mixed context"] += 1
         if self.rules.tracks_tokens:
             known.events.append("GENERATED_TOKEN")
-        if token == params.termination_id and not params.ignore_eos:
+        if token in known.end_ids or self._says_stop_word(known):
             self._end(known, "stop", ["FINISH"])
         elif len(known.tokens) == known.max_length:
             self._end(known, "length", ["FINISH"])
+
+    def _says_stop_word(self, known: Known) -> bool:
+        if not known.params.stop_words:
+            return False
+        assert self.rules.tokenizer is not None
+        text = self.rules.tokenizer.decode(known.generated)
+        says = any(word in text for word in known.params.stop_words)
+        self.tally["stop words"] += says
+        return says
 
     def _decide(self, decision: Decision) -> None:
         schedule = decision.schedule
@@ -183,7 +218,14 @@ class Oracle:
 
     def _check_order(self, decision: Decision) -> None:
         """Oldest first in, newest first out, and nobody comes in while others lack blocks."""
-        schedule, orders = decision.schedule, {i: k.order for i, k in self.known.items()}
+        schedule, promoted = decision.schedule, set[int]()
+        for request_id, order in decision.orders.items():
+            known = self.known[request_id]
+            if order[0] != known.order[0]:
+                assert order[0] < known.order[0]
+                known.order = (order[0], known.order[1])
+                promoted.add(request_id)
+        orders = {i: k.order for i, k in self.known.items()}
         active = [k for k in self.unfinished() if k.phase != "waiting"]
         paused = [orders[i] for i in decision.paused]
         for request_id in schedule.evicted:
@@ -193,12 +235,15 @@ class Oracle:
         if limit is not None and len(decision.paused) > 1:
             assert sum(map(len, held)) <= limit
         children = {child for _, child in decision.forks}
-        entered = [orders[i] for i in schedule.admitted if i not in children]
+        entered = [i for i in schedule.admitted if i not in children]
         if entered:
             assert not schedule.evicted
             assert not paused
-            assert all(max(entered) < orders[i] for i in decision.waiting)
-        if active and decision.schedule.plan is not None:
+            newest = max((orders[i] for i in entered if i not in promoted), default=(-99, 0))
+            assert all(newest < orders[i] for i in decision.waiting if i not in promoted)
+        # Without chunked prefill a prompt may have a step of its own.
+        is_prefill_alone = not self.rules.chunked and entered and not schedule.plan.num_decode_rows
+        if active and schedule.plan is not None and not is_prefill_alone:
             oldest = min(active, key=lambda k: k.order).request_id
             assert oldest in {chunk.request_id for chunk in decision.chunks}
 
@@ -215,6 +260,7 @@ class Oracle:
         assert num_hit < len(known.tokens), "the last token's logits must be computed"
         assert not known.wants_scores or known.policy, "a scored prompt takes no hit"
         for block in table[: num_hit // rules.block_size]:
+            assert block in self._contents, "a block whose KV is gone was served"
             known.kv += self._contents[block]
         assert [entry.token for entry in known.kv] == known.tokens[:num_hit]
         versions = {entry.version for entry in known.kv}
@@ -258,7 +304,7 @@ class Oracle:
             last = min(chunk.end, len(known.prompt) - 1)
             for position in range(chunk.start, last):
                 scores_V = expected_logprobs(logits_TV[position - chunk.start], SamplingParams())
-                known.scores.append(float(scores_V[known.prompt[position + 1]]))
+                known.scores_TV.append(scores_V)
         if not known.in_context and chunk.end == len(known.tokens):
             self._prefilled(known)
         return logits_TV[-1]
@@ -271,7 +317,7 @@ class Oracle:
         for known in requests:
             known.phase, known.kv, known.in_context = "waiting", [], False
             if not known.policy:
-                known.scores = []
+                known.scores_TV = []
             if evicted or known.num_in_segment:
                 known.num_segments += 1
                 known.num_in_segment = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,9 +24,30 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9, "logprobs_mode": "temperature"},
     {"temperature": 1.3, "top_k": 5, "logprobs_mode": "processed"},
+    {"temperature": 1.0, "min_p": 0.1},
 )
 
+END, BOS = 4, VOCAB - 1
+
 tokens = st.integers(0, VOCAB - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """A tokenizer with one letter for each token: what matches as text matches as tokens."""
+
+    eos_id: int | None
+    bos_id: int = BOS
+    vocab_size: int = VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
+
+
+letters = st.text("abcdefghijklmnopqrstuvwx"[:VOCAB], min_size=1, max_size=2)
 
 
 @cache
@@ -46,12 +69,17 @@ def weights(index: int) -> tuple[Any, DenseModel]:
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """What `EngineLife._add` cuts to what its engine and the prompt allow."""
     wants_scores = draw(st.integers(0, 5)) == 0
+    limit = draw(st.sampled_from(("num_tokens_to_generate",) * 3 + ("num_tokens_total",)))
     return SamplingParams(
         **draw(st.sampled_from(SAMPLERS)),
-        num_tokens_to_generate=draw(st.none() | st.integers(1, 30)),
+        **{limit: draw(st.none() | st.integers(1, 30))},
         seed=draw(st.integers(0, 9)),
-        termination_id=draw(st.sampled_from((None, None, 4))),
+        termination_id=draw(st.sampled_from((None, None, None, END, -1))),
+        ignore_eos=draw(st.integers(0, 7)) == 0,
+        stop_words=draw(st.none() | st.lists(letters, min_size=1, max_size=2)),
+        top_n_logprobs=draw(st.sampled_from((0, 0, 1, 3))),
         return_log_probs=draw(st.integers(0, 4)) > 0,
         skip_prompt_log_probs=not wants_scores,
     )
@@ -63,6 +91,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     config: dict[str, Any] = {
         "num_blocks": draw(st.integers(4, 20)),
         "num_paused_blocks": draw(st.none() | st.integers(0, 10)),
+        "schedule_conservativeness": draw(st.sampled_from((None, 0.0, 0.5))),
         "block_size_tokens": draw(st.sampled_from((4, 4, 8))),
         "max_sequence_length": draw(st.sampled_from((32, 64))),
         "max_requests": draw(st.integers(2, 6)),
@@ -73,6 +102,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "memory_kind": draw(st.sampled_from(("auto", "reserved", "device"))),
         "track_paused_request_events": draw(st.booleans()),
         "track_generated_token_events": draw(st.booleans()),
+        "tokenizer": draw(st.sampled_from((None, Letters(None), Letters(END)))),
     }
     if draw(st.integers(0, 3)):
         config |= {
@@ -96,4 +126,5 @@ def rules_of(config: dict[str, Any]) -> Rules:
         max_age=config["max_kv_staleness_versions"],
         tracks_pauses=config["track_paused_request_events"],
         tracks_tokens=config["track_generated_token_events"],
+        tokenizer=config["tokenizer"],
     )

@@ -13,6 +13,7 @@ import pytest
 from rollout import DynamicInferenceEngine, EngineState, SamplingParams
 from tests.engine.random_engines import SHARED_TEXT, VOCAB, weights
 from tests.engine.trace import trace_decisions
+from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, tiny_engine
 
 NUM_SCHEDULES = 100 if IS_LONG else 40
@@ -109,7 +110,7 @@ def live(config: dict[str, Any], inbox: list[Command]) -> list[str]:
 def test_engines_fed_one_inbox_make_equal_plans(part: int) -> None:
     num_plans = 0
     for seed in range(part, NUM_SCHEDULES, NUM_PARTS):
-        rng = random.Random(seed)
+        rng = random.Random(run_seed() + seed)
         config, inbox = random_config(rng), random_inbox(rng)
         first, second = live(config, inbox), live(config, inbox)
         assert first == second

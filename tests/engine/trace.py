@@ -30,6 +30,7 @@ class Decision:
     tables: dict[int, tuple[int, ...]]
     waiting: tuple[int, ...]
     paused: tuple[int, ...]
+    orders: dict[int, tuple[int, int]]  # of all requests; that of one that waited longest changes
 
 
 def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
@@ -45,6 +46,7 @@ def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
             Decision(
                 schedule=schedule,
                 version=weights_version,
+                orders={i: s.order for i, s in scheduler._sequences.items()},
                 chunks=tuple(
                     Chunk(s.request_id, s.num_computed - count, s.num_computed)
                     for s, count in (behind.computed if behind else ())

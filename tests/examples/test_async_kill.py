@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,32 +15,18 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from tests.examples.grpo_settings import TINY
+from tests.examples.paced_job import PacedJob
+from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG
 from trainer_hooks.metrics import read_jsonl
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300.0
 NUM_KILLS = 10 if IS_LONG else 2
-STEPS_PER_LIFE = 5  # in fewer a job may be at its end before it is killed
+STEPS_PER_LIFE = 3
 
 
-def start_job(directory: Path, num_steps: int, *arguments: str) -> subprocess.Popen[str]:
-    changes = {
-        "mode": "async",
-        "num_engines": 2,
-        "producer.max_staleness_versions": 1,
-        "trainer.num_steps": num_steps,
-        "logger.console": "false",
-    }
-    overrides = [f"{name}={value}" for name, value in {**TINY, **changes}.items()]
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / "train_grpo.py"), *overrides, *arguments],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start_job(directory: Path, num_steps: int, *arguments: str) -> PacedJob:
+    settings = ("mode=async", "num_engines=2", "producer.max_staleness_versions=1")
+    return PacedJob(directory, *settings, f"trainer.num_steps={num_steps}", *arguments)
 
 
 def rows_of(run: Path, name: str) -> list[dict[str, Any]]:
@@ -71,23 +55,24 @@ def engine_pids(trainer: int) -> list[int]:
 @pytest.mark.timeout(600)
 def test_a_killed_job_trains_every_prompt_once_and_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "train_grpo" / "demo" / "seed_0"
-    rng, num_steps = random.Random(7), (NUM_KILLS + 1) * STEPS_PER_LIFE
+    rng, num_steps = random.Random(run_seed()), (NUM_KILLS + 1) * STEPS_PER_LIFE
     kinds = [("both", "engine", "trainer")[i % 3] for i in range(NUM_KILLS)]
     victims = Counter[str]()
     job = start_job(tmp_path, num_steps)
-    for number, kind in enumerate(kinds):
-        wait_for_step(job, run, number * STEPS_PER_LIFE + rng.randint(2, STEPS_PER_LIFE))
+    for number, kind in enumerate(kinds, start=1):
+        # It may be anywhere before the step that it waits for.
+        job.allow(number * STEPS_PER_LIFE)
+        wanted = number * STEPS_PER_LIFE - rng.randint(0, STEPS_PER_LIFE - 2)
+        job.wait_until(lambda wanted=wanted: last_step(run) >= wanted)
         time.sleep(rng.uniform(0.0, 0.3))
         if kind in ("engine", "both"):
             os.kill(rng.choice(engine_pids(job.pid)), signal.SIGKILL)
             victims["engine"] += 1
         if kind in ("trainer", "both"):
-            os.kill(job.pid, signal.SIGKILL)
-            job.communicate()
+            job.kill()
             victims["trainer"] += 1
             job = start_job(tmp_path, num_steps, "resume=auto")
-    _, errors = job.communicate(timeout=TIMEOUT_S)
-    assert job.returncode == 0, errors
+    job.finish()
     steps = [row["trainer/step"] for row in rows_of(run, "metrics") if "reward" in row]
     assert steps == list(range(1, num_steps + 1))
     prompts = [tuple(p) for row in rows_of(run, "batches") for p in row["prompts"]]
@@ -97,11 +82,3 @@ def test_a_killed_job_trains_every_prompt_once_and_goes_on(tmp_path: Path) -> No
     rewards = [row["reward"] for row in rows_of(run, "metrics") if "reward" in row]
     assert all(reward is not None for reward in rewards)
     print(f"\n{dict(victims)} killed, {len(prompts)} prompts once each over {num_steps} steps")
-
-
-def wait_for_step(job: subprocess.Popen[str], run: Path, step: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while last_step(run) < step:
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline, f"no step {step}, the last is {last_step(run)}"
-        time.sleep(0.02)

@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """What the world outside the scheduler knows of a request."""
+    """What the world outside the scheduler knows of a request. `is_begun`: elsewhere."""
 
     order: tuple[int, int]
     prompt: list[int]
@@ -64,6 +64,7 @@ class Known:
     generated: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    is_begun: bool = False
 
 
 def row_sampling(seed: int) -> RowSampling:

@@ -21,18 +21,20 @@ Op = Callable[[Rig], None]
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A group; the prompt's length is cut to what the engine takes."""
+    """A group, or requests begun elsewhere; the prompt is cut to what the engine takes."""
 
     prompt: tuple[int, ...]
     samples: tuple[Sample, ...]
     priority: int
+    num_known: int = 0
 
     def __call__(self, rig: Rig) -> None:
         sizes = rig.sizes
         longest = sizes.num_blocks * sizes.block_size
         if not sizes.chunked:
             longest = min(longest, sizes.max_tokens)
-        rig.add(list(self.prompt[:longest]), *self.samples, priority=self.priority)
+        prompt = list(self.prompt[:longest])
+        rig.add(prompt, *self.samples, priority=self.priority, num_known=self.num_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ def samples() -> st.SearchStrategy[Sample]:
         seed=st.integers(0, 3),
         wants_scores=st.integers(0, 5).map(lambda n: n == 0),
         end_ids=st.lists(token, max_size=1).map(tuple),
-        stop_words=st.lists(st.tuples(token), max_size=1).map(tuple),
+        stop_words=st.lists(st.lists(token, min_size=1, max_size=2).map(tuple), max_size=2).map(
+            tuple
+        ),
     )
 
 
@@ -126,6 +130,7 @@ def adds() -> st.SearchStrategy[Add]:
         ),
         st.lists(samples(), min_size=1, max_size=4).map(tuple),
         st.sampled_from((0, 0, 0, 1, -1)),
+        st.sampled_from((0, 0, 0, 1, 6)),
     )
 
 
@@ -224,4 +229,5 @@ def _random_add(rng: random.Random) -> Add:
             for _ in range(rng.choice((1, 1, 2, 4)))
         ),
         rng.choice((0, 0, 0, 1, -1)),
+        rng.choice((0, 0, 0, 0, 1, 6)),
     )

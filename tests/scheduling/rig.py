@@ -69,8 +69,12 @@ class Rig:
 
     # ---- requests
 
-    def add(self, prompt: list[int], *samples: Sample, priority: int = 0) -> list[int]:
-        """Queue a group of samples of one prompt. Returns their ids."""
+    def add(
+        self, prompt: list[int], *samples: Sample, priority: int = 0, num_known: int = 0
+    ) -> list[int]:
+        """Queue samples of one prompt: a group, or, with `num_known`, requests of which so many
+        tokens, or all but the last, are known from elsewhere. Returns their ids.
+        """
         first = len(self.known)
         pool_tokens = self.sizes.num_blocks * self.sizes.block_size
         for sample in samples:
@@ -80,18 +84,25 @@ class Rig:
                 stop_words=sample.stop_words,
                 max_length=min(len(prompt) + sample.num_new, pool_tokens + 1),
             )
+            tokens, _ = run_alone(prompt, sample, rule, self.sizes.poison)
+            generated = tokens[:-1][:num_known]
             self.known[request_id] = Known(
-                order=(-priority, request_id), prompt=prompt, sample=sample, rule=rule
+                order=(-priority, request_id),
+                prompt=prompt,
+                sample=sample,
+                rule=rule,
+                generated=list(generated),
+                is_begun=bool(generated),
             )
             self.scheduler.add(
                 request_id,
-                list(prompt),
+                [*prompt, *generated],
                 num_prompt=len(prompt),
                 priority=priority,
-                group_id=first if len(samples) > 1 else None,
+                group_id=first if len(samples) > 1 and not num_known else None,
                 sampling=row_sampling(sample.seed),
                 stop_rule=rule,
-                wants_prompt_logprobs=sample.wants_scores,
+                wants_prompt_logprobs=sample.wants_scores and not generated,
             )
         return list(range(first, len(self.known)))
 
@@ -284,7 +295,7 @@ class Rig:
         tokens, reason = run_alone(known.prompt, known.sample, known.rule, self.sizes.poison)
         assert known.generated == tokens
         assert known.finish_reason == reason
-        if known.sample.wants_scores:
+        if known.sample.wants_scores and not known.is_begun:
             assert known.scores == scores_alone(known.prompt)
 
     def _hand_out(self, spans: VersionSpans) -> None:

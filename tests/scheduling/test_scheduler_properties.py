@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.run_seed import run_seed
 from tests.scheduling.oracle import Sizes
 from tests.scheduling.random_work import Op, ops, seeded_work, sizes
 from tests.scheduling.rig import Rig
@@ -40,15 +41,16 @@ def test_every_request_gets_its_tokens_with_plans_made_ahead(small: Sizes, work:
 def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
     num_seeds = 100 if IS_LONG else 6
     for seed in range(part * num_seeds, (part + 1) * num_seeds):
-        run_to_the_end(*seeded_work(seed, depth=depth))
+        run_to_the_end(*seeded_work(run_seed() + seed, depth=depth))
 
 
 @pytest.mark.parametrize("seed", range(100 if IS_LONG else 30))
 def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
-    work = [seeded_work(seed, depth=1 + seed % 2, num_ops=25) for _ in range(2)]
+    depth = 1 + seed % 2
+    work = [seeded_work(run_seed() + seed, depth=depth, num_ops=25) for _ in range(2)]
     first, second = run_to_the_end(*work[0]), run_to_the_end(*work[1])
     digests = [plan.digest() for plan in first.plans]
-    assert len(digests) > 5
+    assert digests
     assert digests == [plan.digest() for plan in second.plans]
 
 

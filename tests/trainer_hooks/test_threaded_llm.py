@@ -26,6 +26,7 @@ CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
 )
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=3)
+WAIT_S = 100.0
 ENDLESS = SamplingParams(num_tokens_to_generate=480)
 
 
@@ -51,12 +52,29 @@ def test_many_are_awaited_together_and_are_what_the_llm_generates() -> None:
         assert llm.generate(prompts[0], PARAMS).succeeded(), "the LLM stays"
 
 
+def paused_from_within(llm: LLM, num_steps: int) -> threading.Event:
+    """Pause the engine after so many steps from now on. Set when it is paused."""
+    step, paused, num_left = llm.engine.step, threading.Event(), num_steps
+
+    def step_or_pause() -> Any:
+        nonlocal num_left
+        num_left -= 1
+        records = step()
+        if num_left == 0:
+            llm.engine.pause()
+            paused.set()
+        return records
+
+    llm.engine.step = step_or_pause  # type: ignore[method-assign]
+    return paused
+
+
 def test_cancelling_aborts_and_a_pause_only_delays() -> None:
     async def work(llm: LLM) -> None:
         async with ThreadedLLM(llm) as threaded:
+            paused = paused_from_within(llm, num_steps=5)
             tasks = [asyncio.ensure_future(threaded.generate([1], ENDLESS)) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            llm.pause()
+            assert await asyncio.to_thread(paused.wait, WAIT_S)
             tasks[0].cancel()
             late = asyncio.ensure_future(threaded.generate([2], PARAMS))
             await asyncio.sleep(0.1)
@@ -67,14 +85,15 @@ def test_cancelling_aborts_and_a_pause_only_delays() -> None:
             assert len((await late).generated_tokens) == 20
             assert len((await tasks[1]).generated_tokens) == 480
             last = asyncio.ensure_future(threaded.generate([1], ENDLESS))
-            await asyncio.sleep(0.02)
+            while not llm.engine.has_unfinished_requests():
+                await asyncio.sleep(0)
         for task in (tasks[0], last):
             with pytest.raises((asyncio.CancelledError, EngineStateError)):
                 await task
         assert not llm.engine.has_unfinished_requests()
 
     with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(asyncio.wait_for(work(llm), 120))
+        asyncio.run(asyncio.wait_for(work(llm), WAIT_S))
 
 
 @pytest.mark.parametrize("before", [[], ["pause"], ["pause", "suspend"]])
@@ -88,7 +107,7 @@ def test_a_shutdown_of_the_llm_is_told_to_those_who_wait(before: list[str]) -> N
                 await asyncio.sleep(0.001)
             llm.shutdown()
             with pytest.raises(EngineStateError, match="was shut down"):
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, WAIT_S)
 
     with LLM(directory(), inference_config=CONFIG) as llm:
         asyncio.run(work(llm))
@@ -98,7 +117,7 @@ def test_a_group_that_the_llm_had_before_is_nobodys_and_disturbs_no_other() -> N
     async def work(llm: LLM) -> None:
         llm.submit([1], SamplingParams(num_tokens_to_generate=2))
         async with ThreadedLLM(llm) as threaded:
-            request = await asyncio.wait_for(threaded.generate([1], PARAMS), 10)
+            request = await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
             assert len(request.generated_tokens) == 20
 
     with LLM(directory(), inference_config=CONFIG) as llm:
@@ -130,7 +149,7 @@ def test_a_pause_that_ends_before_the_state_is_looked_at_only_delays() -> None:
     async def work() -> None:
         async with ThreadedLLM(RefusingLLM(num_refusals=3)) as threaded:
             for _ in range(2):
-                request = await asyncio.wait_for(threaded.generate([1]), 10)
+                request = await asyncio.wait_for(threaded.generate([1]), WAIT_S)
                 assert request.generated_tokens == [2]
 
     asyncio.run(work())
@@ -141,7 +160,7 @@ def test_what_a_running_engine_refuses_again_and_again_ends_the_thread() -> None
         llm = RefusingLLM(num_refusals=10**9)
         async with ThreadedLLM(llm) as threaded:
             with pytest.raises(EngineStateError, match="cannot step"):
-                await asyncio.wait_for(threaded.generate([1]), 10)
+                await asyncio.wait_for(threaded.generate([1]), WAIT_S)
         assert llm.num_collects < 100, "it waits between two calls"
 
     asyncio.run(work())
@@ -167,7 +186,7 @@ def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
         await asyncio.to_thread(threaded.is_done.wait)
         try:
             with pytest.raises(EngineStateError, match="has ended"):
-                await asyncio.wait_for(threaded.generate([1]), 10)
+                await asyncio.wait_for(threaded.generate([1]), WAIT_S)
         finally:
             threaded.may_end.set()
             await closing

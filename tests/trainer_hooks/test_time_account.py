@@ -111,13 +111,15 @@ def test_a_step_without_length_is_other() -> None:
 
 
 def test_the_real_clock_agrees_with_the_wall() -> None:
+    before_s = time.perf_counter()
     account = TimeAccount()
     start_s = time.perf_counter()
     for category in random.Random(0).choices(CATEGORIES, k=20):
         with account.spend(category), account.spend("train"):
             time.sleep(0.001)
+    end_s = time.perf_counter()
     times = account.take()
-    assert times.wall_s == pytest.approx(time.perf_counter() - start_s, rel=0.01, abs=0.005)
+    assert end_s - start_s <= times.wall_s <= time.perf_counter() - before_s
     assert_adds_up(times, times.wall_s)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollout import AsyncLLM, DynamicInferenceRequest, WeightUpdateError
-from tests.apis.engine_children import engine_child
+from tests.apis.engine_children import NUM_STEPS_OF_THE_KILLED, engine_child
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle, num_resumed
 from tests.tiny_models import IS_LONG, Margins, prompt_of
@@ -246,12 +246,13 @@ def test_a_killed_engines_requests_go_on_from_what_it_had_reported(
         jobs = [(prompt_of(9, seed=i), params(i, 250)) for i in range(18)]
         undisturbed = await asyncio.gather(*(llm.generate(*job) for job in jobs))
         diary = tmp_path / "diary"
-        with engine_child(llm.address, directory(), CONFIG, diary=diary) as child:
+        with engine_child(llm.address, directory(), CONFIG, "waits to be killed", diary) as child:
             await child.word("here")
             await until_served(llm, llm.weights_version, 3)
             tasks = [asyncio.ensure_future(llm.generate(*job)) for job in jobs]
             await child.word("work")
-            await until(lambda: diary.read_text().count("\n") > 108, "108 steps of it")
+            num_steps = NUM_STEPS_OF_THE_KILLED
+            await until(lambda: diary.read_text().count("\n") == num_steps, "its last step")
             child.process.kill()
             await child.death()
             requests = await asyncio.gather(*tasks)

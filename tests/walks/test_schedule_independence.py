@@ -11,6 +11,7 @@ import pytest
 
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.step.seeds import mix_seed
+from tests.run_seed import run_seed
 from tests.tiny_models import (
     BLOCK_SIZE,
     IS_LONG,
@@ -121,7 +122,7 @@ def test_few_rows() -> None:
 
 def test_other_orders_of_arrival_while_others_run() -> None:
     order = list(range(NUM_REQUESTS))
-    random.Random(1).shuffle(order)
+    random.Random(run_seed()).shuffle(order)
     engine, finished = tiny_engine(model(), num_blocks=60), {}
     for i in order:
         prompt, params = jobs()[i]

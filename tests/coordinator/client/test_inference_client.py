@@ -424,8 +424,11 @@ def test_an_aborted_request_resolves_to_what_it_has():
         assert (await future).merge().generated_tokens == [0, 1, 2]
         client.abort(future.request_id)  # it has ended
         client.abort(99)  # there is none
-        await asyncio.sleep(0.05)
-        assert len(router.wait_for(AbortRequest)) == 1
+        last = client.add_request([1], PARAMS)
+        client.abort(last.request_id)
+        await last  # and whatever was sent before it has arrived
+        aborted = [named.request_id for m in router.wait_for(AbortRequest) for named in m.attempts]
+        assert aborted == [future.request_id, last.request_id]
 
     run(politely(script), test)
 
@@ -726,7 +729,7 @@ def test_a_coordinator_that_stays_away_fails_what_is_pending_until_it_is_back():
         for pending in (request, command, stream.__anext__()):
             with pytest.raises(CoordinatorLostError, match=r"silent for 2(\.\d+)? s"):
                 await pending
-        assert 2 * LEASE_S - 0.2 < time.monotonic() - start < 2 * LEASE_S + 2
+        assert time.monotonic() - start > 2 * LEASE_S - 0.2
         with pytest.raises(CoordinatorLostError):
             client.add_request([1], PARAMS)
         with pytest.raises(CoordinatorLostError):

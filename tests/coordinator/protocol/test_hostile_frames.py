@@ -28,10 +28,12 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import RolloutError
 from tests.coordinator.message_strategies import TYPES, messages, plain
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
+from tests.run_seed import run_seed
 
 LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
 NUM_FRAMES = 100_000 if LONG else 10_000
 MiB = 2**20
+BOUND_S = 20.0  # of CPU, for what hangs
 FRAMES = [encode(example) for example in EXAMPLES if type(example) in TYPES]
 
 
@@ -100,7 +102,7 @@ def test_no_message_with_something_behind_it_is_a_message(message, tail):
 
 
 def test_random_bytes_raise_nothing_else():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(run_seed())
     outcomes = [outcome(rng.bytes(rng.integers(0, 200))) for _ in range(NUM_FRAMES // 2)]
     headers = [int(header) for header in Headers]
     for _ in range(NUM_FRAMES // 2):
@@ -131,7 +133,7 @@ def mutated(frame: bytes, rng: np.random.Generator) -> bytes:
 
 
 def test_mutated_messages_raise_nothing_else():
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(run_seed() + 1)
     outcomes = [outcome(mutated(FRAMES[i % len(FRAMES)], rng)) for i in range(NUM_FRAMES)]
     num_refused = outcomes.count(ProtocolError)
     assert set(outcomes) <= {ProtocolError, *TYPES}
@@ -157,7 +159,7 @@ def test_packed_parts_of_any_type_raise_nothing_else(value, key):
 
 
 def test_mutated_params_raise_nothing_else():
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(run_seed() + 2)
     packed = pack_params(SamplingParams(stop_words=["a"]))
     for _ in range(NUM_FRAMES // 10):
         try:
@@ -191,7 +193,7 @@ def test_a_claim_of_gigabytes_allocates_little(claim, tail_bytes):
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < 48 * MiB
-    assert seconds < 2
+    assert seconds < BOUND_S
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa2ab", b"\xcb" + b"\0" * 8])
@@ -202,7 +204,7 @@ def test_a_full_frame_of_small_items_is_not_built(item):
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < MiB
-    assert seconds < 1
+    assert seconds < BOUND_S
 
 
 def test_many_full_lists_are_not_built_either():
@@ -218,7 +220,7 @@ def test_an_oversized_frame_is_not_looked_at():
     found, peak_bytes, seconds = traced(frame)
     assert found is ProtocolError
     assert peak_bytes < MiB
-    assert seconds < 0.5
+    assert seconds < BOUND_S
 
 
 def test_an_honest_large_reply_costs_its_bytes_once():

@@ -14,6 +14,7 @@ import pytest
 from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
 from rollout.step.seeds import mix_seed
 from tests.apis.fleets import directory, weights, with_fleet
+from tests.run_seed import run_seed
 from tests.tiny_models import BLOCK_SIZE, IS_LONG, prompt_of
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks import InProcessWeightSync
@@ -139,7 +140,8 @@ def test_no_token_of_real_engines_is_older_than_the_bound(size: int) -> None:
         for bound in (0, 1, 2, 4):
             seen[bound] = Counter()
             for slow in slows:
-                seen[bound] += await train(llm, bound, num_batches, random.Random(bound), slow)
+                rng = random.Random(run_seed() + bound)
+                seen[bound] += await train(llm, bound, num_batches, rng, slow)
 
     with_fleet(size, work)
     print({bound: dict(sorted(ages.items())) for bound, ages in seen.items()})
