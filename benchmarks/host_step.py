@@ -67,17 +67,20 @@ class Stopwatch:
 
 
 class NoModel:
-    """A runner whose results are there at once: the same token for every row."""
+    """A runner whose results are there at once: random tokens of a large vocabulary."""
 
     overlaps = False
     num_graph_captures = 0
 
+    def __init__(self) -> None:
+        self._draw = np.random.default_rng(0)
+
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         num_samples = len(plan.sample_rows)
         output = StepOutput(
-            token_ids=np.full(num_samples, 7, dtype=np.int64),
+            token_ids=self._draw.integers(1_000, 50_000, size=num_samples),
             is_finite=np.ones(num_samples, dtype=np.bool_),
-            logprobs=np.full(num_samples, -1.5, dtype=np.float32),
+            logprobs=-self._draw.random(num_samples, dtype=np.float32),
         )
         return lambda: output
 
@@ -113,13 +116,17 @@ class DecodingEngine:
         book.apply = watch.wrap("documents", book.apply)
         engine.step = watch.wrap("rest", engine.step)
 
+    def step(self) -> None:
+        """One more token for every row."""
+        assert not self._engine.step(), "a request ended"
+
     def run(self, num_steps: int) -> dict[str, float]:
         """Microseconds a row by part, over `num_steps` steps."""
         build, PlanBuilder.build = PlanBuilder.build, self.stopwatch.wrap("plan", PlanBuilder.build)
         try:
             self.stopwatch.take()
             for _ in range(num_steps):
-                assert not self._engine.step(), "a request ended"
+                self.step()
         finally:
             PlanBuilder.build = build
         num_row_steps = num_steps * self.num_rows

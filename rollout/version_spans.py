@@ -119,6 +119,28 @@ class VersionSpans:
         """Return the sum of the versions over all entries (mean = sum() / len())."""
         return sum((end - start) * version for start, end, version in self)
 
+    def of_prefixes(
+        self, first: int, count: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """Return the oldest and the mean version of the first n entries, for each n in
+        [first, first + count): int32 and float64 of shape [count]. O(runs + count).
+
+        Raises ValueError if `first` < 1 or there are too few entries.
+        """
+        if count and not 1 <= first <= first + count - 1 <= len(self):
+            raise ValueError(f"prefixes [{first}, {first + count}) of {len(self)} entries")
+        oldest_C, mean_C = np.empty(count, np.int32), np.empty(count, np.float64)
+        oldest, total = self._runs()[0][1] if self._length else 0, 0
+        for start, end, version in self:
+            oldest = min(oldest, version)
+            low, high = max(start + 1, first), min(end + 1, first + count)
+            if low < high:
+                lengths = np.arange(low, high)
+                oldest_C[low - first : high - first] = oldest
+                mean_C[low - first : high - first] = (total + (lengths - start) * version) / lengths
+            total += (end - start) * version
+        return oldest_C, mean_C
+
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return one version per entry: int32 of shape [len(self)]."""
         runs = self._runs()

@@ -71,6 +71,23 @@ def test_truncate_then_append_is_the_list_operation(runs, data):
     assert spans == spans_of([*versions[:length], 9, 9])
 
 
+@given(runs_lists, st.integers(1, 70), st.integers(0, 70))
+def test_prefixes_have_the_minimum_and_mean_of_the_list(runs, first, count):
+    versions = expanded(runs)
+    first = min(first, len(versions) + 1)
+    count = min(count, len(versions) + 1 - first)
+    oldest, mean = VersionSpans(runs).of_prefixes(first, count)
+    prefixes = [versions[:length] for length in range(first, first + count)]
+    assert oldest.tolist() == [min(prefix) for prefix in prefixes]
+    assert mean.tolist() == [sum(prefix) / len(prefix) for prefix in prefixes]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 3), (4, 1)])
+def test_prefixes_that_are_empty_or_too_long_raise(first, count):
+    with pytest.raises(ValueError, match="of 3 entries"):
+        VersionSpans([(3, 0)]).of_prefixes(first, count)
+
+
 @given(runs_lists, runs_lists)
 def test_extend_joins_the_entries(left, right):
     spans = VersionSpans(left)
