@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from rollout.requests.codec import TopN
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.version_spans import VersionSpans
-
-if TYPE_CHECKING:
-    from rollout.requests.codec import TopN
 
 
 class RunningRequest:
@@ -57,4 +55,4 @@ class RunningRequest:
 
 def _empty(typecode: str, values: object) -> array[float] | None:
     """An array if values are kept, None if they were not asked for."""
-    return None if values is None else cast("array[float]", array(typecode))
+    return None if values is None else array(typecode)
