@@ -8,6 +8,7 @@ A request is admitted when the lengths that outputs are expected to have leave r
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class Scheduler:
             request_id=request_id,
             order=(-priority, self._num_arrivals),
             group_id=group_id,
-            tokens=tokens,
+            tokens=array("i", tokens),  # 4 bytes a token, where a list takes 40
             num_prompt=num_prompt,
             sampling=sampling,
             stop_rule=stop_rule,
@@ -207,10 +208,9 @@ class Scheduler:
             for sequence, _ in behind.computed:
                 if sequence.phase is not Phase.DONE:
                     self._prefixes.note_written(sequence, plan.weights_version)
-        for sampled in committed.sampled:
-            if sampled.finish_reason is not None:
-                sequence = self._sequences.pop(sampled.request_id)
-                self._context.finish(sequence, has_stopped=sampled.finish_reason == "stop")
+        for finished in committed.finished:
+            sequence = self._sequences.pop(finished.request_id)
+            self._context.finish(sequence, has_stopped=finished.finish_reason == "stop")
         self._context.settle(behind)
         return committed
 
@@ -232,7 +232,9 @@ class Scheduler:
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
         """Send the requests whose oldest KV was written before `version` back to the queue."""
-        too_old = [s for s in self._context.active if len(s.kv_spans) and s.kv_min < version]
+        too_old = [
+            s for s in self._context.active if len(s.kv_spans) and s.kv_spans.min() < version
+        ]
         return _ids(self._context.requeue(too_old))
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:

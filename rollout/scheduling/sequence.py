@@ -4,6 +4,7 @@ this package.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,7 +33,8 @@ class Sequence:
     num_prompt      length of the original prompt, before any checkpoint
     num_in_flight   plans in flight that it has a part in
     writable_end    positions before this one can be written: their blocks are there, and its own
-    kv_spans        committed: the version that wrote each position's KV; kv_sum, kv_min over them
+    kv_spans        committed: the version that wrote each position's KV. The request's document
+                    reads the same object while it grows; `restart` leaves that one as it is.
     prefix_keys     of its first blocks, as far as they were looked up or indexed, under
                     `prefix_key_version`; the first `num_indexed_blocks` are in the index
     num_output_blocks, num_prompt_blocks, max_blocks, num_shared_blocks, length_draw: for the
@@ -42,7 +44,7 @@ class Sequence:
     request_id: int
     order: tuple[int, int]  # (-priority, arrival): smaller runs first, larger is evicted first
     group_id: int | None
-    tokens: list[int]
+    tokens: array[int]
     num_prompt: int
     sampling: RowSampling
     stop_rule: StopRule
@@ -62,8 +64,6 @@ class Sequence:
     is_on_device: bool = False  # it decodes: its last token was sampled in this row
     is_new_row: bool = False  # the row's sampling parameters are not sent yet
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
-    kv_sum: int = 0
-    kv_min: int = 0
     prefix_keys: list[bytes] = field(default_factory=list)
     prefix_key_version: int = 0
     num_indexed_blocks: int = 0
@@ -99,25 +99,17 @@ class Sequence:
         self.num_tokens = len(self.tokens)
         self.writable_end = self.num_shared_blocks = 0
         self.is_on_device = False
-        self.kv_spans, self.kv_sum, self.kv_min = VersionSpans(), 0, 0
+        self.kv_spans = VersionSpans()
         self.num_indexed_blocks, self.is_indexable = 0, True
-
-    def note_written(self, count: int, version: int) -> None:
-        """The next `count` positions' KV was written by `version`."""
-        self.kv_min = min(self.kv_min, version) if len(self.kv_spans) else version
-        self.kv_sum += count * version
-        self.kv_spans.append(count, version)
 
     def note_shared(self, spans: VersionSpans) -> None:
         """The next positions' KV is there already, in a shared block."""
-        for start, end, version in spans:
-            self.note_written(end - start, version)
+        self.kv_spans.extend(spans)
         self.num_computed += len(spans)
 
     def adopt_context(self, parent: Sequence) -> None:
         """A fork's KV is its parent's."""
         self.kv_spans = parent.kv_spans.copy()
-        self.kv_sum, self.kv_min = parent.kv_sum, parent.kv_min
         self.prefix_keys = list(parent.prefix_keys)
         self.prefix_key_version = parent.prefix_key_version
         self.num_indexed_blocks = parent.num_indexed_blocks

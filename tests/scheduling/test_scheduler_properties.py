@@ -55,7 +55,7 @@ def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
 
 
 def test_crowded_engines_pause_resume_evict_fork_and_copy() -> None:
-    rigs = [run_to_the_end(*seeded_work(seed, depth=2)) for seed in range(10)]
+    rigs = [run_to_the_end(*seeded_work(seed, depth=2)) for seed in range(20)]
     schedules = [schedule for rig in rigs for schedule in rig.schedules]
     assert sum(schedule.num_forked for schedule in schedules) > 20
     for name in ("paused", "resumed", "evicted"):
