@@ -104,6 +104,7 @@ class Engine:
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
         self._desk.abort(request_id, self.weights_version)
+        self._pipeline.forget(request_id)
         return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
@@ -125,9 +126,10 @@ class Engine:
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """Take in one forward pass; returns the records finished by it, [] when idle.
 
-        Raises EngineStateError outside RUNNING. If the forward pass itself fails, its requests go
-        back to the queue with all their tokens, and the error is raised. Records that an error kept
-        from being returned come with the next step.
+        If it fails, its requests go back to the queue with all their tokens and an ERROR_TRANSIENT
+        event; one that fails again, and then alone, is FAILED. Raises EngineStateError outside
+        RUNNING, and the error of a forward pass where the device fails without any request, too.
+        Records that an error kept from being returned come with the next step.
         """
         self._machine.require(EngineState.RUNNING, to="step")
         self._weights.require_values("step")

@@ -113,6 +113,11 @@ class RequestBook:
             if evicted:
                 segment.add_event_evict()
 
+    def note_transient_error(self, request_ids: Iterable[int], error: Exception) -> None:
+        """A step that they were part of failed."""
+        for request_id in request_ids:
+            self._records[request_id].current.add_event_error_transient(error)
+
     # ---- what a step brought
 
     def apply(self, committed: Committed, output: StepOutput) -> None:

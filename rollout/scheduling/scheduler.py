@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollout.blocks.block_manager import BlockManager
+from rollout.scheduling.alone import plan_alone
 from rollout.scheduling.commit import Committed, commit_step
 from rollout.scheduling.context import Context
 from rollout.scheduling.plan_builder import PlanBuilder, PlannedRows
@@ -27,12 +28,12 @@ class Schedule:
     """What schedule() decided. `plan` is None if nothing can run; the rest are ids, in order."""
 
     plan: StepPlan | None
-    num_forked: int
-    num_prefix_hit_tokens: int
-    admitted: tuple[int, ...]
-    paused: tuple[int, ...]
-    resumed: tuple[int, ...]
-    evicted: tuple[int, ...]
+    num_forked: int = 0
+    num_prefix_hit_tokens: int = 0
+    admitted: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +60,12 @@ class Scheduler:
         enable_chunked_prefill: bool,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self._blocks = block_manager
-        self._prefixes = prefix_cache
-        self._max_tokens = max_tokens
-        self._chunked = enable_chunked_prefill
+        self._blocks, self._prefixes = block_manager, prefix_cache
         self._context = Context(block_manager, max_paused_blocks=max_paused_blocks)
+        self._max_tokens, self._chunked = max_tokens, enable_chunked_prefill
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[PlannedRows] = deque()
-        self._next_step_id = 0
-        self._num_arrivals = 0
+        self._next_step_id = self._num_arrivals = 0
 
     # ---- requests
 
@@ -172,6 +170,13 @@ class Scheduler:
             resumed=_ids(s for s in runnable if was[id(s)] is Phase.PAUSED),
             evicted=_ids(evicted),
         )
+
+    def schedule_alone(self, request_id: int, weights_version: int) -> Schedule:
+        """As `schedule`, but of this request and no other. With no plan in flight."""
+        sequence = self._sequences[request_id]
+        builder = PlanBuilder(self._next_step_id, weights_version)
+        admitted, evicted = plan_alone(self._context, sequence, builder, self._max_tokens)
+        return Schedule(plan=self._launch(builder), admitted=_ids(admitted), evicted=_ids(evicted))
 
     def commit(self, plan: StepPlan, output: StepOutput) -> Committed:
         """Take in the result of the oldest plan in flight. Finished requests leave."""

@@ -253,8 +253,7 @@ def test_a_failed_step_requeues_its_requests_with_their_tokens(
     finished = {}
     for _ in range(at_step):
         finished |= {record.request_id: record.merge() for record in engine.step()}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step()
+    finished |= {record.request_id: record.merge() for record in engine.step()}
     assert engine.stats().num_running == engine.stats().num_blocks_used == 0
     assert engine.stats().num_waiting == 3
     finished |= drain(engine)
@@ -275,9 +274,8 @@ def test_a_group_survives_a_failed_fork() -> None:
     for at_step in range(3):
         engine = failing_once(tiny_engine(model()), at_step)
         engine.add_group(prompt_of(9), sampling)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            drain(engine)
         finished = drain(engine)
+        assert engine.stats().num_failed_steps == 1
         for i, request in expected.items():
             assert finished[i].generated_tokens == request.generated_tokens
         assert engine.stats().num_blocks_used == 0
