@@ -166,13 +166,15 @@ class Engine:
         """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says,
         "weights" after a copy to the host, or without one if `discard_weights`.
 
-        Legal in PAUSED, answered as done in SUSPENDED. A failure leaves PAUSED and every request.
+        Legal in PAUSED, and in SUSPENDED, for what is not given back yet: the rest is answered as
+        done, with zero bytes. A failure leaves the state and every request.
         """
-        with self._machine.command("suspend") as must_run:
-            if not must_run:
-                return self._suspension.nothing_suspended()
-            report = self._suspension.suspend(mode, release, discard=discard_weights)
-        self._telemetry.note_suspend(report)
+        with self._machine.command("suspend") as is_first:
+            report = self._suspension.suspend(
+                mode, release, discard=discard_weights, is_first=is_first
+            )
+        if is_first or report.bytes_released:
+            self._telemetry.note_suspend(report)
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
