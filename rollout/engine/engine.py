@@ -83,8 +83,8 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` is for one
-        group.
+        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` are those of
+        all samples, group after group.
         """
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
             self._machine.require(EngineState.RUNNING, to="add a request")
