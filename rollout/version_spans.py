@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -16,29 +16,39 @@ class VersionSpans:
     have different versions, so two equal sequences compare equal however they were appended.
     """
 
-    __slots__ = ("_ends", "_versions")
+    # All runs but the last one are closed. Copies share their list: each knows how many of it are
+    # its own, and takes a list of its own before it would write over another's.
+    __slots__ = ("_closed", "_length", "_num_closed", "_version")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         """Start with `(count, version)` runs."""
-        self._ends: list[int] = []
-        self._versions: list[int] = []
+        self._closed: list[tuple[int, int]] = []  # (end, version)
+        self._num_closed = 0
+        self._length = 0
+        self._version: int | None = None  # of the last run; None without entries
         for count, version in runs:
             self.append(count, version)
 
     def __len__(self) -> int:
         """Number of entries, not of runs."""
-        return self._ends[-1] if self._ends else 0
+        return self._length
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         start = 0
-        for end, version in zip(self._ends, self._versions, strict=True):
+        for end, version in self._runs():
             yield start, end, version
             start = end
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Every run as `(end, version)`."""
+        if self._version is None:
+            return []
+        return [*self._closed[: self._num_closed], (self._length, self._version)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VersionSpans):
             return NotImplemented
-        return self._ends == other._ends and self._versions == other._versions
+        return self._runs() == other._runs()
 
     def __repr__(self) -> str:
         runs = ", ".join(f"[{start},{end}) v{version}" for start, end, version in self)
@@ -46,19 +56,20 @@ class VersionSpans:
 
     def append(self, count: int, version: int) -> None:
         """Add `count` entries made under `version`. O(1). Raises ValueError if `count` < 0."""
+        if version == self._version and count > 0:
+            self._length += count
+            return
         if count <= 0:
             if count < 0:
                 raise ValueError(f"count={count} must not be negative")
             return
-        ends = self._ends
-        if not ends:
-            ends.append(count)
-            self._versions.append(version)
-        elif self._versions[-1] == version:
-            ends[-1] += count
-        else:
-            ends.append(ends[-1] + count)
-            self._versions.append(version)
+        if self._version is not None:
+            if len(self._closed) != self._num_closed:
+                self._closed = self._closed[: self._num_closed]
+            self._closed.append((self._length, self._version))
+            self._num_closed += 1
+        self._length += count
+        self._version = version
 
     def extend(self, other: VersionSpans) -> None:
         """Add all entries of `other`. O(runs of `other`)."""
@@ -69,18 +80,18 @@ class VersionSpans:
         """Keep the first `length` entries. Raises ValueError unless 0 <= length <= len(self)."""
         if not 0 <= length <= len(self):
             raise ValueError(f"length={length} must be in [0, {len(self)}]")
-        num_runs = bisect_right(self._ends, length)
-        run_is_cut = length > (self._ends[num_runs - 1] if num_runs else 0)
-        del self._ends[num_runs + run_is_cut :]
-        del self._versions[num_runs + run_is_cut :]
-        if run_is_cut:
-            self._ends[-1] = length
+        runs = self._runs()
+        num_closed = bisect_left(runs, length, key=_end_of)
+        self._num_closed, self._length = num_closed, length
+        self._version = runs[num_closed][1] if length else None
 
     def version_at(self, index: int) -> int:
         """Return the version of entry `index`. O(log runs). Raises IndexError if there is none."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"entry {index} is outside [0, {len(self)})")
-        return self._versions[bisect_right(self._ends, index)]
+        if self._version is None or not 0 <= index < self._length:
+            raise IndexError(f"entry {index} is outside [0, {self._length})")
+        num_closed = self._num_closed
+        run = bisect_right(self._closed, index, hi=num_closed, key=_end_of)
+        return self._closed[run][1] if run < num_closed else self._version
 
     def slice(self, start: int, end: int) -> VersionSpans:
         """Return a copy of entries [start, end); bounds beyond the entries are cut to them."""
@@ -90,26 +101,51 @@ class VersionSpans:
         return part
 
     def copy(self) -> VersionSpans:
-        """Return an independent copy."""
+        """Return an independent copy. O(1), in time and memory."""
         other = VersionSpans()
-        other._ends = self._ends.copy()
-        other._versions = self._versions.copy()
+        other._closed, other._num_closed = self._closed, self._num_closed
+        other._length, other._version = self._length, self._version
         return other
 
     def min(self) -> int:
         """Return the oldest version. Raises ValueError if there is no entry."""
-        if not self._versions:
+        if self._version is None:
             raise ValueError("no entries, so no oldest version")
-        return min(self._versions)
+        if not self._num_closed:
+            return self._version
+        return min(version for _, version in self._runs())
 
     def sum(self) -> int:
         """Return the sum of the versions over all entries (mean = sum() / len())."""
         return sum((end - start) * version for start, end, version in self)
 
+    def of_prefixes(
+        self, first: int, count: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """Return the oldest and the mean version of the first n entries, for each n in
+        [first, first + count): int32 and float64 of shape [count]. O(runs + count).
+
+        Raises ValueError if `first` < 1 or there are too few entries.
+        """
+        if count and not 1 <= first <= first + count - 1 <= len(self):
+            raise ValueError(f"prefixes [{first}, {first + count}) of {len(self)} entries")
+        oldest_C, mean_C = np.empty(count, np.int32), np.empty(count, np.float64)
+        oldest, total = self._runs()[0][1] if self._length else 0, 0
+        for start, end, version in self:
+            oldest = min(oldest, version)
+            low, high = max(start + 1, first), min(end + 1, first + count)
+            if low < high:
+                lengths = np.arange(low, high)
+                oldest_C[low - first : high - first] = oldest
+                mean_C[low - first : high - first] = (total + (lengths - start) * version) / lengths
+            total += (end - start) * version
+        return oldest_C, mean_C
+
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return one version per entry: int32 of shape [len(self)]."""
-        counts = [end - start for start, end, _ in self]
-        return np.repeat(np.asarray(self._versions, dtype=np.int32), counts)
+        runs = self._runs()
+        ends = np.array([0, *(end for end, _ in runs)])
+        return np.repeat(np.array([version for _, version in runs], np.int32), np.diff(ends))
 
     def serialize(self) -> list[int]:
         """Return the runs as a flat list: count, version, count, version, ..."""
@@ -121,3 +157,7 @@ class VersionSpans:
         if len(runs) % 2:
             raise ValueError(f"{len(runs)} numbers are not (count, version) pairs")
         return cls(zip(runs[::2], runs[1::2], strict=True))
+
+
+def _end_of(run: tuple[int, int]) -> int:
+    return run[0]

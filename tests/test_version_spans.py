@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -70,6 +71,23 @@ def test_truncate_then_append_is_the_list_operation(runs, data):
     assert spans == spans_of([*versions[:length], 9, 9])
 
 
+@given(runs_lists, st.integers(1, 70), st.integers(0, 70))
+def test_prefixes_have_the_minimum_and_mean_of_the_list(runs, first, count):
+    versions = expanded(runs)
+    first = min(first, len(versions) + 1)
+    count = min(count, len(versions) + 1 - first)
+    oldest, mean = VersionSpans(runs).of_prefixes(first, count)
+    prefixes = [versions[:length] for length in range(first, first + count)]
+    assert oldest.tolist() == [min(prefix) for prefix in prefixes]
+    assert mean.tolist() == [sum(prefix) / len(prefix) for prefix in prefixes]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 3), (4, 1)])
+def test_prefixes_that_are_empty_or_too_long_raise(first, count):
+    with pytest.raises(ValueError, match="of 3 entries"):
+        VersionSpans([(3, 0)]).of_prefixes(first, count)
+
+
 @given(runs_lists, runs_lists)
 def test_extend_joins_the_entries(left, right):
     spans = VersionSpans(left)
@@ -84,6 +102,31 @@ def test_copy_is_independent():
     other.append(1, 2)
     assert spans == VersionSpans([(2, 1)])
     assert other == VersionSpans([(3, 1), (1, 2)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 2)), max_size=30))
+def test_copies_of_copies_are_independent(actions):
+    """What one appends or cuts off never shows in another, however they came to share runs."""
+    family = [(VersionSpans(), [])]
+    for choice, version, count in actions:
+        spans, versions = family[choice % len(family)]
+        if choice == 5:
+            spans.truncate(len(versions) // 2)
+            del versions[len(versions) // 2 :]
+        spans.append(count, version)
+        versions += [version] * count
+        family.append((spans.copy(), list(versions)))
+    for spans, versions in family:
+        assert spans == spans_of(versions)
+
+
+def test_a_copy_takes_no_memory_of_its_own_for_the_runs():
+    spans = VersionSpans((1, version) for version in range(1000))
+    tracemalloc.start()
+    copies = [spans.copy() for _ in range(10)]
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes / len(copies) < 500
 
 
 def test_array_is_int32_even_when_empty():

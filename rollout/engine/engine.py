@@ -16,6 +16,7 @@ from rollout.engine.served_weights import ServedWeights
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.kv.cache import KVCache
+from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -108,8 +109,19 @@ class Engine:
         return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """The record of a request not handed out yet. Raises EngineStateError for any other id."""
+        """A copy of the record of a request not handed out yet, as of now.
+
+        Raises EngineStateError for any other id.
+        """
         return self._desk.record(request_id, self.weights_version)
+
+    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
+        """The tokens that a running request has generated from `offset` on; costs as many.
+
+        None if there are none, and of a request that has ended: they come with its record. Raises
+        EngineStateError for an id that is not in the engine.
+        """
+        return self._book.new_tokens(request_id, offset)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further step could bring something."""

@@ -8,26 +8,31 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.errors import EngineStateError, NonFiniteLogitsError, RequestAbortedError
+from rollout.engine.running_request import RunningRequest
+from rollout.errors import EngineStateError, RequestAbortedError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.event import DynamicInferenceEventType
+from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
-from rollout.scheduling.commit import Committed, SampledToken, ScoredPrompt
+from rollout.scheduling.commit import Committed, FinishedRequest, ScoredPrompt
 from rollout.step.output import StepOutput
 from rollout.version_spans import VersionSpans
 
 
 class RequestBook:
-    """One record per request. An ended one is handed out once and then forgotten."""
+    """One record per request. An ended one is handed out once and then forgotten.
+
+    While a request is not ended its record is not complete: only copies of it leave this object.
+    """
 
     def __init__(self, *, track_paused: bool, track_generated_tokens: bool) -> None:
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._records: dict[int, DynamicInferenceRequestRecord] = {}
+        self._running: dict[int, RunningRequest] = {}  # those not ended, queued ones included
         self._ended: dict[int, None] = {}  # ids in the order of their ends
-        self._last_token_times: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -57,12 +62,26 @@ class RequestBook:
         del self._ended[request_id]
         return self._records.pop(request_id)
 
+    def copy_running(
+        self, request_id: int, kv_spans: VersionSpans, version: int
+    ) -> DynamicInferenceRequestRecord:
+        """A copy of the record of a request that has not ended, as of now."""
+        copied = self[request_id].copy()
+        copied.current.kv_spans = kv_spans
+        copied.observe_version(version)
+        return copied
+
+    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
+        """The tokens from `offset` on of a request that has not ended, None if there are none."""
+        record = self[request_id]
+        return None if request_id in self._ended else GeneratedTokens.of(record, offset)
+
     def open(self, request: DynamicInferenceRequest) -> None:
         """Enter a new request, queued."""
         request.status = Status.WAITING_IN_QUEUE
         _clear_prompt_scores(request, will_be_scored=True)
         request.arrival_time = request.add_event_add_engine().timestamp
-        self._records[request.request_id] = DynamicInferenceRequestRecord.from_request(request)
+        self._enter(DynamicInferenceRequestRecord.from_request(request))
 
     def reopen(self, record: DynamicInferenceRequestRecord) -> None:
         """Enter an unfinished record that came from another engine, queued.
@@ -78,7 +97,11 @@ class RequestBook:
         events = (event for part in record.requests for event in part.events)
         arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
+        self._enter(record)
+
+    def _enter(self, record: DynamicInferenceRequestRecord) -> None:
         self._records[record.request_id] = record
+        self._running[record.request_id] = RunningRequest(record)
 
     # ---- what the scheduler decided
 
@@ -104,9 +127,10 @@ class RequestBook:
         for request_id in request_ids:
             record = self._records[request_id]
             if evicted or record.current.generated_tokens:
-                record.checkpoint()
+                self._running[request_id].checkpoint()
             segment = record.current
             segment.status = Status.WAITING_IN_QUEUE
+            segment.kv_spans = VersionSpans()
             segment.finished_chunk_token_count = 0
             is_unchanged = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
             _clear_prompt_scores(segment, will_be_scored=is_unchanged)
@@ -125,46 +149,53 @@ class RequestBook:
         now = time.time()
         for scored in committed.scored:
             self._append_prompt_scores(scored, output)
-        for request_id, num_done in committed.prefilled:
-            segment = self._records[request_id].current
-            segment.finished_chunk_token_count = num_done
-            if num_done == len(segment.prompt_tokens):
+        for prefilled in committed.prefilled:
+            segment = self._records[prefilled.request_id].current
+            segment.finished_chunk_token_count = prefilled.num_tokens
+            segment.kv_spans = prefilled.kv_spans
+            if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()
-        for sampled in committed.sampled:
-            self._append_token(sampled, committed.weights_version, output, now)
-            if sampled.finish_reason is not None:
-                self._close(sampled, committed.weights_version, now)
-
-    def _append_token(
-        self, sampled: SampledToken, version: int, output: StepOutput, now: float
-    ) -> None:
-        if sampled.finish_reason == "error":
-            return
-        segment = self._records[sampled.request_id].current
-        segment.generated_tokens.append(sampled.token_id)
-        segment.policy_spans.append(1, version)
-        segment.context_kv_version_min.append(sampled.context_kv_version_min)
-        segment.context_kv_version_mean.append(sampled.context_kv_version_mean)
-        if isinstance(segment.generated_log_probs, list):
-            assert output.logprobs is not None
-            segment.generated_log_probs.append(float(output.logprobs[sampled.index]))
-        if segment.generated_top_n_logprobs is not None:
-            assert output.top_ids is not None
-            assert output.top_logprobs is not None
-            top_ids, top_logprobs = output.top_ids, output.top_logprobs
-            top_n = _params(segment).top_n_logprobs
-            segment.generated_top_n_logprobs.append(
-                _top_n(top_ids[sampled.index], top_logprobs[sampled.index], top_n)
-            )
-        before = self._last_token_times.get(sampled.request_id)
-        if before is None:
-            before = _entry_time(segment)
-            segment.ttft = now - before
-        if segment.tpot is not None:
-            segment.tpot.append(now - before)
-        self._last_token_times[sampled.request_id] = now
+        self._append_tokens(committed, now)
+        if output.logprobs is not None:
+            self._append_log_probs(committed, output)
         if self._track_generated_tokens:
-            segment.add_event_generated_token(sampled.token_id)
+            for request_id, token_id in zip(
+                committed.request_ids, committed.token_ids, strict=True
+            ):
+                self._records[request_id].current.add_event_generated_token(token_id)
+        for finished in committed.finished:
+            self._close(finished, committed.weights_version, now)
+
+    def _append_tokens(self, committed: Committed, now: float) -> None:
+        """A step of 1,000 rows passes here 1,000 times: nothing is looked up or called twice."""
+        running, version = self._running, committed.weights_version
+        for request_id, token_id in zip(committed.request_ids, committed.token_ids, strict=True):
+            request = running[request_id]
+            request.token_ids.append(token_id)
+            request.policy_spans.append(1, version)
+            before = request.last_token_time
+            if before is None:
+                segment = request.record.current
+                before = _entry_time(segment)
+                segment.ttft = now - before
+            request.last_token_time = now
+            if request.tpot is not None:
+                request.tpot.append(now - before)
+
+    def _append_log_probs(self, committed: Committed, output: StepOutput) -> None:
+        assert output.logprobs is not None
+        log_probs, running = output.logprobs.tolist(), self._running
+        for request_id, index in zip(committed.request_ids, committed.sample_indices, strict=True):
+            request = running[request_id]
+            if request.log_probs is not None:
+                request.log_probs.append(log_probs[index])
+            if request.top_n is not None:
+                assert output.top_ids is not None
+                assert output.top_logprobs is not None
+                top_n = _params(request.record.current).top_n_logprobs
+                request.top_n.append(
+                    _top_n(output.top_ids[index], output.top_logprobs[index], top_n)
+                )
 
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
         segment = self._records[scored.request_id].current
@@ -182,26 +213,23 @@ class RequestBook:
 
     # ---- endings
 
-    def _close(self, sampled: SampledToken, version: int, now: float) -> None:
-        if sampled.finish_reason == "error":
-            error = NonFiniteLogitsError(
-                f"request {sampled.request_id}: the logits for its next token are not finite under "
-                f"weights version {version}; check the weights for NaN, infinity or overflow"
-            )
-            self.fail(sampled.request_id, error, "error", sampled.kv_spans, version)
+    def _close(self, finished: FinishedRequest, version: int, now: float) -> None:
+        request_id, reason = finished.request_id, finished.finish_reason
+        if finished.error is not None:
+            self.fail(request_id, finished.error, reason, finished.kv_spans, version)
             return
-        record = self._records[sampled.request_id]
+        record = self._records[request_id]
         segment = record.current
-        segment.status, segment.finish_reason = Status.COMPLETED, sampled.finish_reason
+        segment.status, segment.finish_reason = Status.COMPLETED, reason
         segment.add_event_finish()
-        self._end(record, sampled.kv_spans, version, now)
+        self._end(record, finished.kv_spans, version, now)
 
     def fail(
         self,
         request_id: int,
         error: Exception,
         finish_reason: str,
-        kv_spans: VersionSpans | None,
+        kv_spans: VersionSpans,
         version: int,
     ) -> None:
         """End a request by an error; what it generated so far is kept."""
@@ -220,19 +248,21 @@ class RequestBook:
     def _end(
         self,
         record: DynamicInferenceRequestRecord,
-        kv_spans: VersionSpans | None,
+        kv_spans: VersionSpans,
         version: int,
         now: float,
     ) -> None:
         segment = record.current
-        segment.kv_spans = VersionSpans() if kv_spans is None else kv_spans.copy()
+        segment.kv_spans = kv_spans.copy()
+        for part in record.requests:
+            part.complete()
         segment.generated_length = len(segment.generated_tokens)
         record.observe_version(version)
         num_before = len(segment.prompt_tokens) - len(record[0].prompt_tokens)
         segment.freeze_versions(version, num_sampled_before=num_before)
         record.latency = now - _entry_time(segment)
         self._ended[record.request_id] = None
-        self._last_token_times.pop(record.request_id, None)
+        del self._running[record.request_id]
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:

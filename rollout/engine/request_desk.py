@@ -103,9 +103,7 @@ class RequestDesk:
         self._book.abort(request_id, kv_spans, version)
 
     def record(self, request_id: int, version: int) -> DynamicInferenceRequestRecord:
-        """The record as of now, under weights `version`."""
-        record = self._book[request_id]
-        if not self._book.has_ended(request_id):
-            record.current.kv_spans = self._scheduler.kv_spans(request_id)
-            record.observe_version(version)
-        return record
+        """A copy of the record as of now, under weights `version`."""
+        if self._book.has_ended(request_id):
+            return self._book[request_id].copy()
+        return self._book.copy_running(request_id, self._scheduler.kv_spans(request_id), version)

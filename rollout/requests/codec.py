@@ -106,8 +106,9 @@ def encode_fields(instance: Any, codecs: Mapping[str, FieldCodec]) -> dict[str, 
     """Return every field of a dataclass instance, encoded by its codec, or VALUE if it has none."""
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
+    stored = vars(instance)  # a value that is only made when it is read stays unmade
     for name in _field_names(key):
-        value = getattr(instance, name)
+        value = stored[name]
         encoded[name] = None if value is None else codecs.get(name, VALUE).encode(value)
     return encoded
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from typing_extensions import Self
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
@@ -29,11 +33,38 @@ _METADATA_TYPES: tuple[tuple[str, torch.dtype, bool], ...] = (
 )
 
 
+class _BlockHashes:
+    """Reads as the hashes that were set, or as those of the prompt's complete blocks: computed
+    when they are first read, if prefix caching is on and the block size is known.
+    """
+
+    @overload
+    def __get__(self, request: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, request: DynamicInferenceRequest, owner: type) -> list[int]: ...
+    def __get__(self, request: DynamicInferenceRequest | None, owner: type) -> list[int] | None:
+        if request is None:
+            return None  # the field's default, for dataclasses
+        hashes: list[int] | None = vars(request)["precomputed_block_hashes"]
+        if hashes is None:
+            hashes = []
+            if request.enable_prefix_caching and request.block_size_tokens is not None:
+                hashes = compute_block_hashes_batched(
+                    request.prompt_tokens, request.block_size_tokens
+                )
+            self.__set__(request, hashes)
+        return hashes
+
+    def __set__(self, request: DynamicInferenceRequest, hashes: list[int] | None) -> None:
+        vars(request)["precomputed_block_hashes"] = hashes or None
+
+
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest):
     """One segment: a prompt and what was generated on it until it finished or was checkpointed.
 
-    Positions count over prompt + generated tokens. While it runs, its engine appends to the lists.
+    Positions count over prompt + generated tokens. While an engine runs the request it appends to
+    arrays instead of lists; what it hands out is `complete`.
 
     prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
         unless it has one dimension.
@@ -60,7 +91,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     routing_indices: torch.Tensor | None = None
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
-    precomputed_block_hashes: list[int] = field(default_factory=list)
+    precomputed_block_hashes: _BlockHashes = _BlockHashes()
     weights_version: int = 0
     completed_at_version: int | None = None
     policy_clock: int | None = None
@@ -85,8 +116,6 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             raise InvalidRequestError(f"prompt_tokens of shape {shape} must have one dimension")
         if not len(self.policy_spans):
             self.policy_spans.append(len(self.prompt_tokens), self.weights_version)
-        if self.enable_prefix_caching and not self.precomputed_block_hashes:
-            self._compute_block_hashes()
 
     def __str__(self) -> str:
         status = None if self.status is None else self.status.name
@@ -94,13 +123,6 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             f"{type(self).__name__}(request_id={self.request_id}, status={status}, "
             f"prompt of {len(self.prompt_tokens)}, generated {len(self.generated_tokens)} tokens)"
         )
-
-    def _compute_block_hashes(self) -> None:
-        """Hash the prompt's complete blocks, if the block size is known."""
-        if self.block_size_tokens is not None:
-            self.precomputed_block_hashes = compute_block_hashes_batched(
-                self.prompt_tokens, self.block_size_tokens
-            )
 
     # ---- lengths and parameters
 
@@ -190,11 +212,58 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         else:
             self.kv_spans.append(num_unwritten, version)
 
+    def context_kv_versions(
+        self, start: int = 0
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """Return the oldest and the mean KV version of the contexts of generated tokens [start, n).
+
+        Those that are noted here; an engine notes them when it hands the request out. Until then
+        they follow from `kv_spans`, since a token attends to all positions before it.
+        """
+        count = len(self.generated_tokens) - start
+        if len(self.context_kv_version_min) == len(self.generated_tokens):
+            return (
+                np.array(self.context_kv_version_min[start:], dtype=np.int32),
+                np.array(self.context_kv_version_mean[start:], dtype=np.float64),
+            )
+        return self.kv_spans.of_prefixes(len(self.prompt_tokens) + start, count)
+
     def _padded(self, spans: VersionSpans, version: int) -> VersionSpans:
         """Return a copy of `spans` over all positions, missing ones made under `version`."""
         padded = spans.copy()
         padded.append(self.num_tokens - len(spans), version)
         return padded
+
+    # ---- copies
+
+    def copy(self) -> Self:
+        """Return a request of the same values, with lists and spans of its own and complete.
+
+        Tensors are shared.
+        """
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (list, VersionSpans)):
+                vars(copied)[name] = value.copy()
+        copied.complete()
+        return copied
+
+    def complete(self) -> None:
+        """Write out what an engine keeps in fewer bytes while it runs the request: lists as typed
+        arrays, and the versions of the tokens' contexts not at all, since `kv_spans` has them.
+        """
+        num_missing = len(self.generated_tokens) - len(self.context_kv_version_min)
+        if num_missing and len(self.kv_spans) >= self.num_tokens - 1:
+            oldest, mean = self.context_kv_versions()
+            self.context_kv_version_min = oldest.tolist()
+            self.context_kv_version_mean = mean.tolist()
+        for name, value in vars(self).items():
+            if isinstance(value, array):
+                vars(self)[name] = value.tolist()
+
+    def known_block_hashes(self) -> list[int]:
+        """A copy of the block hashes, empty if nobody has read them yet."""
+        return list(vars(self)["precomputed_block_hashes"] or ())
 
     # ---- wire
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout.errors import EngineStateError, ProtocolError
+from rollout.requests.codec import decode_value
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
 from rollout.requests.merging import (
     concatenated_fields,
@@ -108,20 +111,23 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: object = None) -> None:
         """Append a segment whose prompt is everything so far, to be prefilled again.
 
-        Policy spans are carried, KV spans start anew, block hashes are recomputed, and
-        num_tokens_to_generate shrinks by what was generated. `tokenizer` is accepted for callers
-        of the former interface and not used. Raises EngineStateError if no token is left to
-        generate.
+        Policy spans are carried, KV spans start anew, block hashes are recomputed when they are
+        read, and num_tokens_to_generate shrinks by what was generated. The prompts of all segments
+        are views of one tensor: a segment costs little, however long they are.
+        `tokenizer` is accepted for callers of the former interface and not used. Raises
+        EngineStateError if no token is left to generate.
         """
         old = self.current
-        generated = old.prompt_tokens.new_tensor(old.generated_tokens)
+        params = _remaining_params(old)
+        known_tokens = _followed_by(old.prompt_tokens, [old.generated_tokens])
+        self._share_prompts(known_tokens)
         cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
         self.requests.append(
             dataclasses.replace(
                 old,
                 **cleared,
-                prompt_tokens=torch.cat([old.prompt_tokens, generated]),
-                sampling_params=_remaining_params(old),
+                prompt_tokens=known_tokens,
+                sampling_params=params,
                 status=Status.WAITING_IN_QUEUE,
                 finished_chunk_token_count=0,
                 precomputed_block_hashes=[],
@@ -136,6 +142,22 @@ class DynamicInferenceRequestRecord:
                 context_kv_version_mean=[],
             )
         )
+
+    def _share_prompts(self, known_tokens: torch.Tensor) -> None:
+        """Make the segments' prompts views of `known_tokens`, so that it is the only copy."""
+        address = self.current.prompt_tokens.data_ptr()
+        for segment in self.requests:
+            # Views of one tensor from its start: each is the beginning of the longer ones.
+            if segment.prompt_tokens.data_ptr() == address:
+                segment.prompt_tokens = known_tokens[: len(segment.prompt_tokens)]
+
+    def copy(self) -> DynamicInferenceRequestRecord:
+        """Return a record as of now: complete, and with segments and prompts of its own."""
+        copied = DynamicInferenceRequestRecord(
+            [segment.copy() for segment in self.requests], self.latency
+        )
+        copied._share_prompts(self.current.prompt_tokens.clone())
+        return copied
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Return the whole history as one request, as if it had never been checkpointed.
@@ -153,7 +175,7 @@ class DynamicInferenceRequestRecord:
             status=last.status,
             finish_reason=last.finish_reason,
             finished_chunk_token_count=num_chunk_tokens,
-            precomputed_block_hashes=list(first.precomputed_block_hashes),
+            precomputed_block_hashes=first.known_block_hashes(),
             prompt_log_probs=log_probs_tensor(prefilled.prompt_log_probs),
             prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
@@ -166,19 +188,26 @@ class DynamicInferenceRequestRecord:
         )
 
     def serialize(self) -> dict[str, Any]:
-        """Return the record as a dictionary that msgpack can carry."""
-        return {
-            "requests": [request.serialize() for request in self.requests],
-            "latency": self.latency,
-        }
+        """Return the record as a dictionary that msgpack can carry.
+
+        Segments that go on from one another have only the first one's prompt in it.
+        """
+        encoded = [request.serialize() for request in self.requests]
+        if all(_goes_on(old, new) for old, new in pairwise(self.requests)):
+            for segment in encoded[1:]:
+                segment["prompt_tokens"] = None
+        return {"requests": encoded, "latency": self.latency}
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
         """Return the record that `serialize` wrote. Raises ProtocolError if it is not one."""
         if obj.keys() != {"requests", "latency"}:
             raise ProtocolError(f"not an encoded record: it has the keys {sorted(obj)}")
+        encoded = [*obj["requests"]]
+        if any(segment.get("prompt_tokens", ()) is None for segment in encoded[1:]):
+            encoded = _with_prompts(encoded)
         return cls(
-            requests=[_deserialize_segment(request) for request in obj["requests"]],
+            requests=[_deserialize_segment(request) for request in encoded],
             latency=obj["latency"],
         )
 
@@ -200,6 +229,43 @@ def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None
 def _empty_like(values: object) -> list[Any] | None:
     """Return a list to append to if `values` were kept, None if they were not asked for."""
     return None if values is None else []
+
+
+def _followed_by(prompt_tokens: torch.Tensor, generated: Iterable[Sequence[int]]) -> torch.Tensor:
+    """Return a new tensor of the prompt and the generated tokens after it."""
+    parts = [torch.from_numpy(np.array(tokens, dtype=np.int64)) for tokens in generated]
+    return torch.cat([prompt_tokens, *parts])
+
+
+def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
+    """Whether the new segment's prompt is all that the old one knew."""
+    num_prompt, num_known = len(old.prompt_tokens), old.num_tokens
+    return (
+        len(new.prompt_tokens) == num_known
+        and new.prompt_tokens[num_prompt:].tolist() == [*old.generated_tokens]
+        and (
+            new.prompt_tokens.data_ptr() == old.prompt_tokens.data_ptr()
+            or torch.equal(new.prompt_tokens[:num_prompt], old.prompt_tokens)
+        )
+    )
+
+
+def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return encoded segments that go on from one another, each with its prompt.
+
+    Raises ProtocolError if they have no tokens.
+    """
+    try:
+        generated = [segment["generated_tokens"] for segment in encoded]
+        prompt_tokens = torch.as_tensor(decode_value(encoded[0]["prompt_tokens"]))
+        known_tokens = _followed_by(prompt_tokens, generated)
+        ends = accumulate((len(tokens) for tokens in generated), initial=len(prompt_tokens))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as fault:
+        raise ProtocolError(f"segments without tokens: {fault!r:.200}") from fault
+    return [
+        {**segment, "prompt_tokens": known_tokens[:end]}
+        for segment, end in zip(encoded, ends, strict=False)
+    ]
 
 
 def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:

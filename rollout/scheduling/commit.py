@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Indices
 from dataclasses import dataclass
 
-import numpy as np
-
+from rollout.errors import NonFiniteLogitsError
 from rollout.scheduling.plan_builder import PlannedRows
-from rollout.scheduling.sequence import Phase
+from rollout.scheduling.sequence import Phase, Sequence
 from rollout.scheduling.stopping import finish_reason
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
@@ -15,21 +15,29 @@ from rollout.version_spans import VersionSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
-    """One token of one request. `index` is its sample row in StepOutput.
+class FinishedRequest:
+    """A request that ends with this step: by "stop" or "length", or by `error` with "error".
 
-    `finish_reason` is None, "stop", "length", or "error" when its logits were not finite (there is
-    no token then). `context_kv_version_min` and `_mean` are over the context it attended to, its
-    own source position included.
+    kv_spans: the version that wrote each written position's KV.
     """
 
     request_id: int
-    index: int
-    token_id: int
-    context_kv_version_min: int
-    context_kv_version_mean: float
-    finish_reason: str | None
-    kv_spans: VersionSpans | None  # of all written positions; only with a finish_reason
+    finish_reason: str
+    kv_spans: VersionSpans
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefilledPrompt:
+    """The first `num_tokens` tokens of this request's prompt are done.
+
+    kv_spans: the version that wrote each position's KV. The scheduler goes on appending to it until
+    the request is queued again, and then leaves it as it is.
+    """
+
+    request_id: int
+    num_tokens: int
+    kv_spans: VersionSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,57 +51,97 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """All that a step changed, for the request documents. `prefilled`: (request id, tokens of its
-    prompt that are done now) of those with a chunk in the step.
+    """All that a step changed, for the request documents.
+
+    request_ids, token_ids, sample_indices: the requests that have a new token, that token, and its
+    sample row in StepOutput; equally long. A request whose logits were not finite has none.
+    finished: those that end, after that token. prefilled: those with a chunk in the step.
     """
 
     weights_version: int
-    sampled: list[SampledToken]
-    prefilled: list[tuple[int, int]]
+    request_ids: list[int]
+    token_ids: list[int]
+    sample_indices: Indices[int]
+    finished: list[FinishedRequest]
+    prefilled: list[PrefilledPrompt]
     scored: list[ScoredPrompt]
 
 
 def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Committed:
     """Stamp the written KV and append the sampled tokens, save those of requests that are gone."""
+    version = plan.weights_version
     for sequence, count in behind.computed:
         # Also if it is gone: the children of its fork live on in the same blocks.
-        sequence.note_written(count, plan.weights_version)
+        sequence.kv_spans.append(count, version)
     for parent, child in behind.forks:
         if child.phase is not Phase.DONE:
             child.adopt_context(parent)
+    token_ids: list[int] = output.token_ids.tolist()
+    sample_indices: Indices[int] = range(len(token_ids))
+    sampled: list[Sequence] = behind.sampled
+    failed: list[Sequence] = []
+    if not all(output.is_finite.tolist()) or any(s.phase is Phase.DONE for s in sampled):
+        sample_indices, failed = _split(sampled, output)
+        sampled = [sampled[index] for index in sample_indices]
+        token_ids = [token_ids[index] for index in sample_indices]
     return Committed(
-        weights_version=plan.weights_version,
-        sampled=_sampled(behind, output),
-        prefilled=[(s.request_id, n) for s, n in behind.prefilled if s.phase is not Phase.DONE],
+        weights_version=version,
+        request_ids=[sequence.request_id for sequence in sampled],
+        token_ids=token_ids,
+        sample_indices=sample_indices,
+        finished=[*_append(sampled, token_ids), *(_non_finite(s, version) for s in failed)],
+        prefilled=[
+            PrefilledPrompt(request_id=s.request_id, num_tokens=num_tokens, kv_spans=s.kv_spans)
+            for s, num_tokens in behind.prefilled
+            if s.phase is not Phase.DONE
+        ],
         scored=_scored(behind),
     )
 
 
-def _sampled(behind: PlannedRows, output: StepOutput) -> list[SampledToken]:
-    token_ids, is_finite = output.token_ids.tolist(), output.is_finite
-    all_finite = bool(np.all(is_finite))
-    sampled = []
-    for index, sequence in enumerate(behind.sampled):
-        if sequence.phase is Phase.DONE:
-            continue
-        token_id = token_ids[index]
-        sequence.tokens.append(token_id)
-        if all_finite or is_finite[index]:
-            reason = finish_reason(sequence.tokens, sequence.num_prompt, sequence.stop_rule)
-        else:
-            reason = "error"
-        sampled.append(
-            SampledToken(
-                request_id=sequence.request_id,
-                index=index,
-                token_id=token_id,
-                context_kv_version_min=sequence.kv_min,
-                context_kv_version_mean=sequence.kv_sum / len(sequence.kv_spans),
-                finish_reason=reason,
-                kv_spans=sequence.kv_spans.copy() if reason else None,
-            )
-        )
-    return sampled
+def _split(sampled: list[Sequence], output: StepOutput) -> tuple[list[int], list[Sequence]]:
+    """Return the sample rows with a token, and the sequences whose logits were not finite."""
+    is_finite = output.is_finite.tolist()
+    live = [index for index, sequence in enumerate(sampled) if sequence.phase is not Phase.DONE]
+    return (
+        [index for index in live if is_finite[index]],
+        [sampled[index] for index in live if not is_finite[index]],
+    )
+
+
+def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedRequest]:
+    """Append to each sequence its token; return those that end by it.
+
+    Tokens that cannot end a request, which are nearly all, are found out without a call.
+    """
+    finished = []
+    for sequence, token_id in zip(sampled, token_ids, strict=True):
+        tokens, rule = sequence.tokens, sequence.stop_rule
+        tokens.append(token_id)
+        if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
+            reason = finish_reason(tokens, sequence.num_prompt, rule)
+            if reason is not None:
+                finished.append(
+                    FinishedRequest(
+                        request_id=sequence.request_id,
+                        finish_reason=reason,
+                        kv_spans=sequence.kv_spans.copy(),
+                    )
+                )
+    return finished
+
+
+def _non_finite(sequence: Sequence, version: int) -> FinishedRequest:
+    error = NonFiniteLogitsError(
+        f"request {sequence.request_id}: the logits for its next token are not finite under "
+        f"weights version {version}; check the weights for NaN, infinity or overflow"
+    )
+    return FinishedRequest(
+        request_id=sequence.request_id,
+        finish_reason="error",
+        kv_spans=sequence.kv_spans.copy(),
+        error=error,
+    )
 
 
 def _scored(behind: PlannedRows) -> list[ScoredPrompt]:

@@ -187,9 +187,8 @@ class Scheduler:
             for sequence, _ in behind.computed:
                 if sequence.phase is not Phase.DONE:
                     self._prefixes.note_written(sequence)
-        for sampled in committed.sampled:
-            if sampled.finish_reason is not None:
-                self._context.finish(self._sequences.pop(sampled.request_id))
+        for finished in committed.finished:
+            self._context.finish(self._sequences.pop(finished.request_id))
         self._context.settle(behind)
         return committed
 
@@ -214,7 +213,9 @@ class Scheduler:
 
         Nobody may share such KV any more: indexed blocks of it are freed.
         """
-        too_old = [s for s in self._context.active if len(s.kv_spans) and s.kv_min < version]
+        too_old = [
+            s for s in self._context.active if len(s.kv_spans) and s.kv_spans.min() < version
+        ]
         requeued = _ids(self._context.requeue(too_old))
         self._blocks.drop_unused(older_than=version)
         return requeued

@@ -30,7 +30,8 @@ class Sequence:
     num_computed    positions whose KV is written
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_prompt      length of the original prompt, before any checkpoint
-    kv_spans        committed: the version that wrote each position's KV; kv_sum, kv_min over them
+    kv_spans        committed: the version that wrote each position's KV. The request's document
+                    reads the same object while it grows; `restart` leaves that one as it is.
     """
 
     request_id: int
@@ -52,8 +53,6 @@ class Sequence:
     is_on_device: bool = False  # the last token was sampled in this row
     is_new_row: bool = False  # the row's sampling parameters are not sent yet
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
-    kv_sum: int = 0
-    kv_min: int = 0
     indexed_keys: list[bytes] = field(default_factory=list)  # of the first blocks, in the index
     is_indexable: bool = True  # False once a block could not be indexed
 
@@ -90,23 +89,15 @@ class Sequence:
         self.row, self.num_blocks_sent, self.num_computed = 0, 0, 0
         self.num_tokens = len(self.tokens)
         self.is_on_device = False
-        self.kv_spans, self.kv_sum, self.kv_min = VersionSpans(), 0, 0
+        self.kv_spans = VersionSpans()
         self.indexed_keys, self.is_indexable = [], True
-
-    def note_written(self, count: int, version: int) -> None:
-        """The next `count` positions' KV was written by `version`."""
-        self.kv_min = min(self.kv_min, version) if len(self.kv_spans) else version
-        self.kv_sum += count * version
-        self.kv_spans.append(count, version)
 
     def note_shared(self, spans: VersionSpans) -> None:
         """The next positions' KV is there already, in a shared block."""
-        for start, end, version in spans:
-            self.note_written(end - start, version)
+        self.kv_spans.extend(spans)
         self.num_computed += len(spans)
 
     def adopt_context(self, parent: Sequence) -> None:
         """A fork's KV is its parent's."""
         self.kv_spans = parent.kv_spans.copy()
-        self.kv_sum, self.kv_min = parent.kv_sum, parent.kv_min
         self.indexed_keys, self.is_indexable = list(parent.indexed_keys), parent.is_indexable

@@ -16,13 +16,13 @@ def test_a_row_that_the_step_before_finished_is_discarded_and_its_blocks_freed_a
     rig.schedule()
     rig.schedule()
     rig.run()
-    (sampled,) = rig.commit().sampled
-    assert sampled.finish_reason == "stop"
-    assert sampled.kv_spans == VersionSpans([(4, 0)])
+    (finished,) = rig.commit().finished
+    assert finished.finish_reason == "stop"
+    assert finished.kv_spans == VersionSpans([(4, 0)])
     assert rig.scheduler.used_blocks() == [1, 2]
     rig.run()
-    assert rig.commit().sampled == []
-    assert sampled.kv_spans == VersionSpans([(4, 0)])
+    assert rig.commit().request_ids == []
+    assert finished.kv_spans == VersionSpans([(4, 0)])
     assert rig.scheduler.used_blocks() == []
 
 

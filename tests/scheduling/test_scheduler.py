@@ -14,9 +14,9 @@ def final_spans(rig: Rig, request_id: int) -> VersionSpans:
     while True:
         committed = rig.step()
         assert committed is not None
-        for sampled in committed.sampled:
-            if sampled.request_id == request_id and sampled.kv_spans is not None:
-                return sampled.kv_spans
+        for finished in committed.finished:
+            if finished.request_id == request_id:
+                return finished.kv_spans
 
 
 # ---- order and limits

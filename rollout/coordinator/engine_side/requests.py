@@ -175,11 +175,10 @@ class EngineRequests:
         partials: list[EngineReplyPartial] = []
         for request_id, attempt in running:
             attempt.num_steps_unreported = 0
-            record = self._engine.get_record(request_id)
-            if record.current.completed_at_version is not None:
-                continue  # its tokens come with its end: without that nobody could go on from them
-            run = token_run(record, attempt.num_reported)
-            if run is not None:
+            # Those of one that has ended come with its end: nobody could go on from them.
+            tokens = self._engine.new_tokens(request_id, attempt.num_reported)
+            if tokens is not None:
+                run = token_run(tokens)
                 attempt.num_reported += len(run)
                 partials.append(
                     EngineReplyPartial(request_id=request_id, attempt=attempt.attempt, tokens=run)

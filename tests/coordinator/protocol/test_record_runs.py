@@ -1,4 +1,4 @@
-"""token_run: the tokens of a record from any offset on are those of the merged record."""
+"""The tokens of a record from any offset on are those of the merged record."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from rollout.coordinator.protocol.messages import TokenRun, TopNRun
 from rollout.coordinator.protocol.record_runs import token_run
+from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.version_spans import VersionSpans
 
 NUM_TOKENS = 6
@@ -66,10 +67,11 @@ def run_of_merged(history: DynamicInferenceRequestRecord, offset: int) -> TokenR
 @pytest.mark.parametrize("offset", range(NUM_TOKENS))
 def test_a_run_is_the_tail_of_the_merged_record(offset: int, values_in: tuple[int, ...]) -> None:
     history = record(values_in=values_in)
-    assert token_run(history, offset) == run_of_merged(history, offset)
-    assert token_run(Unmerged(history.requests), offset) is not None
+    tokens = GeneratedTokens.of(Unmerged(history.requests), offset)
+    assert tokens is not None
+    assert token_run(tokens) == run_of_merged(history, offset)
 
 
 @pytest.mark.parametrize("offset", [NUM_TOKENS, NUM_TOKENS + 1])
 def test_a_record_without_news_costs_no_copy(offset: int) -> None:
-    assert token_run(Unmerged(record(values_in=(0,)).requests), offset) is None
+    assert GeneratedTokens.of(Unmerged(record(values_in=(0,)).requests), offset) is None

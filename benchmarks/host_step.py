@@ -1,0 +1,201 @@
+"""What the host adds to a step, row by row: scheduling and documents, without a model. One thread.
+
+    python benchmarks/host_step.py                      # half a minute
+    python benchmarks/host_step.py --rows 256 --rounds 3
+    python benchmarks/host_step.py --small              # seconds: shows that it runs, not how fast
+
+A real engine steps over a runner that computes nothing and returns made-up tokens. Every row
+decodes; none ends. Times are CPU time, in microseconds a row: the median of the rounds, which take
+turns between the sizes, so that other work on the machine disturbs all of them. They include what
+the garbage collector costs, and about 0.3 us a step and part for reading the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_shapes import NEAR_NOTHING
+from benchmarks.machine import describe
+from benchmarks.one_thread import restart_with_one_thread
+from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.models import CausalLM
+from rollout.scheduling.plan_builder import PlanBuilder
+from rollout.step.output import StepOutput
+from rollout.step.plan import StepPlan
+
+SPEC = replace(NEAR_NOTHING, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+PROMPT_LEN = 32
+SLACK = 8  # tokens more than are measured, so that nothing ends
+MAX_STEPS = 500  # a round
+# schedule: without building the plan's arrays, which is `plan`. rest: the pipeline's own, counters.
+PARTS = ("schedule", "plan", "commit", "documents", "rest")
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """CPU nanoseconds by part since the last `take`. Inner parts are not counted in outer ones."""
+
+    nanoseconds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    _inner: list[int] = field(default_factory=lambda: [0])
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0)
+            start = time.thread_time_ns()
+            result = function(*args, **kwargs)
+            total = time.thread_time_ns() - start
+            self.nanoseconds[part] += total - self._inner.pop()
+            self._inner[-1] += total
+            return result
+
+        return timed
+
+    def take(self) -> dict[str, int]:
+        """What was measured, and start anew."""
+        taken, self.nanoseconds = self.nanoseconds, dict.fromkeys(PARTS, 0)
+        return taken
+
+
+class NoModel:
+    """A runner whose results are there at once: random tokens of a large vocabulary."""
+
+    overlaps = False
+    num_graph_captures = 0
+
+    def __init__(self) -> None:
+        self._draw = np.random.default_rng(0)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        num_samples = len(plan.sample_rows)
+        output = StepOutput(
+            token_ids=self._draw.integers(1_000, 50_000, size=num_samples),
+            is_finite=np.ones(num_samples, dtype=np.bool_),
+            logprobs=-self._draw.random(num_samples, dtype=np.float32),
+        )
+        return lambda: output
+
+
+class DecodingEngine:
+    """An engine with `num_rows` decoding rows and enough room for `num_steps` steps."""
+
+    def __init__(self, num_rows: int, num_steps: int, *, has_log_probs: bool) -> None:
+        length = -(-(PROMPT_LEN + num_steps + SLACK) // 256) * 256
+        config = InferenceConfig(
+            device="cpu", num_threads=1, max_requests=num_rows, max_sequence_length=length
+        )
+        self.num_rows, self.stopwatch = num_rows, Stopwatch()
+        self._engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
+        self._put_watch_in()
+        params = SamplingParams(
+            num_tokens_to_generate=num_steps + SLACK,
+            ignore_eos=True,
+            return_log_probs=has_log_probs,
+        )
+        for row in range(num_rows):
+            self._engine.add_request([row % SPEC.vocab_size] * PROMPT_LEN, params)
+        while self._engine.stats().num_running < num_rows:
+            self._engine.step()
+        self._engine.step()
+
+    def _put_watch_in(self) -> None:
+        watch, engine = self.stopwatch, self._engine
+        scheduler, book, pipeline = engine._scheduler, engine._book, engine._pipeline
+        pipeline._runner = NoModel()
+        scheduler.schedule = watch.wrap("schedule", scheduler.schedule)
+        scheduler.commit = watch.wrap("commit", scheduler.commit)
+        book.apply = watch.wrap("documents", book.apply)
+        engine.step = watch.wrap("rest", engine.step)
+
+    def step(self) -> None:
+        """One more token for every row."""
+        assert not self._engine.step(), "a request ended"
+
+    def run(self, num_steps: int) -> dict[str, float]:
+        """Microseconds a row by part, over `num_steps` steps."""
+        build, PlanBuilder.build = PlanBuilder.build, self.stopwatch.wrap("plan", PlanBuilder.build)
+        try:
+            self.stopwatch.take()
+            for _ in range(num_steps):
+                self.step()
+        finally:
+            PlanBuilder.build = build
+        num_row_steps = num_steps * self.num_rows
+        return {part: ns / num_row_steps / 1e3 for part, ns in self.stopwatch.take().items()}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds a row by number of rows and part, with and without log-probs."""
+    num_steps = {
+        rows: min(MAX_STEPS, max(4, arguments.row_steps // rows)) for rows in arguments.rows
+    }
+    cases = []
+    for has_log_probs in (False, True):
+        engines = [
+            DecodingEngine(
+                rows, num_steps[rows] * (arguments.rounds + 1), has_log_probs=has_log_probs
+            )
+            for rows in arguments.rows
+        ]
+        rounds: list[list[dict[str, float]]] = [[] for _ in engines]
+        for index in range(arguments.rounds + 1):
+            for engine, own in zip(engines, rounds, strict=True):
+                result = engine.run(num_steps[engine.num_rows])
+                if index:  # the first warms up
+                    own.append(result)
+        for engine, own in zip(engines, rounds, strict=True):
+            medians = {part: statistics.median(one[part] for one in own) for part in PARTS}
+            medians["total"] = statistics.median(sum(one.values()) for one in own)
+            cases.append({"num_rows": engine.num_rows, "has_log_probs": has_log_probs, **medians})
+        del engines
+        gc.collect()
+    return {"machine": describe(InferenceConfig(num_threads=1)), "cases": cases}
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """A table with a row per case."""
+    machine = results["machine"]
+    columns = ("rows", "log-probs", *PARTS, "total")
+    lines = [
+        f"{machine['cpu']}, one thread, Python {machine['python']}: us a row of a decode step",
+        "".join(f"{column:>11}" for column in columns),
+    ]
+    for case in results["cases"]:
+        named = f"{case['num_rows']:>11}{'yes' if case['has_log_probs'] else 'no':>11}"
+        lines.append(named + "".join(f"{case[column]:>11.2f}" for column in columns[2:]))
+    return "\n".join(lines)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--small", action="store_true", help="few rows and rounds")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be at least 1")
+    arguments.row_steps = 20_000
+    if arguments.small:
+        arguments.rounds, arguments.rows, arguments.row_steps = 1, [1, 8], 32
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure and print. Returns what was measured."""
+    results = measure(parse_arguments(argv))
+    print(as_text(results))
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()

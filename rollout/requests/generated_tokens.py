@@ -1,0 +1,87 @@
+"""GeneratedTokens: what a request has generated from some token on, read out of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.requests.codec import TopN
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+
+# A segment, and the first of its generated tokens that is meant.
+_Tail = tuple[DynamicInferenceRequest, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTokens:
+    """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
+
+    Offsets count the generated tokens of all segments. entry_version: the weights version under
+    which the request entered. token_ids, policy_versions, context_kv_version_min: int32 [n];
+    context_kv_version_mean: float64 [n]; log_probs: float32 [n] and top_n if they were asked for.
+    """
+
+    offset: int
+    entry_version: int
+    token_ids: npt.NDArray[np.int32]
+    policy_versions: npt.NDArray[np.int32]
+    context_kv_version_min: npt.NDArray[np.int32]
+    context_kv_version_mean: npt.NDArray[np.float64]
+    log_probs: npt.NDArray[np.float32] | None
+    top_n: TopN | None
+
+    @classmethod
+    def of(cls, record: DynamicInferenceRequestRecord, offset: int) -> GeneratedTokens | None:
+        """Return the generated tokens from `offset` on; None without any.
+
+        What it costs depends on how many these are, not on those before.
+        """
+        tails = _tails(record, offset)
+        if not tails:
+            return None
+        first, num_tokens = len(record[0].prompt_tokens) + offset, record.current.num_tokens
+        context_versions = [segment.context_kv_versions(start) for segment, start in tails]
+        log_probs = _values(record, tails, "generated_log_probs", float("nan"))
+        token_ids = [np.asarray(s.generated_tokens[start:], np.int32) for s, start in tails]
+        return cls(
+            offset=offset,
+            entry_version=record[0].weights_version,
+            token_ids=np.concatenate(token_ids),
+            policy_versions=record.current.stamped_policy_spans()
+            .slice(first, num_tokens)
+            .to_array(),
+            context_kv_version_min=np.concatenate([oldest for oldest, _ in context_versions]),
+            context_kv_version_mean=np.concatenate([mean for _, mean in context_versions]),
+            log_probs=None if log_probs is None else np.array(log_probs, dtype=np.float32),
+            top_n=_values(record, tails, "generated_top_n_logprobs", None),
+        )
+
+
+def _tails(record: DynamicInferenceRequestRecord, offset: int) -> list[_Tail]:
+    """Where the generated tokens from `offset` on are."""
+    tails: list[_Tail] = []
+    for segment in record.requests:
+        num_generated = len(segment.generated_tokens)
+        if offset < num_generated:
+            tails.append((segment, max(offset, 0)))
+        offset -= num_generated
+    return tails
+
+
+def _values(
+    record: DynamicInferenceRequestRecord, tails: Sequence[_Tail], name: str, placeholder: object
+) -> list[Any] | None:
+    """As `merge` has them: None if no segment has values, `placeholder` where one has none."""
+    if all(getattr(segment, name) is None for segment in record.requests):
+        return None
+    values: list[Any] = []
+    for segment, start in tails:
+        own = getattr(segment, name)
+        num_tokens = len(segment.generated_tokens) - start
+        values += [placeholder] * num_tokens if own is None or not len(own) else own[start:]
+    return values
