@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.scheduling.commit import SampledToken
 from rollout.step.plan import EMPTY, StepPlan
 
 # Failed steps of a request, with too few tokens between them, until it runs alone.
@@ -51,14 +50,14 @@ class FaultIsolation:
         ran_alone_again = self._suspects[request_id].num_failures >= _FAILURES_UNTIL_ALONE
         return request_id if ran_alone_again else None
 
-    def add_tokens(self, sampled: Iterable[SampledToken]) -> None:
-        """A step went well; `sampled` are its tokens. Who has ended is no suspect any more."""
-        for token in sampled if self._suspects else ():
-            suspect = self._suspects.get(token.request_id)
+    def add_tokens(self, request_ids: Iterable[int]) -> None:
+        """These requests have sampled one token each."""
+        for request_id in request_ids if self._suspects else ():
+            suspect = self._suspects.get(request_id)
             if suspect is not None:
                 suspect.num_tokens_left -= 1
-                if not suspect.num_tokens_left or token.finish_reason is not None:
-                    del self._suspects[token.request_id]
+                if not suspect.num_tokens_left:
+                    del self._suspects[request_id]
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""

@@ -94,7 +94,9 @@ class StepPipeline:
         self._in_flight.popleft()
         committed = self._scheduler.commit(plan, output)
         self._book.apply(committed, output)
-        self._faults.add_tokens(committed.sampled)
+        self._faults.add_tokens(committed.request_ids)
+        for finished in committed.finished:
+            self._faults.forget(finished.request_id)
         seconds = time.perf_counter() - start
         self._telemetry.note_step(plan, seconds, self._scheduler.counts())
 

@@ -213,9 +213,7 @@ class Scheduler:
 
         Nobody may share such KV any more: indexed blocks of it are freed.
         """
-        too_old = [
-            s for s in self._context.active if len(s.kv_spans) and s.kv_spans.min() < version
-        ]
+        too_old = [s for s in self._context.active if s.kv_spans and s.kv_spans.min() < version]
         requeued = _ids(self._context.requeue(too_old))
         self._blocks.drop_unused(older_than=version)
         return requeued
