@@ -143,9 +143,11 @@ class VersionSpans:
 
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return one version per entry: int32 of shape [len(self)]."""
-        runs = self._runs()
-        ends = np.array([0, *(end for end, _ in runs)])
-        return np.repeat(np.array([version for _, version in runs], np.int32), np.diff(ends))
+        if not self._num_closed:
+            return np.full(self._length, self._version or 0, np.int32)
+        counts = [end - start for start, end, _ in self]
+        versions = np.array([version for _, version in self._runs()], np.int32)
+        return np.repeat(versions, counts)
 
     def serialize(self) -> list[int]:
         """Return the runs as a flat list: count, version, count, version, ..."""

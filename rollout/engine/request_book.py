@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,8 +201,8 @@ class RequestBook:
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
         segment = self._records[scored.request_id].current
         assert output.score_logprobs is not None
-        assert isinstance(segment.prompt_log_probs, list)
-        segment.prompt_log_probs += output.score_logprobs[scored.start : scored.end].tolist()
+        assert isinstance(segment.prompt_log_probs, array)
+        segment.prompt_log_probs.extend(output.score_logprobs[scored.start : scored.end].tolist())
         if segment.prompt_top_n_logprobs is not None:
             assert output.score_top_ids is not None
             assert output.score_top_logprobs is not None
@@ -267,7 +269,8 @@ def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bo
     """Empty lists where values are to come, None where none were asked for or others have them."""
     params = _params(segment)
     is_wanted = will_be_scored and not params.skip_prompt_log_probs
-    segment.prompt_log_probs = [] if is_wanted else None
+    values: Any = array("f")  # a list for everybody else, as in RunningRequest
+    segment.prompt_log_probs = values if is_wanted else None
     segment.prompt_top_n_logprobs = [] if is_wanted and params.top_n_logprobs else None
 
 

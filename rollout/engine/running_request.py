@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from rollout.requests.codec import TopN
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.version_spans import VersionSpans
-
-if TYPE_CHECKING:
-    from rollout.requests.codec import TopN
 
 
 class RunningRequest:
     """The record of a request in the engine, and direct references to what grows in it.
 
     The current segment's values are arrays, not lists: a token takes 4 bytes, not 40. What leaves
-    the engine is made complete, with lists. `entry_time` and `last_token_time`, which is None before
-    the first token of all, are on the monotonic clock.
+    the engine is made complete, with lists. `entry_time` and `last_token_time` are on the monotonic
+    clock; the latter is None before the first token of all.
     """
 
     __slots__ = (
@@ -59,4 +57,4 @@ class RunningRequest:
 
 def _empty(typecode: str, values: object) -> array[float] | None:
     """An array if values are kept, None if they were not asked for."""
-    return None if values is None else cast("array[float]", array(typecode))
+    return None if values is None else array(typecode)

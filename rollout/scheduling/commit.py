@@ -78,11 +78,11 @@ def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Comm
             child.adopt_context(parent)
     token_ids: list[int] = output.token_ids.tolist()
     sample_indices: Indices[int] = range(len(token_ids))
-    sampled: list[Sequence] = behind.sampled
+    sampled = [s for s in behind.sampled if s.phase is not Phase.DONE]
     failed: list[Sequence] = []
-    if not all(output.is_finite.tolist()) or any(s.phase is Phase.DONE for s in sampled):
-        sample_indices, failed = _split(sampled, output)
-        sampled = [sampled[index] for index in sample_indices]
+    if len(sampled) < len(token_ids) or not output.is_finite.all():
+        sample_indices, failed = _split(behind.sampled, output)
+        sampled = [behind.sampled[index] for index in sample_indices]
         token_ids = [token_ids[index] for index in sample_indices]
     return Committed(
         weights_version=version,

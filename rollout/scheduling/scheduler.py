@@ -6,6 +6,7 @@ chunks share what is left of `max_tokens`. All in a fixed order: higher priority
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Scheduler:
             request_id=request_id,
             order=(-priority, self._num_arrivals),
             group_id=group_id,
-            tokens=tokens,
+            tokens=array("i", tokens),  # 4 bytes a token, where a list takes 40
             num_prompt=num_prompt,
             sampling=sampling,
             stop_rule=stop_rule,

@@ -4,6 +4,7 @@ this package.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,7 +38,7 @@ class Sequence:
     request_id: int
     order: tuple[int, int]  # (-priority, arrival): smaller runs first, larger is evicted first
     group_id: int | None
-    tokens: list[int]
+    tokens: array[int]
     num_prompt: int
     sampling: RowSampling
     stop_rule: StopRule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +21,8 @@ from rollout import (
     SamplingParams,
     Status,
 )
+from rollout.errors import EngineStateError
+from rollout.version_spans import VersionSpans
 from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
 
 
@@ -137,6 +140,56 @@ def test_the_rest_of_a_prompt_shrinks_with_each_chunk_also_again_after_a_suspend
     engine.resume()
     engine.unpause()
     assert [left(), left(), left(), left()] == [6, 2, 0, 0]
+
+
+def test_a_record_read_from_a_running_engine_is_a_copy_with_lists() -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="recompute", enable_prefix_caching=True)
+    wanted = params(return_log_probs=True, top_n_logprobs=2)
+    engine.add_request(prompt_of(9), wanted)
+    expected = generate_all(tiny_engine(model()), [(prompt_of(9), wanted)])[0]
+    for num_tokens in (1, 2, 3):
+        engine.step()
+        if num_tokens == 3:
+            engine.pause()
+            engine.suspend()
+            engine.resume()
+            engine.unpause()
+        record = engine.get_record(0)
+        segment = record[0]
+        assert segment.generated_tokens == expected.generated_tokens[:num_tokens]
+        assert segment.context_kv_version_mean == [0.0] * num_tokens
+        assert len(segment.generated_log_probs) == num_tokens
+        json.dumps([segment.generated_tokens, segment.generated_log_probs, segment.tpot])
+        for values in (segment.generated_tokens, segment.policy_spans, record.requests):
+            values.append(*((1, 7) if isinstance(values, VersionSpans) else (7,)))
+    (request,) = drain(engine).values()
+    assert request.generated_tokens == expected.generated_tokens
+    assert request.policy_versions.tolist() == [0] * 8
+
+
+def test_new_tokens_are_those_of_the_record_from_the_offset_on_until_the_request_ends() -> None:
+    engine = tiny_engine(model(), weights_version=2)
+    engine.add_request(prompt_of(9), params(return_log_probs=True))
+    assert engine.new_tokens(0, 0) is None
+    for num_tokens in (1, 2, 3):
+        engine.step()
+        engine.pause()
+        if num_tokens == 2:
+            engine.suspend("recompute")
+            engine.resume()
+        engine.set_generation_epoch(2 + num_tokens)
+        engine.unpause()
+    whole, tokens = engine.get_record(0).merge(), engine.new_tokens(0, 1)
+    assert tokens is not None
+    assert tokens.token_ids.tolist() == whole.generated_tokens[1:]
+    assert tokens.policy_versions.tolist() == whole.policy_versions[1:].tolist() == [3, 4]
+    assert tokens.context_kv_version_min.tolist() == whole.context_kv_version_min[1:]
+    assert tokens.context_kv_version_mean.tolist() == whole.context_kv_version_mean[1:]
+    assert tokens.log_probs.tolist() == whole.generated_log_probs[1:].tolist()
+    assert engine.new_tokens(0, 3) is None
+    drain(engine)
+    with pytest.raises(EngineStateError, match="not in the engine"):
+        engine.new_tokens(0, 0)
 
 
 def test_statuses_follow_the_request() -> None:

@@ -111,6 +111,62 @@ def test_checkpoint_hashes_the_longer_prompt():
     )
 
 
+def test_twenty_checkpoints_keep_one_prompt_in_memory_and_on_the_wire():
+    record = record_of(prompt_tokens=torch.arange(10_000), seed=3)
+    num_bytes_before = len(msgpack.packb(record.serialize()))
+    for token in range(20):
+        record.current.generated_tokens.append(token)
+        record.checkpoint()
+    storages = {s.prompt_tokens.data_ptr(): s.prompt_tokens for s in record.requests}
+    kept = sum(prompt.untyped_storage().nbytes() for prompt in storages.values())
+    assert kept == 8 * (10_000 + 20)
+    assert len(msgpack.packb(record.serialize())) < num_bytes_before + 20 * 1200
+
+
+def test_every_segment_reads_its_own_prompt_also_after_the_wire():
+    record = record_of()
+    for token in range(3):
+        record.current.generated_tokens.append(token)
+        record.checkpoint()
+    restored = DynamicInferenceRequestRecord.deserialize(record.serialize())
+    for segments in (record.requests, restored.requests):
+        prompts = [segment.prompt_tokens.tolist() for segment in segments]
+        assert prompts == [[10, 11, 12, 0, 1, 2][:end] for end in range(3, 7)]
+
+
+def test_segments_that_do_not_go_on_from_one_another_keep_their_prompts_on_the_wire():
+    parts = [record_of(generated_tokens=[1])[0], record_of(prompt_tokens=[7, 8, 9, 1])[0]]
+    restored = DynamicInferenceRequestRecord.deserialize(
+        DynamicInferenceRequestRecord(parts).serialize()
+    )
+    assert [s.prompt_tokens.tolist() for s in restored.requests] == [[10, 11, 12], [7, 8, 9, 1]]
+
+
+@pytest.mark.parametrize("tokens", [None, ["x"], [2**70], [[1]]])
+def test_segment_without_prompt_behind_one_without_tokens_is_refused(tokens):
+    record = record_of(generated_tokens=[1])
+    record.checkpoint()
+    encoded = record.serialize()
+    encoded["requests"][0]["generated_tokens"] = tokens
+    with pytest.raises(ProtocolError, match="segments without tokens"):
+        DynamicInferenceRequestRecord.deserialize(encoded)
+
+
+def test_copy_shares_nothing_that_grows():
+    record = record_of(generated_tokens=[1], prompt_log_probs=[-1.0, -2.0])
+    record.checkpoint()
+    before = record.serialize()
+    copied = record.copy()
+    assert copied.serialize() == before
+    for segment in copied.requests:
+        segment.generated_tokens.append(2)
+        segment.policy_spans.append(1, 7)
+        segment.add_event_pause()
+        segment.prompt_tokens[0] = 99
+    copied.checkpoint()
+    assert record.serialize() == before
+
+
 def test_checkpoint_empties_the_lists_that_were_asked_for():
     record = record_of(generated_tokens=[1], generated_log_probs=[-0.5], tpot=[0.1])
     record.checkpoint()
