@@ -57,6 +57,7 @@ MEMORY_KINDS = ("auto", "device", "reserved", "torch_memory_saver", "unified")
 STABLE_MEMORY_KINDS = ("reserved", "torch_memory_saver", "unified")
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
+DEFAULT_MAX_SEQUENCE_LENGTH = 2560
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class InferenceConfig:
     )
     # What requests that find no block may hold while they pause; None: the newest is preempted.
     paused_buffer_size_gb: float | None = None
-    max_sequence_length: int = 2560
+    max_sequence_length: int | None = None  # None: 2560, or the model's longest if that is less
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     static_kv_memory_pointers: bool = False
     memory_kind: str = "auto"

@@ -10,6 +10,9 @@ from typing import Any
 from rollout.errors import InvalidRequestError
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
+# Below it a float32 logit divided by the temperature may overflow. Far lower than any that tells
+# two draws apart: at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
+MIN_TEMPERATURE = 1e-5
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary, and what all arrays of it can hold
 _SWITCHES = (
     "ignore_eos",
@@ -27,7 +30,8 @@ class SamplingParams:
     """Immutable sampling settings of one request. Raises InvalidRequestError (a ValueError) on a
     value outside its range, and when both token limits are given.
 
-    temperature: 0 is greedy. top_k, top_p, min_p: 0 switches the truncation off.
+    temperature: 0 is greedy, and else at least MIN_TEMPERATURE.
+    top_k, top_p, min_p: 0 switches the truncation off.
     num_tokens_to_generate: limit on new tokens; num_tokens_total: limit on prompt + new tokens;
         neither: up to the engine's longest sequence.
     termination_id: the end token; None takes the tokenizer's, -1 matches none. `ignore_eos` runs on
@@ -62,6 +66,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_float("temperature", 0.0, math.inf)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequestError(
+                f"temperature={self.temperature!r} must be 0 for greedy sampling, or at least "
+                f"{MIN_TEMPERATURE:g}: below it logits / temperature may overflow"
+            )
         self._check_float("top_p", 0.0, 1.0)
         self._check_float("min_p", 0.0, 1.0)
         self._check_int("top_k", 0, _MAX_TOP_K)

@@ -122,6 +122,29 @@ def check_max_sequence_length() -> None:
     assert request.finish_reason == "error"
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}, 192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ],
+    ids=["none", "linear", "yarn", "yarn in the config already"],
+)
+def test_sequences_are_no_longer_than_the_model_has_positions(
+    scaling: dict[str, Any] | None, longest: int
+) -> None:
+    rope = {} if scaling is None else {"rope_parameters": {"rope_theta": 1e4, **scaling}}
+    short = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=64, **rope)
+    with pytest.raises(ConfigError, match=f"max_sequence_length={longest + 1} .* {longest} pos"):
+        tiny_engine(short, max_sequence_length=longest + 1)
+    assert tiny_engine(short, max_sequence_length=longest).stats().num_steps == 0
+    engine = tiny_engine(short, max_sequence_length=None)
+    engine.add_request(prompt_of(5), SamplingParams())
+    assert drain(engine)[0].num_tokens == longest
+
+
 def check_kv_cache_management_mode() -> None:
     released = {}
     for mode in KVCacheManagementMode:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
-from rollout.sampling_params import LOGPROBS_MODES, SamplingParams
+from rollout.sampling_params import LOGPROBS_MODES, MIN_TEMPERATURE, SamplingParams
 
 OUT_OF_RANGE = [
     ("temperature", -0.1, "finite and >= 0"),
@@ -49,7 +49,7 @@ OUT_OF_RANGE = [
 
 params_strategy = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 10),
+    temperature=st.just(0.0) | st.floats(MIN_TEMPERATURE, 10),
     top_k=st.integers(0, 1000),
     top_p=st.floats(0, 1),
     min_p=st.floats(0, 1),

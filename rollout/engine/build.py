@@ -12,6 +12,7 @@ from rollout.backends.select import create_backend
 from rollout.blocks.block_manager import BlockManager
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_SEQUENCE_LENGTH,
     DEFAULT_MAX_TOKENS,
     GIB,
     InferenceConfig,
@@ -30,6 +31,7 @@ from rollout.kv.cache import KVCache
 from rollout.kv.layout import bytes_per_block, num_blocks_in
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
+from rollout.models.spec import ModelSpec
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.weight_store import WeightStore
@@ -63,16 +65,17 @@ class DynamicInferenceEngine(Engine):
         _check_version(weights_version)
         backend = create_backend(config)
         causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+        max_sequence_length = _max_sequence_length(config, causal_lm.spec)
         weights = WeightStore(causal_lm, backend.memory, backend.create_host_arena())
         causal_lm.prepare(backend)
-        causal_lm.reserve_positions(config.max_sequence_length)
+        causal_lm.reserve_positions(max_sequence_length)
         cache_spec = causal_lm.cache_spec(config.block_size_tokens)
         max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
-        num_blocks = _num_blocks(config, backend, cache_spec)
+        num_blocks = _num_blocks(config, backend, cache_spec, max_sequence_length)
         kv = KVCache(backend, cache_spec, num_blocks)
         builder = BatchBuilder(
             num_rows=_num_rows(config, num_blocks, max_tokens),
-            max_blocks=-(-config.max_sequence_length // config.block_size_tokens),
+            max_blocks=-(-max_sequence_length // config.block_size_tokens),
             block_size=config.block_size_tokens,
         )
         runner = ModelRunner(causal_lm, backend, kv, builder)
@@ -82,7 +85,8 @@ class DynamicInferenceEngine(Engine):
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
-        intake = _intake(config, causal_lm, tokenizer, num_blocks, max_tokens)
+        limits = _limits(config, causal_lm, num_blocks, max_tokens, max_sequence_length)
+        intake = _intake(config, causal_lm, tokenizer, limits)
         return cls(
             scheduler=scheduler,
             pipeline=StepPipeline(scheduler, runner, book, telemetry),
@@ -108,15 +112,31 @@ def _check_version(weights_version: int) -> None:
         )
 
 
+def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
+    """The config's, or its default as far as the model goes. Raises ConfigError beyond that."""
+    rope, longest = spec.rope, spec.max_position_embeddings
+    # Whether max_position_embeddings is of before or after the scaling depends on its kind.
+    if rope.kind == "linear":
+        longest = int(longest * max(1.0, rope.factor))
+    elif rope.kind == "yarn":
+        longest = max(longest, int(rope.original_max_positions * rope.factor))
+    wanted = config.max_sequence_length
+    if wanted is None:
+        return min(DEFAULT_MAX_SEQUENCE_LENGTH, longest)
+    if wanted > longest:
+        raise ConfigError(
+            f"max_sequence_length={wanted} is more than the model's {longest} positions "
+            f"(max_position_embeddings={spec.max_position_embeddings}, rope {rope.kind!r}); lower "
+            "it, or give the model's config a rope scaling that reaches as far"
+        )
+    return wanted
+
+
 def _intake(
-    config: InferenceConfig,
-    model: CausalLM,
-    tokenizer: Tokenizer | None,
-    num_blocks: int,
-    max_tokens: int,
+    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, limits: AdmissionLimits
 ) -> RequestIntake:
     return RequestIntake(
-        limits=_limits(config, model, num_blocks, max_tokens),
+        limits=limits,
         tokenizer=tokenizer,
         end_ids=_end_ids(model, tokenizer),
         block_size=config.block_size_tokens,
@@ -129,7 +149,9 @@ def _updater(config: InferenceConfig, backend: Backend, model: CausalLM) -> Weig
     return WeightUpdater(model, backend.ops, reject_non_finite=config.reject_non_finite_weights)
 
 
-def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
+def _num_blocks(
+    config: InferenceConfig, backend: Backend, spec: CacheSpec, max_sequence_length: int
+) -> int:
     """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the
     defaults. In unified memory the buffer for paused requests comes on top.
     """
@@ -137,7 +159,7 @@ def _num_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> i
         on_top = config.paused_buffer_size_gb if config.unified_memory_level else None
         return num_blocks_in(backend.attention, spec, config.buffer_size_gb + (on_top or 0.0))
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
-    usable = max_requests * -(-config.max_sequence_length // config.block_size_tokens)
+    usable = max_requests * -(-max_sequence_length // config.block_size_tokens)
     buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
     return min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
 
@@ -184,11 +206,15 @@ def _conservativeness(config: InferenceConfig) -> float:
 
 
 def _limits(
-    config: InferenceConfig, model: CausalLM, num_blocks: int, max_tokens: int
+    config: InferenceConfig,
+    model: CausalLM,
+    num_blocks: int,
+    max_tokens: int,
+    max_sequence_length: int,
 ) -> AdmissionLimits:
     return AdmissionLimits(
         vocab_size=model.spec.vocab_size,
-        max_sequence_length=config.max_sequence_length,
+        max_sequence_length=max_sequence_length,
         max_pool_tokens=num_blocks * config.block_size_tokens,
         max_tokens_per_step=max_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,

@@ -16,6 +16,7 @@ from rollout.telemetry import MetricsWriter, StepStats
 @dataclass(slots=True)
 class _Totals:
     num_steps: int = 0
+    num_failed_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_sampled_tokens: int = 0
@@ -71,6 +72,9 @@ class EngineTelemetry:
                 **asdict(counts),
             )
             self._write(stats.as_metrics())
+
+    def note_failed_step(self) -> None:
+        self._totals.num_failed_steps += 1
 
     def note_ended(self, *, num_finished: int = 0, num_failed: int = 0) -> None:
         self._totals.num_finished += num_finished

@@ -84,8 +84,8 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` is for one
-        group.
+        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` are those of
+        all samples, group after group.
         """
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
             self._machine.require(EngineState.RUNNING, to="add a request")
@@ -105,6 +105,7 @@ class Engine:
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
         self._desk.abort(request_id, self.weights_version)
+        self._pipeline.forget(request_id)
         return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
@@ -137,9 +138,10 @@ class Engine:
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """Take in one forward pass; returns the records finished by it, [] when idle.
 
-        Raises EngineStateError outside RUNNING. If the forward pass itself fails, its requests go
-        back to the queue with all their tokens, and the error is raised. Records that an error kept
-        from being returned come with the next step.
+        If it fails, its requests go back to the queue with all their tokens and an ERROR_TRANSIENT
+        event; one that fails again, and then alone, is FAILED. Raises EngineStateError outside
+        RUNNING, and the error of a forward pass where the device fails without any request, too.
+        Records that an error kept from being returned come with the next step.
         """
         self._machine.require(EngineState.RUNNING, to="step")
         self._weights.require_values("step")
@@ -176,13 +178,15 @@ class Engine:
         """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says,
         "weights" after a copy to the host, or without one if `discard_weights`.
 
-        Legal in PAUSED, answered as done in SUSPENDED. A failure leaves PAUSED and every request.
+        Legal in PAUSED, and in SUSPENDED, for what is not given back yet: the rest is answered as
+        done, with zero bytes. A failure leaves the state and every request.
         """
-        with self._machine.command("suspend") as must_run:
-            if not must_run:
-                return self._suspension.nothing_suspended()
-            report = self._suspension.suspend(mode, release, discard=discard_weights)
-        self._telemetry.note_suspend(report)
+        with self._machine.command("suspend") as is_first:
+            report = self._suspension.suspend(
+                mode, release, discard=discard_weights, is_first=is_first
+            )
+        if is_first or report.bytes_released:
+            self._telemetry.note_suspend(report)
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:

@@ -4,7 +4,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule
@@ -91,20 +92,24 @@ class RequestIntake:
             stop_words=[self._stop_word_ids(params) for params in params_list],
         )
 
-    def enter(
-        self,
-        group: CheckedGroup,
-        request_ids: Sequence[int] | None,
-        priority: int,
-        weights_version: int,
-    ) -> list[Entry]:
-        """Give a checked group its ids and seeds.
-
-        Raises InvalidRequestError for ids that repeat, and ids or a priority that are no integers.
+    def ids(self, count: int, request_ids: Sequence[int] | None) -> list[int]:
+        """The ids of `count` samples. Raises InvalidRequestError unless they are so many different
+        integers; changes nothing.
         """
-        if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={priority!r} must be an integer")
-        ids = self._ids(len(group.params_list), request_ids)
+        if request_ids is None:
+            return list(range(self._next_id, self._next_id + count))
+        ids = list(request_ids)
+        for request_id in ids:
+            if isinstance(request_id, bool) or not isinstance(request_id, int):
+                raise InvalidRequestError(f"request_ids={ids} must be integers")
+        if len(ids) != count or len(set(ids)) != count:
+            raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
+        return ids
+
+    def enter(
+        self, group: CheckedGroup, ids: Sequence[int], priority: int, weights_version: int
+    ) -> list[Entry]:
+        """Give a checked group its ids, of which none is in use, and its seeds."""
         self._next_id = max(self._next_id, max(ids) + 1)
         samples = zip(ids, group.params_list, group.stop_words, strict=True)
         return [
@@ -119,6 +124,11 @@ class RequestIntake:
         as this engine's tokenizer writes them. Raises InvalidRequestError.
         """
         first, segment = record[0], record.current
+        if any(isinstance(request, VLMInferenceRequest) for request in record.requests):
+            raise InvalidRequestError(
+                f"the record of request {record.request_id} has images, and this engine takes text "
+                "alone: it has no image input"
+            )
         params, seed = first.sampling_params, segment.seed
         if params is None or seed is None:
             raise InvalidRequestError(
@@ -231,16 +241,6 @@ class RequestIntake:
             )
         return encoded
 
-    def _ids(self, count: int, request_ids: Sequence[int] | None) -> list[int]:
-        if request_ids is None:
-            return list(range(self._next_id, self._next_id + count))
-        ids = list(request_ids)
-        if not all(isinstance(request_id, int) for request_id in ids):
-            raise InvalidRequestError(f"request_ids={ids} must be integers")
-        if len(ids) != count or len(set(ids)) != count:
-            raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
-        return ids
-
     def _end_ids_of(self, params: SamplingParams) -> tuple[int, ...]:
         if params.ignore_eos:
             return ()
@@ -254,6 +254,11 @@ def _id_lists(stop_words: tuple[tuple[int, ...], ...]) -> list[list[int]] | None
 
 def _int_list(prompt: Sequence[int]) -> list[int]:
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, Mapping | VLMInferenceRequest):
+        raise InvalidRequestError(
+            f"a prompt is text or a flat list of ids, not a {type(values).__name__}: this engine "
+            "has no image input"
+        )
     if not isinstance(values, Iterable):
         raise InvalidRequestError(f"a prompt is text or a flat list of ids, not {prompt!r}")
     ids = [value.item() if isinstance(value, np.integer) else value for value in values]

@@ -4,21 +4,11 @@ backend's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from rollout.config import KVCacheManagementMode
 from rollout.kv.cache import KVCache
 from rollout.scheduling.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSuspended:
-    """Bytes given back, bytes that stay reserved on the device, and on the host."""
-
-    bytes_released: int = 0
-    bytes_kept: int = 0
-    bytes_on_host: int = 0
 
 
 class KVPolicy(Protocol):
@@ -28,8 +18,11 @@ class KVPolicy(Protocol):
         """Send requests back to the queue whose KV will be lost. Returns their ids."""
         ...
 
-    def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
-        """Give up what the mode gives up. On an exception `resume` brings all of it back."""
+    def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
+        """Give up what the mode gives up. Returns bytes released.
+
+        On an exception `resume` brings all of it back.
+        """
         ...
 
     def resume(self, kv: KVCache) -> int:
@@ -43,8 +36,8 @@ class PersistKV:
     def requeue(self, scheduler: Scheduler) -> tuple[int, ...]:
         return ()
 
-    def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
-        return KVSuspended(bytes_kept=kv.num_bytes)
+    def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
+        return 0
 
     def resume(self, kv: KVCache) -> int:
         return 0
@@ -56,10 +49,10 @@ class OffloadKV:
     def requeue(self, scheduler: Scheduler) -> tuple[int, ...]:
         return ()
 
-    def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
+    def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
         scheduler.drop_unused_blocks()
-        num_copied = kv.offload(scheduler.used_blocks())
-        return KVSuspended(bytes_released=kv.release(), bytes_on_host=num_copied)
+        kv.offload(scheduler.used_blocks())
+        return kv.release()
 
     def resume(self, kv: KVCache) -> int:
         kv.restore()
@@ -72,9 +65,9 @@ class RecomputeKV:
     def requeue(self, scheduler: Scheduler) -> tuple[int, ...]:
         return scheduler.requeue_active()
 
-    def suspend(self, scheduler: Scheduler, kv: KVCache) -> KVSuspended:
+    def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
         scheduler.drop_unused_blocks()
-        return KVSuspended(bytes_released=kv.release())
+        return kv.release()
 
     def resume(self, kv: KVCache) -> int:
         return kv.restore()

@@ -52,6 +52,7 @@ class EngineStats:
     num_blocks_total: int
     num_graph_captures: int  # 0 where steps run eagerly
     num_steps: int
+    num_failed_steps: int  # forward passes that raised
     num_prefill_tokens: int
     num_decode_tokens: int
     num_sampled_tokens: int

@@ -103,7 +103,7 @@ class RequestBook:
 
     def _enter(self, record: DynamicInferenceRequestRecord) -> None:
         self._records[record.request_id] = record
-        self._running[record.request_id] = RunningRequest(record)
+        self._running[record.request_id] = RunningRequest(record, _entry_time(record.current))
 
     # ---- what the scheduler decided
 
@@ -139,11 +139,16 @@ class RequestBook:
             if evicted:
                 segment.add_event_evict()
 
+    def note_transient_error(self, request_ids: Iterable[int], error: Exception) -> None:
+        """A step that they were part of failed."""
+        for request_id in request_ids:
+            self._records[request_id].current.add_event_error_transient(error)
+
     # ---- what a step brought
 
     def apply(self, committed: Committed, output: StepOutput) -> None:
         """Write a step's results into the documents, and end those that are finished by it."""
-        now = time.time()
+        now = time.monotonic()
         for scored in committed.scored:
             self._append_prompt_scores(scored, output)
         for prefilled in committed.prefilled:
@@ -172,9 +177,8 @@ class RequestBook:
             request.policy_spans.append(1, version)
             before = request.last_token_time
             if before is None:
-                segment = request.record.current
-                before = _entry_time(segment)
-                segment.ttft = now - before
+                before = request.entry_time
+                request.record.current.ttft = now - before
             request.last_token_time = now
             if request.tpot is not None:
                 request.tpot.append(now - before)
@@ -235,7 +239,7 @@ class RequestBook:
         segment.status, segment.finish_reason = Status.FAILED, finish_reason
         segment.add_event_error_nontransient(error)
         segment.add_event_fail()
-        self._end(record, kv_spans, version, time.time())
+        self._end(record, kv_spans, version, time.monotonic())
 
     def abort(self, request_id: int, kv_spans: VersionSpans, version: int) -> None:
         """End a request because its owner wants no more of it."""
@@ -257,9 +261,8 @@ class RequestBook:
         record.observe_version(version)
         num_before = len(segment.prompt_tokens) - len(record[0].prompt_tokens)
         segment.freeze_versions(version, num_sampled_before=num_before)
-        record.latency = now - _entry_time(segment)
+        record.latency = now - self._running.pop(record.request_id).entry_time
         self._ended[record.request_id] = None
-        del self._running[record.request_id]
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:
@@ -277,11 +280,13 @@ def _params(segment: DynamicInferenceRequest) -> SamplingParams:
 
 
 def _entry_time(segment: DynamicInferenceRequest) -> float:
-    """When the request entered the engine, in seconds since the epoch."""
+    """When the request entered, on the monotonic clock, which nobody sets. Events keep wall time:
+    that of an entry to another engine may be ahead of this one's.
+    """
     event = segment.event_add_engine
     assert event is not None
     assert event.timestamp is not None
-    return event.timestamp
+    return time.monotonic() - max(0.0, time.time() - event.timestamp)
 
 
 def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) -> dict[int, float]:

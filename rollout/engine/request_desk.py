@@ -33,18 +33,24 @@ class RequestDesk:
         priority: int,
         version: int,
     ) -> list[list[int]]:
-        """Queue all groups, or none. Raises InvalidRequestError."""
-        for request_id in request_ids or ():
+        """Queue all groups, or none. `request_ids` are those of all samples, group after group.
+
+        Raises InvalidRequestError, before anything is changed.
+        """
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority={priority!r} must be an integer")
+        checked = [self._intake.validate(prompt, params_list) for prompt, params_list in groups]
+        ids = self._intake.ids(sum(len(group.params_list) for group in checked), request_ids)
+        for request_id in ids:
             if request_id in self._book:
                 raise InvalidRequestError(f"request id {request_id} is in use; choose another")
-        checked = [self._intake.validate(prompt, params_list) for prompt, params_list in groups]
         added = []
         for group in checked:
-            entries = self._intake.enter(group, request_ids, priority, version)
+            group_ids, ids = ids[: len(group.params_list)], ids[len(group.params_list) :]
             self._num_groups += 1
-            for entry in entries:
-                self._queue(entry, self._num_groups if len(entries) > 1 else None, version)
-            added.append([entry.request.request_id for entry in entries])
+            for entry in self._intake.enter(group, group_ids, priority, version):
+                self._queue(entry, self._num_groups if len(group_ids) > 1 else None, version)
+            added.append(group_ids)
         return added
 
     def add_record(self, record: DynamicInferenceRequestRecord, version: int) -> int:

@@ -14,10 +14,12 @@ class RunningRequest:
     """The record of a request in the engine, and direct references to what grows in it.
 
     The current segment's values are arrays, not lists: a token takes 4 bytes, not 40. What leaves
-    the engine is made complete, with lists. `last_token_time`: None before the first token of all.
+    the engine is made complete, with lists. `entry_time` and `last_token_time` are on the monotonic
+    clock; the latter is None before the first token of all.
     """
 
     __slots__ = (
+        "entry_time",
         "last_token_time",
         "log_probs",
         "policy_spans",
@@ -33,8 +35,8 @@ class RunningRequest:
     top_n: TopN | None
     tpot: array[float] | None
 
-    def __init__(self, record: DynamicInferenceRequestRecord) -> None:
-        self.record = record
+    def __init__(self, record: DynamicInferenceRequestRecord, entry_time: float) -> None:
+        self.record, self.entry_time = record, entry_time
         self.last_token_time: float | None = None
         self.begin_segment()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode, as_enum
-from rollout.engine.kv_policy import KV_POLICIES, KVSuspended
+from rollout.engine.kv_policy import KV_POLICIES
 from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.engine.request_book import RequestBook
 from rollout.errors import ConfigError
@@ -38,47 +38,69 @@ class Suspension:
         self._scheduler, self._kv, self._weights, self._book = scheduler, kv, weights, book
         self._runner, self._must_stay = runner, must_stay
         self._default_mode = self._mode = mode
-        self._num_requeued = 0
-        self._released: list[str] = []
+        self._num_requeued = 0  # since the KV was there
+        self._released: list[str] = []  # what resume brings back, that of failed attempts too
+        self._done: set[str] = set()  # those of them that were released to the end
 
     def suspend(
-        self, mode: KVCacheManagementMode | str | None, release: Sequence[str], *, discard: bool
+        self,
+        mode: KVCacheManagementMode | str | None,
+        release: Sequence[str],
+        *,
+        discard: bool,
+        is_first: bool,
     ) -> SuspendReport:
-        """Give up what `release` names: the KV as `mode` (None: the config's) says.
+        """Give up what `release` names and is not given up yet: the KV as `mode` (None: the
+        config's) says.
 
-        Weights are copied to the host before they are released, unless `discard`.
+        Weights are copied to the host before they are released, unless `discard`. What an attempt
+        that failed has left is brought back before: all of it if `is_first`, else what is named.
         Raises ConfigError for an unknown owner, or a mode that would break a promise. After any
         other exception `resume` makes all whole again, and then this can be tried again.
         """
         start = time.perf_counter()
         _check_owners(release, discard=discard)
         chosen = self._checked_mode(mode)
-        self.resume()  # what an attempt that failed has left
-        self._mode, self._num_requeued = chosen, 0
-        self._released = [owner for owner in OWNERS if owner in release]
-        suspended, weights_bytes = KVSuspended(bytes_kept=self._kv.num_bytes), 0
-        if WEIGHTS in release:
-            weights_bytes = self._weights.release(discard=discard)
-        if KV_CACHE in release:
-            suspended = self._suspend_kv()
-        kept_weights = self._weights.num_bytes if self._weights.is_resident else 0
-        kept = {KV_CACHE: suspended.bytes_kept, WEIGHTS: kept_weights}
+        if is_first:
+            self.resume()
+            self._mode = chosen
+        released, num_requeued = dict.fromkeys(OWNERS, 0), self._num_requeued
+        if WEIGHTS in release and WEIGHTS not in self._done:
+            self._begin(WEIGHTS)
+            released[WEIGHTS] = self._weights.release(discard=discard)
+            self._done.add(WEIGHTS)
+        is_in_place = KV_CACHE not in self._done or self._mode is KVCacheManagementMode.PERSIST
+        if KV_CACHE in release and is_in_place:
+            self._begin(KV_CACHE)
+            self._mode = chosen
+            released[KV_CACHE] = self._suspend_kv()
+            self._done.add(KV_CACHE)
+        kept = {
+            KV_CACHE: self._kv.num_bytes if self._kv.is_resident else 0,
+            WEIGHTS: self._weights.num_bytes if self._weights.is_resident else 0,
+        }
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
-            bytes_released=suspended.bytes_released + weights_bytes,
+            bytes_released=sum(released.values()),
             bytes_kept=sum(kept.values()),
-            bytes_on_host=suspended.bytes_on_host + self._weights.num_bytes_on_host,
-            released_by_owner={KV_CACHE: suspended.bytes_released, WEIGHTS: weights_bytes},
+            bytes_on_host=self._kv.num_offloaded_bytes + self._weights.num_bytes_on_host,
+            released_by_owner=released,
             kept_by_owner=kept,
-            num_requests_requeued=self._num_requeued,
+            num_requests_requeued=self._num_requeued - num_requeued,
         )
 
-    def _suspend_kv(self) -> KVSuspended:
+    def _begin(self, owner: str) -> None:
+        """From here on `resume` brings the owner back."""
+        if owner in self._released:
+            self._restore(owner)
+        self._released.append(owner)
+
+    def _suspend_kv(self) -> int:
         policy = KV_POLICIES[self._mode]
         requeued = policy.requeue(self._scheduler)
         self._book.note_requeued(requeued, evicted=False)
-        self._num_requeued = len(requeued)
+        self._num_requeued += len(requeued)
         return policy.suspend(self._scheduler, self._kv)
 
     def resume(self, only: str | None = None) -> ResumeReport:
@@ -86,13 +108,8 @@ class Suspension:
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._released)
         for owner in (WEIGHTS, KV_CACHE):
-            if owner not in self._released or only not in (owner, None):
-                continue
-            if owner == WEIGHTS:
-                restored[owner] = self._weights.restore()
-            else:
-                restored[owner] = KV_POLICIES[self._mode].resume(self._kv)
-            self._released.remove(owner)
+            if owner in self._released and only in (owner, None):
+                restored[owner] = self._restore(owner)
         graphs_lost = self._runner.after_resume() if was_incomplete and not self._released else 0
         num_requeued = 0
         if KV_CACHE not in self._released:
@@ -106,15 +123,21 @@ class Suspension:
             num_requests_recomputed=num_requeued,
         )
 
+    def _restore(self, owner: str) -> int:
+        """Returns the bytes that were copied or made usable again."""
+        self._done.discard(owner)
+        if owner == WEIGHTS:
+            num_bytes = self._weights.restore()
+        else:
+            num_bytes = KV_POLICIES[self._mode].resume(self._kv)
+        self._released.remove(owner)
+        return num_bytes
+
     def is_complete_with(self, only: str | None) -> bool:
         """Whether nothing would be missing once `only` (None: everything) is back."""
         if only is not None and only not in OWNERS:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
         return only is None or all(owner == only for owner in self._released)
-
-    def nothing_suspended(self) -> SuspendReport:
-        """The answer to a suspend that is already done."""
-        return SuspendReport(mode=self._mode.value)
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:
         wanted = self._default_mode if mode is None else mode

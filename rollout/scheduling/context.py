@@ -150,6 +150,23 @@ class Context:
             self._preempt_excess(reserved)
         return reserved
 
+    def reserve_alone(self, sequence: Sequence) -> Reservation:
+        """Have `sequence` in context, with blocks for its next tokens, whatever its place.
+
+        Others are preempted if they hold what it needs.
+        """
+        reserved = Reservation()
+        has_row = sequence.phase is not Phase.WAITING or self.blocks.num_free_rows > 0
+        if not has_row or not self._reserve(sequence, reserved):
+            others = self.requeue(s for s in self.active if s is not sequence)
+            reserved.preempted.extend(others)
+            self._reserve(sequence, reserved)
+        if sequence.phase is Phase.WAITING:
+            self.activate(sequence)
+        reserved.runnable.append(sequence)
+        self._resume(reserved)
+        return reserved
+
     def _reserve_or_preempt(self, sequence: Sequence, reserved: Reservation) -> bool:
         """Give the sequence its blocks, if need be those of newer ones; else it pauses."""
         while not self._reserve(sequence, reserved):

@@ -35,12 +35,12 @@ class Schedule:
     """What schedule() decided. `plan` is None if nothing can run; the rest are ids, in order."""
 
     plan: StepPlan | None
-    num_forked: int
-    num_prefix_hit_tokens: int
-    admitted: tuple[int, ...]
-    paused: tuple[int, ...]
-    resumed: tuple[int, ...]
-    evicted: tuple[int, ...]
+    num_forked: int = 0
+    num_prefix_hit_tokens: int = 0
+    admitted: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +199,26 @@ class Scheduler:
             evicted=_ids(reserved.preempted),
         )
 
+    def schedule_alone(self, request_id: int, weights_version: int) -> Schedule:
+        """As `schedule`, but of this request and no other, whatever its place. With no plan in
+        flight. It takes no prefix hit and forks nobody.
+        """
+        sequence = self._sequences[request_id]
+        builder = PlanBuilder(self._next_step_id, weights_version)
+        was_waiting = sequence.phase is Phase.WAITING
+        reserved = self._context.reserve_alone(sequence)
+        builder.add_copies(reserved.copies)
+        if sequence.is_on_device:
+            builder.add_decodes([sequence])
+        else:
+            builder.add_prefill(sequence, min(sequence.num_uncomputed, self._max_tokens))
+        return Schedule(
+            plan=self._launch(builder),
+            admitted=_ids([sequence] if was_waiting else []),
+            resumed=_ids(reserved.resumed),
+            evicted=_ids(reserved.preempted),
+        )
+
     def commit(self, plan: StepPlan, output: StepOutput) -> Committed:
         """Take in the result of the oldest plan in flight. Finished requests leave."""
         behind = self._in_flight.popleft()
@@ -232,9 +252,7 @@ class Scheduler:
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
         """Send the requests whose oldest KV was written before `version` back to the queue."""
-        too_old = [
-            s for s in self._context.active if len(s.kv_spans) and s.kv_spans.min() < version
-        ]
+        too_old = [s for s in self._context.active if s.kv_spans and s.kv_spans.min() < version]
         return _ids(self._context.requeue(too_old))
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:

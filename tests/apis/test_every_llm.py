@@ -181,6 +181,22 @@ def test_a_refused_update_leaves_weights_and_version(llm: AnyLLM) -> None:
     margins.check()
 
 
+def test_a_second_suspend_releases_another_owner_and_a_third_has_nothing_left(
+    llm: AnyLLM,
+) -> None:
+    begun = llm.begin([prompt_of(9, seed=3)], sampled(7, 60), n=2)
+    llm.call("pause")
+    assert llm.call("suspend", "offload").released_by_owner.get("weights", 0) == 0
+    assert llm.call("suspend", "offload", ("weights",)).released_by_owner["weights"] > 0
+    assert llm.call("suspend", "offload", ("weights",)).bytes_released == 0
+    assert llm.call("resume", "kv_cache").bytes_restored >= 0
+    assert llm.llm.state is EngineState.SUSPENDED
+    assert llm.call("resume").restored_by_owner["weights"] > 0
+    assert llm.llm.state is EngineState.PAUSED
+    llm.call("unpause")
+    assert [len(request.generated_tokens) for request in llm.finish(begun)] == [60, 60]
+
+
 def test_illegal_commands_are_refused_with_the_state_and_the_legal_ones(llm: AnyLLM) -> None:
     with pytest.raises(EngineStateError, match=r"RUNNING.*legal.*pause"):
         llm.call("suspend")

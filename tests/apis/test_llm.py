@@ -30,9 +30,9 @@ def model() -> Any:
     return tiny_model(seed=8)
 
 
-def llm_of(**config: Any) -> LLM:
+def llm_of(hf_model: Any = None, **config: Any) -> LLM:
     fields = {"block_size_tokens": BLOCK_SIZE, "buffer_size_gb": pool_gb(model(), 200)} | config
-    return LLM(model(), inference_config=InferenceConfig(**fields))
+    return LLM(hf_model or model(), inference_config=InferenceConfig(**fields))
 
 
 def prompts_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
@@ -236,7 +236,7 @@ def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
 def test_collect_returns_after_its_timeout_with_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = llm_of(max_sequence_length=2000)
+    llm = llm_of(tiny_model(max_position_embeddings=2000), max_sequence_length=2000)
     step = llm.engine.step
 
     def slow_step() -> Any:

@@ -50,7 +50,7 @@ plain = st.recursive(
 plain_maps = st.dictionaries(text, plain, max_size=3)
 sampling_params = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 2),
+    temperature=st.just(0.0) | st.floats(0.01, 2),
     num_tokens_to_generate=st.none() | st.integers(1, 9),
     return_log_probs=st.booleans(),
     stop_words=st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=2),

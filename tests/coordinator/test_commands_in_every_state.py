@@ -35,15 +35,13 @@ PATHS = {
 QUIET = {"stats", "epoch", "increment", "update", "update in flight"}
 SUSPENDS = {name for name in ORDERS if name.startswith("suspend")}
 RESUMES = {name for name in ORDERS if name.startswith("resume")}
+GOOD_SUSPENDS = SUSPENDS - {"suspend badly", "suspend in no mode", "suspend discarding kept"}
 # What is done in which state; all else must be refused. Where an order leads to is done without a
-# look at its arguments.
+# look at its arguments, but for a suspend's.
 DONE = {
     RUNNING: {"pause", "unpause", "update in flight", "stats", "shutdown"},
-    PAUSED: {
-        *("pause", "unpause", *RESUMES, *QUIET, *FINAL),
-        *(SUSPENDS - {"suspend badly", "suspend in no mode", "suspend discarding kept"}),
-    },
-    SUSPENDED: {*SUSPENDS, *(RESUMES - {"resume badly"}), *QUIET, *FINAL},
+    PAUSED: {"pause", "unpause", *RESUMES, *GOOD_SUSPENDS, *QUIET, *FINAL},
+    SUSPENDED: {*GOOD_SUSPENDS, *(RESUMES - {"resume badly"}), *QUIET, *FINAL},
     STOPPING: {"stats", *FINAL},
 }
 

@@ -190,9 +190,11 @@ class EngineLife(RuleBasedStateMachine):
     def _step(self) -> None:
         self._take(self.engine.step())
 
-    def _take(self, ended_records: list[DynamicInferenceRequestRecord]) -> None:
+    def _take(
+        self, ended_records: list[DynamicInferenceRequestRecord], *, has_failed: bool = False
+    ) -> None:
         records = {record.request_id: record for record in ended_records}
-        drawn = self.oracle.draw(self.decisions[-1])
+        drawn = [] if has_failed else self.oracle.draw(self.decisions[-1])
         for known, logits_V in drawn:
             request_id = known.request_id
             record = records.get(request_id) or self.engine.get_record(request_id)
@@ -220,11 +222,14 @@ class EngineLife(RuleBasedStateMachine):
         try:
             records = self.engine.step()
         except RuntimeError:
-            self.oracle.abandon(self.decisions[-1])
-            self.tally["failed steps"] += 1
+            self.oracle.abandon(self.decisions[-1], is_raised=True)
+            self.tally["failed steps that raise"] += 1
         else:
-            assert self.decisions[-1].schedule.plan is None
-            self._take(records)
+            has_failed = self.decisions[-1].schedule.plan is not None
+            if has_failed:
+                self.oracle.abandon(self.decisions[-1], is_raised=False)
+                self.tally["failed steps"] += 1
+            self._take(records, has_failed=has_failed)
         finally:
             runner.launch = launch
 

@@ -125,11 +125,13 @@ class Oracle:
                 if known.kv and min(p.version for p in known.kv) < oldest
             )
 
-    def abandon(self, decision: Decision) -> None:
-        """The forward pass failed: its requests start again."""
+    def abandon(self, decision: Decision, *, is_raised: bool) -> None:
+        """The forward pass failed: its requests start again. A raised error is none of theirs."""
         self._decide(decision)
         touched = {c.request_id for c in decision.chunks} | set(decision.sampled)
         self._requeue(self.known[i] for i in touched)
+        for i in () if is_raised else touched:
+            self.known[i].events.append("ERROR_TRANSIENT")
 
     def unfinished(self) -> list[Known]:
         return [known for known in self.known.values() if not known.is_done]
@@ -218,6 +220,10 @@ class Oracle:
 
     def _check_order(self, decision: Decision) -> None:
         """Oldest first in, newest first out, and nobody comes in while others lack blocks."""
+        if decision.is_alone:
+            assert len(decision.chunks) == 1
+            self.tally["steps of one request alone"] += 1
+            return
         schedule, promoted = decision.schedule, set[int]()
         for request_id, order in decision.orders.items():
             known = self.known[request_id]

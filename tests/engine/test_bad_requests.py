@@ -13,6 +13,7 @@ from rollout import (
     BlockOverflowError,
     DynamicInferenceEngine,
     DynamicInferenceEventType,
+    DynamicInferenceRequestRecord,
     EngineStateError,
     InvalidRequestError,
     MaxSequenceLengthOverflowError,
@@ -21,6 +22,8 @@ from rollout import (
     TokenLimitClamped,
     TokenOverflowError,
 )
+from rollout.requests.dynamic_request import DynamicVLMInferenceRequest
+from rollout.sampling_params import MIN_TEMPERATURE
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, drain, prompt_of, tiny_engine, tiny_model
 
 GOOD = SamplingParams(num_tokens_to_generate=12, seed=1)
@@ -60,6 +63,7 @@ MALFORMED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no list": (5, {}, "5"),
     "None": (None, {}, "None"),
     "nested": ([[1, 2]], {}, r"\[1, 2\]"),
+    "images": ({"prompt": [1], "multi_modal_data": {}}, {}, "dict.*no image input"),
     "floats": ([1.0, 2.0], {}, "1.0"),
     "float tensor": (torch.ones(3), {}, "1.0"),
     "bools": ([True, False], {}, "True"),
@@ -89,6 +93,8 @@ def test_a_malformed_request_raises_before_anything_is_queued(case: str) -> None
     "params",
     [
         {"temperature": -0.1},
+        {"temperature": 1e-39},
+        {"temperature": 9e-6},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"temperature": "1"},
@@ -112,6 +118,8 @@ def test_bad_sampling_params_name_field_and_value(params: dict[str, Any]) -> Non
     [
         {"request_id": "a"},
         {"request_id": 1.5},
+        {"request_id": True},
+        {"request_id": [1]},
         {"priority": "high"},
         {"priority": None},
         {"sampling_params": {"temperature": 1.0}},
@@ -142,6 +150,29 @@ def test_an_id_in_use_is_refused_until_its_request_was_handed_out() -> None:
     assert_others_unharmed(engine)
     assert engine.add_request([1], GOOD, request_id=0) == 0
     assert engine.add_request([1], GOOD) == 71
+
+
+def test_ids_of_several_groups_are_those_of_all_samples_or_refused_before_any_is_queued() -> None:
+    engine = with_others()
+    groups = [([1, 2], [GOOD] * 2), ([3], [GOOD])]
+    bad: list[list[Any]] = [
+        [7],
+        [7, 8],
+        [7, 8, 7],
+        [7, 8, 1],
+        [7, 8, "9"],
+        [7, 8, [9]],
+        [7, 8, 9, 10],
+    ]
+    for ids in bad:
+        with pytest.raises(InvalidRequestError, match=r"request.id"):
+            engine.add_groups(groups, ids)
+    with pytest.raises(InvalidRequestError, match="priority='high'"):
+        engine.add_groups(groups, [7, 8, 9], priority="high")  # type: ignore[arg-type]
+    assert engine.stats().num_waiting == 1
+    assert engine.add_groups(groups, [9, 7, 8]) == [[9, 7], [8]]
+    assert engine.add_groups(groups) == [[10, 11], [12]]
+    assert_others_unharmed(engine)
 
 
 def test_one_bad_member_refuses_the_whole_group() -> None:
@@ -187,6 +218,40 @@ def test_an_impossible_request_comes_back_failed_from_the_next_step(case: str) -
         engine.get_record(request_id)
     assert engine.stats().num_failed == 1
     assert_others_unharmed(engine)
+
+
+def test_the_record_of_a_request_with_images_is_refused() -> None:
+    with_images = DynamicVLMInferenceRequest(
+        request_id=70,
+        prompt_tokens=torch.arange(4),
+        sampling_params=GOOD,
+        seed=0,
+        num_img_embeddings_per_tile=1,
+        imgs=torch.zeros(1),
+        num_tiles=torch.ones(1),
+        decoder_seq_length=4,
+    )
+    engine = with_others()
+    with pytest.raises(InvalidRequestError, match="request 70 has images"):
+        engine.add_record(DynamicInferenceRequestRecord.from_request(with_images))
+    with pytest.raises(InvalidRequestError, match="DynamicVLMInferenceRequest"):
+        engine.add_request(with_images, GOOD)  # type: ignore[arg-type]
+    assert_others_unharmed(engine)
+
+
+def test_the_lowest_temperature_gives_finite_log_probs() -> None:
+    params = SamplingParams(
+        num_tokens_to_generate=3,
+        temperature=MIN_TEMPERATURE,
+        top_p=0.9,
+        min_p=0.1,
+        return_log_probs=True,
+        logprobs_mode="temperature",
+        seed=1,
+    )
+    engine = tiny_engine(model())
+    request_id = engine.add_request(prompt_of(9), params)
+    assert drain(engine)[request_id].generated_log_probs.isfinite().all()
 
 
 def test_a_prompt_that_just_fits_completes() -> None:

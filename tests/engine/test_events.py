@@ -13,7 +13,10 @@ import torch
 
 from rollout import (
     DynamicInferenceEngine,
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
     DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
     InferenceConfig,
     SamplingParams,
     Status,
@@ -57,6 +60,60 @@ def test_an_undisturbed_request_logs_three_events_and_its_times() -> None:
     assert 0 < request.ttft == request.tpot[0] <= request.latency <= seconds
     assert sum(request.tpot) == pytest.approx(request.latency, abs=1e-3)
     assert before <= request.arrival_time == request.event_add_engine.timestamp
+
+
+def test_no_duration_follows_a_wall_clock_that_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(model())
+    engine.add_request(prompt_of(9), params())
+    an_hour_ago = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: an_hour_ago)
+    request = drain(engine)[0]
+    assert 0 < request.ttft == request.tpot[0] <= request.latency < 3600
+    assert min(request.tpot) > 0
+
+
+@pytest.mark.parametrize(("entered_s_ago", "least_s"), [(100.0, 100.0), (-100.0, 0.0)])
+def test_the_latency_of_a_request_begun_elsewhere_is_since_its_entry_there(
+    entered_s_ago: float, least_s: float
+) -> None:
+    """The other machine's clock may be ahead."""
+    entry = DynamicInferenceEvent(
+        type=DynamicInferenceEventType.ADD_ENGINE, timestamp=time.time() - entered_s_ago
+    )
+    request = DynamicInferenceRequest(
+        request_id=0,
+        prompt_tokens=torch.arange(4),
+        sampling_params=params(),
+        seed=4,
+        events=[entry],
+        generated_tokens=[1],
+    )
+    engine = tiny_engine(model())
+    engine.add_record(DynamicInferenceRequestRecord.from_request(request))
+    assert least_s <= drain(engine)[0].latency < least_s + 100
+
+
+def test_a_record_that_was_asked_for_does_not_change_with_later_steps() -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="recompute")
+    engine.add_request(prompt_of(9), params(return_log_probs=True, skip_prompt_log_probs=False))
+    for _ in range(3):
+        engine.step()
+    record = engine.get_record(0)
+    request = record.merge()
+    seen = (request.generated_tokens, names(request), request.status, request.tpot)
+    ages = request.kv_cache_staleness.tolist()
+    engine.pause()
+    engine.suspend()
+    engine.set_generation_epoch(engine.weights_version + 1)
+    engine.resume()
+    engine.unpause()
+    drain(engine)
+    later = record.merge()
+    assert (later.generated_tokens, names(later), later.status, later.tpot) == seen
+    assert later.kv_cache_staleness.tolist() == ages
+    assert torch.equal(later.prompt_log_probs, request.prompt_log_probs)
+    assert len(record.requests) == 1
+    assert later.latency is None
 
 
 def test_add_context_comes_with_the_last_chunk_of_a_prompt() -> None:
@@ -310,8 +367,7 @@ def test_a_failed_step_requeues_its_requests_with_their_tokens(
     finished = {}
     for _ in range(at_step):
         finished |= {record.request_id: record.merge() for record in engine.step()}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step()
+    finished |= {record.request_id: record.merge() for record in engine.step()}
     assert engine.stats().num_running == engine.stats().num_blocks_used == 0
     assert engine.stats().num_waiting == 3
     finished |= drain(engine)
@@ -332,9 +388,8 @@ def test_a_group_survives_a_failed_fork() -> None:
     for at_step in range(3):
         engine = failing_once(tiny_engine(model()), at_step)
         engine.add_group(prompt_of(9), sampling)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            drain(engine)
         finished = drain(engine)
+        assert engine.stats().num_failed_steps == 1
         for i, request in expected.items():
             assert finished[i].generated_tokens == request.generated_tokens
         assert engine.stats().num_blocks_used == 0

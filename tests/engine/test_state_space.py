@@ -75,6 +75,7 @@ class Key:
 
     state: EngineState
     given_up: tuple[str, ...]
+    released: tuple[str, ...]
     mode: str
     kv_resident: bool
     kv_offloaded: bool
@@ -116,6 +117,7 @@ class Rig:
         return Key(
             engine.state,
             given_up,
+            tuple(sorted(suspension._done)),
             suspension._mode.value if "kv_cache" in given_up else "",
             engine._kv.is_resident,
             bool(engine._kv.offloaded_blocks),

@@ -31,15 +31,15 @@ class Decision:
     waiting: tuple[int, ...]
     paused: tuple[int, ...]
     orders: dict[int, tuple[int, int]]  # of all requests; that of one that waited longest changes
+    is_alone: bool  # of a request that was in failed steps
 
 
 def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
-    """A list that grows with every schedule() of the engine from now on."""
+    """A list that grows with every schedule of the engine from now on."""
     scheduler, decisions = engine._scheduler, []
-    decide = scheduler.schedule
+    decide, decide_alone = scheduler.schedule, scheduler.schedule_alone
 
-    def traced(weights_version: int) -> Schedule:
-        schedule = decide(weights_version)
+    def note(schedule: Schedule, weights_version: int, *, is_alone: bool) -> Schedule:
         behind = scheduler._in_flight[-1] if schedule.plan is not None else None
         active = scheduler._context.active
         decisions.append(
@@ -59,9 +59,16 @@ def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
                 tables={s.request_id: tuple(s.blocks) for s in active},
                 waiting=tuple(s.request_id for s in scheduler._context.waiting),
                 paused=tuple(s.request_id for s in active if s.phase is Phase.PAUSED),
+                is_alone=is_alone,
             )
         )
         return schedule
 
-    scheduler.schedule = traced
+    def traced(version: int) -> Schedule:
+        return note(decide(version), version, is_alone=False)
+
+    def traced_alone(request_id: int, version: int) -> Schedule:
+        return note(decide_alone(request_id, version), version, is_alone=True)
+
+    scheduler.schedule, scheduler.schedule_alone = traced, traced_alone
     return decisions

@@ -33,7 +33,7 @@ requests_strategy = st.builds(
     prompt=st.none() | st.text(),
     prompt_tokens=token_lists,
     generated_tokens=token_lists,
-    sampling_params=st.none() | st.builds(SamplingParams, temperature=st.floats(0, 2)),
+    sampling_params=st.none() | st.builds(SamplingParams, temperature=st.floats(0.01, 2)),
     arrival_time=st.none() | st.floats(0, 1e9),
     status=st.none() | st.sampled_from(Status),
     finish_reason=st.none() | st.sampled_from(["stop", "length", "abort", "error"]),

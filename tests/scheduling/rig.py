@@ -168,6 +168,18 @@ class Rig:
         self.run()
         return self.commit()
 
+    def step_alone(self, request_id: int) -> Schedule:
+        """Plan, run and commit a step of one request."""
+        self.settle()
+        schedule = self.scheduler.schedule_alone(request_id, self.version)
+        self._note(schedule)
+        invariants.check_blocks(self.scheduler)
+        assert schedule.plan is not None
+        self.planned.append(schedule.plan)
+        self.run()
+        self.commit()
+        return schedule
+
     def settle(self) -> None:
         """Finish whatever is in flight."""
         while self.planned:

@@ -195,6 +195,22 @@ def test_requests_of_a_failed_step_start_again_with_all_their_tokens(after_write
     rig.drain()
 
 
+@pytest.mark.parametrize("scarce", [{"num_blocks": 3}, {"num_rows": 1}])
+def test_a_request_that_runs_alone_takes_from_others_only_what_it_needs(
+    scarce: dict[str, int],
+) -> None:
+    rig = Rig(Sizes(**({"num_blocks": 12, "block_size": 4} | scarce)))
+    rig.add(prompt(6), Sample(seed=1, num_new=4))
+    rig.step()
+    rig.add(prompt(7), Sample(seed=2, num_new=4), Sample(seed=3, num_new=4))
+    assert rig.step_alone(0).evicted == ()
+    first, second = rig.step_alone(1), rig.step_alone(1)
+    assert (first.admitted, first.evicted) == ((1,), (0,))
+    assert (second.admitted, second.evicted) == ((), ())
+    assert rig.in_phase("waiting") == [0, 2]
+    rig.drain()
+
+
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     tokens, _ = run_alone(prompt(4), Sample(num_new=6, seed=1), limit(10))
     rig = Rig(Sizes(poison=frozenset({tokens[2]})))

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from numpy.testing import assert_allclose
 
-from rollout import DynamicInferenceEngine, DynamicInferenceRequest, EngineState, SamplingParams
+from rollout import (
+    ConfigError,
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    EngineState,
+    SamplingParams,
+)
 from tests.tiny_models import (
     IS_LONG,
     Finished,
@@ -210,6 +216,56 @@ def test_the_second_of_two_commands_in_a_row_reports_that_nothing_moved() -> Non
     assert engine.resume().bytes_restored == 0
     assert engine.resume().num_requests_recomputed == 0
     assert engine.stats().num_suspends == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_suspend_while_suspended_releases_what_is_not_released_yet(mode: str) -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode=mode)
+    ids = [engine.add_request(*job) for job in jobs()]
+    for _ in range(4):
+        engine.step()
+    engine.pause()
+    first = engine.suspend()
+    second = engine.suspend(release=("kv_cache", "weights"))
+    repeated = engine.suspend(release=("weights", "kv_cache"))
+    num_bytes = engine._weights.store.num_bytes
+    assert second.released_by_owner == {"kv_cache": 0, "weights": num_bytes}
+    assert second.bytes_on_host == first.bytes_on_host + num_bytes
+    assert second.kept_by_owner == {**first.kept_by_owner, "weights": 0}
+    assert repeated.bytes_released == repeated.num_requests_requeued == 0
+    assert engine.resume("weights").bytes_restored == num_bytes
+    assert engine.state is EngineState.SUSPENDED
+    assert engine.suspend(release=("weights",)).bytes_released == num_bytes
+    resumed = engine.resume()
+    assert engine.state is EngineState.PAUSED
+    assert resumed.num_requests_recomputed == first.num_requests_requeued
+    engine.unpause()
+    finished = drain(engine)
+    for i, expected in zip(ids, undisturbed(), strict=True):
+        Margins().compare(model(), finished[i], expected.generated_tokens)
+
+
+def test_kv_that_a_suspend_left_in_place_is_released_by_one_in_another_mode() -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="persist")
+    engine.add_request(*jobs()[0])
+    engine.step()
+    engine.pause()
+    assert engine.suspend().bytes_released == 0
+    report = engine.suspend("offload")
+    assert (report.mode, report.bytes_released) == ("offload", engine._kv.num_bytes)
+    assert engine.suspend("recompute").bytes_released == 0
+    engine.resume()
+    engine.unpause()
+    assert drain(engine)[0].generated_tokens == undisturbed()[0].generated_tokens
+
+
+def test_a_bad_suspend_is_refused_while_suspended_too() -> None:
+    engine = tiny_engine(model())
+    engine.pause()
+    engine.suspend()
+    with pytest.raises(ConfigError, match="hair"):
+        engine.suspend(release=("hair",))
+    assert engine.state is EngineState.SUSPENDED
 
 
 @pytest.mark.parametrize("mode", MODES)

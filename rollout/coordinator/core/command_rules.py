@@ -35,9 +35,12 @@ def legal_now(state: CoordinatorState) -> list[str]:
 
 
 def is_done(fleet: Fleet, header: Headers) -> bool:
-    """Whether every engine is where the command would lead."""
+    """Whether every engine is where the command would lead, whatever its arguments.
+
+    A SUSPEND may name what is not released yet, so engines are asked.
+    """
     name = STATE_COMMANDS.get(header)
-    if name is None or fleet.is_diverged:
+    if name is None or fleet.is_diverged or header is Headers.SUSPEND:
         return False
     return COMMANDS[name].target is fleet.state.engine_state
 
@@ -84,10 +87,9 @@ def state_after(fleet: Fleet, command: Command) -> tuple[CoordinatorState, froze
     An engine that was resumed in part stays suspended until all is back.
     """
     if command.header is Headers.SUSPEND:
-        if fleet.state is CoordinatorState.SUSPENDED:
-            return fleet.state, fleet.released
         asked = command.arguments.get("release")
-        return CoordinatorState.SUSPENDED, frozenset(_DEFAULT_RELEASE if asked is None else asked)
+        released = frozenset(_DEFAULT_RELEASE if asked is None else asked)
+        return CoordinatorState.SUSPENDED, released | fleet.released
     if command.header is Headers.RESUME and fleet.state is CoordinatorState.SUSPENDED:
         only = command.arguments.get("only")
         left = frozenset() if only is None else fleet.released - {only}

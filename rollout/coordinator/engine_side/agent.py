@@ -227,6 +227,6 @@ class EngineAgent:
             return self._requests.unacknowledged()
         if engine.state is EngineState.RUNNING:
             engine.pause()
-        if target is EngineState.SUSPENDED:
+        if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
             engine.suspend()
         return self._requests.unacknowledged()

@@ -19,15 +19,16 @@ from rollout.errors import ProtocolError, WeightUpdateError
 _logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5  # longest wait for a message; one that comes is not waited for
-_MAX_FAILURES = 3  # of steps in sequence; the requests are back in the queue after each
+_MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
 _MAX_MISSES = 20  # of the fleet's weights or state, about _IDLE_S apart
 
 
 def serve(agent: EngineAgent, link: EngineLink) -> None:
     """Do what the coordinator asks, and step while the lease runs, until it says SHUTDOWN.
 
-    Raises what steps raise if several in sequence fail, what entering the fleet raises if it fails
-    again and again, and RolloutError if the link fails.
+    Raises what steps raise if several in sequence do, what entering the fleet raises if it fails
+    again and again, and RolloutError if the link fails. A request that makes steps fail ends alone;
+    steps do not raise for it.
     """
     entrance = _Entrance(agent, link)
 

@@ -304,6 +304,15 @@ def test_a_fleet_that_is_resumed_in_part_stays_suspended_until_all_is_back() -> 
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
+def test_a_fleet_knows_what_several_suspends_have_released() -> None:
+    fleet, client, _ = fleet_in("PAUSED")
+    for owner in ("kv_cache", "weights"):
+        order = client.command(H.SUSPEND, arguments={"release": [owner]})
+        assert isinstance(fleet.give(client, order), Ack)
+    fleet.give(client, client.command(H.RESUME, arguments={"only": "kv_cache"}))
+    assert fleet.core.state is CoordinatorState.SUSPENDED
+
+
 def test_a_stop_fails_what_is_unfinished_and_takes_nothing_more() -> None:
     fleet, client, _ = fleet_in("PAUSED")
     fleet.send(client, client.submission([9]))

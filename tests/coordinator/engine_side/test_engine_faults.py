@@ -129,6 +129,40 @@ def test_any_fault_of_adding_a_request_is_its_end() -> None:
     assert not good.is_failed
 
 
+def failing_at(engine: FaultyEngine, length: int) -> FaultyEngine:
+    """Its forward passes raise while a request's context has this length; 0 for always."""
+
+    def forward(_: Any, arguments: tuple[Any, ...]) -> None:
+        if not length or length in arguments[0].context_lens.tolist():
+            raise ArithmeticError("this forward pass cannot be done")
+
+    engine._engine._pipeline._runner._model.register_forward_pre_hook(forward)
+    return engine
+
+
+def test_a_request_that_fails_every_step_is_told_as_failed_and_the_engine_goes_on() -> None:
+    agent = agent_of(failing_at(FaultyEngine(), length=6))
+    link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
+    serve(agent, link)
+    replies = {
+        reply.request_id: unpack_record(reply.record).merge() for reply in link.of(EngineReply)
+    }
+    assert [(i, replies[i].finish_reason) for i in (0, 1, 2)] == [
+        (0, "length"),
+        (1, "error"),
+        (2, "length"),
+    ]
+    (error,) = [e.payload for e in replies[1].events if e.type.name == "ERROR_NONTRANSIENT"]
+    assert str(error) == "ArithmeticError: this forward pass cannot be done"
+
+
+def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None:
+    link = ScriptedLink(register_ack(), assignment(0), assignment(1))
+    with pytest.raises(ArithmeticError, match="cannot be done"):
+        serving.serve(agent_of(failing_at(FaultyEngine(), length=0)), link)  # type: ignore[arg-type]
+    assert not link.of(EngineReply)
+
+
 def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
     agent = agent_of(FaultyEngine())
     link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)

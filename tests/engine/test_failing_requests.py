@@ -1,0 +1,199 @@
+"""A request whose forward passes raise ends by its error, and takes nobody with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rollout import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams, Status
+from tests.tiny_models import (
+    Finished,
+    drain,
+    generate_all,
+    prompt_of,
+    tiny_engine,
+    tiny_model,
+)
+
+POISON = 210
+MAX_STEPS = 120
+Jobs = list[tuple[list[int], SamplingParams]]
+
+
+@cache
+def model() -> Any:
+    return tiny_model(seed=8)
+
+
+def healthy_jobs() -> Jobs:
+    """Three requests without the poisonous token, one of them with log-probs."""
+    return [
+        ([token % POISON for token in prompt_of(length, seed=length)], params(10, seed=length))
+        for length in (5, 9, 20)
+    ]
+
+
+def params(num_tokens: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=num_tokens, **({"seed": 3} | changes))
+
+
+@cache
+def undisturbed() -> list[list[int]]:
+    tokens = [r.generated_tokens for r in generate_all(tiny_engine(model()), healthy_jobs())]
+    assert not any(POISON in each for each in tokens)
+    return tokens
+
+
+def engine_failing(fails: Callable[[Any], bool], **config: Any) -> DynamicInferenceEngine:
+    """Its model raises in each forward pass of whose batch `fails` is true."""
+    engine = tiny_engine(model(), **config)
+
+    def forward(_: Any, arguments: tuple[Any, ...]) -> None:
+        if fails(arguments[0]):
+            raise ArithmeticError("this forward pass cannot be done")
+
+    engine._pipeline._runner._model.register_forward_pre_hook(forward)
+    return engine
+
+
+def is_poisoned(batch: Any) -> bool:
+    return bool((batch.token_ids_T == POISON).any())
+
+
+def add_healthy(engine: DynamicInferenceEngine) -> list[int]:
+    return [engine.add_request(prompt, sampling) for prompt, sampling in healthy_jobs()]
+
+
+def names(request: DynamicInferenceRequest) -> list[str]:
+    return [event.type.name for event in request.events]
+
+
+def assert_failed(request: DynamicInferenceRequest) -> None:
+    assert (request.status, request.finish_reason) == (Status.FAILED, "error")
+    assert names(request)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
+    with pytest.raises(ArithmeticError, match="cannot be done"):
+        raise request.events[-2].payload
+
+
+def assert_unharmed(finished: Finished, ids: list[int]) -> None:
+    assert [finished[i].generated_tokens for i in ids] == undisturbed()
+
+
+def test_a_request_that_fails_every_step_is_failed_and_its_neighbours_lose_nothing() -> None:
+    engine = engine_failing(is_poisoned)
+    healthy = add_healthy(engine)
+    culprit = engine.add_request([4, POISON, 5], params(6))
+    finished = drain(engine, MAX_STEPS)
+    assert_failed(finished[culprit])
+    assert names(finished[culprit]) == [
+        *("ADD_ENGINE", "ERROR_TRANSIENT", "ERROR_TRANSIENT", "ERROR_NONTRANSIENT", "FAIL")
+    ]
+    assert_unharmed(finished, healthy)
+    assert names(finished[healthy[0]]).count("ERROR_TRANSIENT") == 2
+    stats = engine.stats()
+    assert (stats.num_failed_steps, stats.num_blocks_used) == (3, 0)
+
+
+def test_a_failing_step_keeps_no_tensors_alive_in_the_events_it_leaves() -> None:
+    engine = engine_failing(is_poisoned)
+    culprit = engine.add_request([4, POISON, 5], params(6))
+    finished = drain(engine, MAX_STEPS)
+    errors = [e.payload for e in finished[culprit].events if e.payload is not None]
+    assert [error.__traceback__ for error in errors] == [None, None]
+
+
+def test_all_samples_of_a_prompt_that_fails_are_failed_and_others_of_a_group_go_on() -> None:
+    engine = engine_failing(is_poisoned)
+    healthy = add_healthy(engine)
+    culprits = engine.add_group([POISON, 7], [params(6, seed=i) for i in range(4)])
+    group = engine.add_group(healthy_jobs()[0][0], [healthy_jobs()[0][1]] * 3)
+    finished = drain(engine, MAX_STEPS)
+    for culprit in culprits:
+        assert_failed(finished[culprit])
+    assert_unharmed(finished, healthy)
+    assert [finished[i].generated_tokens for i in group] == [undisturbed()[0]] * 3
+
+
+def test_a_request_is_found_whose_first_chunk_passes() -> None:
+    engine = engine_failing(is_poisoned, enable_chunked_prefill=True, max_tokens=16)
+    culprit = engine.add_request([5] * 30 + [POISON], params(6))
+    healthy = add_healthy(engine)
+    finished = drain(engine, MAX_STEPS)
+    assert_failed(finished[culprit])
+    assert_unharmed(finished, healthy)
+
+
+def test_a_request_is_found_whose_prefill_passes_and_whose_decode_steps_fail() -> None:
+    def decodes_far(batch: Any) -> bool:
+        return bool((batch.context_lens[: batch.num_decode_rows] >= 35).any())
+
+    engine = engine_failing(decodes_far)
+    healthy = add_healthy(engine)
+    culprit = engine.add_request(prompt_of(33), params(20))
+    finished = drain(engine, MAX_STEPS)
+    assert_failed(finished[culprit])
+    assert 2 <= len(finished[culprit].generated_tokens) <= 5
+    assert_unharmed(finished, healthy)
+
+
+def test_a_batch_that_fails_only_as_a_whole_fails_nobody() -> None:
+    engine = engine_failing(lambda batch: len(batch.context_lens) > 2)
+    healthy = add_healthy(engine)
+    assert_unharmed(drain(engine, MAX_STEPS), healthy)
+
+
+def test_an_abort_of_the_request_that_runs_alone_lets_the_others_go_on() -> None:
+    engine = engine_failing(is_poisoned)
+    culprit = engine.add_request([4, POISON, 5], params(6))
+    healthy = add_healthy(engine)
+    for _ in range(2):
+        assert engine.step() == []
+    assert engine.abort_request(culprit).current.finish_reason == "abort"
+    assert_unharmed(drain(engine, MAX_STEPS), healthy)
+    assert engine.stats().num_failed_steps == 2
+
+
+def test_a_device_that_fails_every_step_ends_no_request_and_raises() -> None:
+    is_broken = True
+    engine = engine_failing(lambda _: is_broken)
+    healthy = add_healthy(engine)
+    for _ in range(2):
+        assert engine.step() == []
+    for _ in range(3):
+        with pytest.raises(ArithmeticError, match="cannot be done"):
+            engine.step()
+    assert engine.stats().num_waiting == 3
+    is_broken = False
+    assert_unharmed(drain(engine, MAX_STEPS), healthy)
+
+
+def test_a_pause_goes_on_where_what_was_on_its_way_fails() -> None:
+    engine = engine_failing(is_poisoned)
+    culprit = engine.add_request([4, POISON, 5], params(6))
+    engine.step()
+    engine.pause()
+    engine.suspend("recompute")
+    engine.resume()
+    engine.unpause()
+    assert_failed(drain(engine, MAX_STEPS)[culprit])
+
+
+def test_an_interrupt_is_no_requests_fault() -> None:
+    engine = engine_failing(lambda _: False)
+    healthy = add_healthy(engine)
+    runner = engine._pipeline._runner
+    launch = runner.launch
+
+    def interrupted(plan: Any) -> Any:
+        runner.launch = launch
+        raise KeyboardInterrupt
+
+    runner.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    finished = drain(engine, MAX_STEPS)
+    assert_unharmed(finished, healthy)
+    assert "ERROR_TRANSIENT" not in names(finished[healthy[0]])
