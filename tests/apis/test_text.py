@@ -80,6 +80,16 @@ def test_the_tokenizers_end_id_stops() -> None:
     assert request.finish_reason == "stop"
 
 
+def test_the_models_end_ids_stop_beside_the_tokenizers_own() -> None:
+    tokens = llm_of().generate(TEXT[0], params()).generated_tokens
+    first, later = tokens[6], next(t for t in tokens[7:] if t not in tokens[:7])
+    ending = tiny_model("llama", vocab_size=bpe().get_vocab_size(), seed=3, eos_token_id=[first])
+    llm = LLM(ending, HFTokenizer(bpe(), eos_id=later), InferenceConfig(buffer_size_gb=0.01))
+    request = llm.generate(TEXT[0], params())
+    assert request.generated_tokens == tokens[: tokens.index(first) + 1]
+    assert request.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
