@@ -133,7 +133,7 @@ class RequestBook:
     def _append_token(
         self, sampled: SampledToken, version: int, output: StepOutput, now: float
     ) -> None:
-        if sampled.finish_reason == "error":
+        if sampled.finish_reason == "error" and sampled.error is None:
             return
         segment = self._records[sampled.request_id].current
         segment.generated_tokens.append(sampled.token_id)
@@ -178,6 +178,9 @@ class RequestBook:
     # ---- endings
 
     def _close(self, sampled: SampledToken, version: int, now: float) -> None:
+        if sampled.error is not None:
+            self.fail(sampled.request_id, sampled.error, "error", sampled.kv_spans, version)
+            return
         if sampled.finish_reason == "error":
             error = NonFiniteLogitsError(
                 f"request {sampled.request_id}: the logits for its next token are not finite under "

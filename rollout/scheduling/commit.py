@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.errors import DetokenizeError
 from rollout.scheduling.plan_builder import PlannedRows
 from rollout.scheduling.sequence import Phase
 from rollout.scheduling.stopping import finish_reason
@@ -18,9 +19,9 @@ from rollout.version_spans import VersionSpans
 class SampledToken:
     """One token of one request. `index` is its sample row in StepOutput.
 
-    `finish_reason` is None, "stop", "length", or "error" when its logits were not finite (there is
-    no token then). `context_kv_version_min` and `_mean` are over the context it attended to, its
-    own source position included.
+    `finish_reason` is None, "stop", "length", or "error": of `error`, or if that is None since its
+    logits were not finite (there is no token then). `context_kv_version_min` and `_mean` are over
+    the context it attended to, its own source position included.
     """
 
     request_id: int
@@ -30,6 +31,7 @@ class SampledToken:
     context_kv_version_mean: float
     finish_reason: str | None
     kv_spans: VersionSpans | None  # of all written positions; only with a finish_reason
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,13 @@ def _sampled(behind: PlannedRows, output: StepOutput) -> list[SampledToken]:
             continue
         token_id = token_ids[index]
         sequence.tokens.append(token_id)
+        reason: str | None = "error"
+        error: Exception | None = None
         if all_finite or is_finite[index]:
-            reason = finish_reason(sequence.tokens, sequence.num_prompt, sequence.stop_rule)
-        else:
-            reason = "error"
+            try:
+                reason = finish_reason(sequence.tokens, sequence.num_prompt, sequence.stop_rule)
+            except DetokenizeError as fault:  # ends its own request only
+                error = fault
         sampled.append(
             SampledToken(
                 request_id=sequence.request_id,
@@ -91,6 +96,7 @@ def _sampled(behind: PlannedRows, output: StepOutput) -> list[SampledToken]:
                 context_kv_version_mean=sequence.kv_sum / len(sequence.kv_spans),
                 finish_reason=reason,
                 kv_spans=sequence.kv_spans.copy() if reason else None,
+                error=error,
             )
         )
     return sampled
