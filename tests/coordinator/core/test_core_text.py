@@ -185,18 +185,20 @@ def test_a_text_that_cannot_be_made_is_an_error_beside_the_record_and_the_next_i
     fleet.send(client, client.submission([3, 4]))
     fleet.run()
     fleet.finish()
+    request = DynamicInferenceRequest(request_id=1, generated_tokens=[97])
+    record = pack_record(DynamicInferenceRequestRecord.from_request(request))
     jobs = fleet.core.take_text_jobs()
-    assert len(jobs) == 2
     for job, tokenizer in zip(jobs, (Faulty(), LetterTokenizer()), strict=True):
-        fleet.route(fleet.core.text_done(run_text_job(job, tokenizer), fleet.now))
+        assert isinstance(job, Detokenize)
+        result = run_text_job(Detokenize(job.server_id, record), tokenizer)
+        fleet.route(fleet.core.text_done(result, fleet.now))
     fleet.run()
     without, whole = (client.asked[i].replies[0] for i in range(2))
     assert (without.generated_text, without.is_failed) == (None, False)
     assert without.record is not None
     assert without.error is not None
     assert without.error.type_name == "DetokenizeError"
-    assert whole.error is None
-    assert whole.generated_text is not None
+    assert (whole.error, whole.generated_text) == (None, "a")
 
 
 @pytest.mark.parametrize("record", [b"", b"\xc1", b"\x80", b"\x91\x01"])
