@@ -8,6 +8,7 @@ RolloutError
 ├── WeightUpdateError                   an update that was rolled back
 ├── ModelError                          an unknown model type, or a checkpoint that does not fit
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
+├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
 ├── RequestAbortedError                 the request was ended by its owner
 ├── ContextOverflowError                a request that the context cannot take, now or ever
@@ -58,6 +59,10 @@ class ModelError(RolloutError):
 
 class NonFiniteLogitsError(RolloutError):
     """A token had to be sampled from logits holding NaN or infinity."""
+
+
+class DetokenizeError(RolloutError):
+    """The tokenizer raised on generated tokens: there is no text of them; the tokens are kept."""
 
 
 class ProtocolError(RolloutError):

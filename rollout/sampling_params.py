@@ -13,7 +13,10 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 # Below it a float32 logit divided by the temperature may overflow. Far lower than any that tells
 # two draws apart: at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
 MIN_TEMPERATURE = 1e-5
-_MAX_TOP_K = 2**31 - 1  # far above any vocabulary, and what all arrays of it can hold
+# Far above any vocabulary, and what all arrays of it can hold.
+_MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
+_MAX_BIAS = 100.0
+_TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 _SWITCHES = (
     "ignore_eos",
     "return_log_probs",
@@ -36,12 +39,19 @@ class SamplingParams:
         neither: up to the engine's longest sequence.
     termination_id: the end token; None takes the tokenizer's, -1 matches none. `ignore_eos` runs on
         past it.
-    stop_words: a string or strings; kept as a tuple. `detokenize_stop_sequence` keeps them in the
-        text.
+    stop_words: a string or strings, looked for in the generated text and among its tokens; kept as
+        a tuple. They need a tokenizer. `detokenize_stop_sequence` keeps them in the text.
+    stop_token_ids: further ids that end the request, also with `ignore_eos`.
+    min_tokens: so many tokens are generated before anything but the length may end the request.
     seed: the request seed; None lets the engine derive one.
     logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
-        `processed` = after temperature and truncation.
+        `processed` = after biases, penalties, temperature and truncation.
     streaming_interval: tokens between two partial replies.
+    logit_bias: {token id: what is added to its logit}; kept as pairs, by id.
+    allowed_token_ids: all other ids are never drawn.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else
+        multiplied; 1 is off. presence_penalty, frequency_penalty: taken from the logits of tokens
+        in the output, once or once per occurrence; 0 is off. Definitions of vLLM.
     """
 
     temperature: float = 1.0
@@ -63,6 +73,13 @@ class SamplingParams:
     return_prompt_tokens: bool = True
     streaming: bool = False
     streaming_interval: int = 1
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_float("temperature", 0.0, math.inf)
@@ -73,9 +90,13 @@ class SamplingParams:
             )
         self._check_float("top_p", 0.0, 1.0)
         self._check_float("min_p", 0.0, 1.0)
+        self._check_float("repetition_penalty", 0.01, 100.0)
+        self._check_float("presence_penalty", -2.0, 2.0)
+        self._check_float("frequency_penalty", -2.0, 2.0)
         self._check_int("top_k", 0, _MAX_TOP_K)
         self._check_int("top_n_logprobs", 0)
         self._check_int("streaming_interval", 1)
+        self._check_int("min_tokens", 0, _MAX_TOKEN_ID)
         self._check_int("num_tokens_to_generate", 1, optional=True)
         self._check_int("num_tokens_total", 1, optional=True)
         self._check_int("termination_id", -1, optional=True)
@@ -92,13 +113,24 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}"
             )
+        limit = self.num_tokens_to_generate
+        if limit is not None and self.min_tokens > limit:
+            raise InvalidRequestError(
+                f"min_tokens={self.min_tokens} is more than num_tokens_to_generate={limit}"
+            )
         object.__setattr__(self, "stop_words", _stop_words_as_tuple(self.stop_words))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, _ids_as_tuple(name, getattr(self, name)))
+        if self.allowed_token_ids == ():
+            raise InvalidRequestError("allowed_token_ids=[] allows no token; None allows all")
+        object.__setattr__(self, "logit_bias", _bias_as_pairs(self.logit_bias))
 
     def serialize(self) -> dict[str, Any]:
         """Return the fields as a dictionary that msgpack can carry."""
         encoded = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.stop_words is not None:
-            encoded["stop_words"] = list(self.stop_words)
+        for name in _TUPLES:
+            if encoded[name] is not None:
+                encoded[name] = list(encoded[name])
         return encoded
 
     @classmethod
@@ -147,3 +179,39 @@ def _stop_words_as_tuple(stop_words: object) -> tuple[str, ...] | None:
             f"stop_words={stop_words!r} must be a non-empty string or a list of them"
         )
     return tuple(words)
+
+
+def _ids_as_tuple(name: str, ids: object) -> tuple[int, ...] | None:
+    """Return the ids ascending, each once. Raises InvalidRequestError unless they are token ids."""
+    if ids is None:
+        return None
+    if not isinstance(ids, (list, tuple)) or not all(map(_is_token_id, ids)):
+        raise InvalidRequestError(f"{name}={ids!r} must be a list of ids in [0, {_MAX_TOKEN_ID}]")
+    return tuple(sorted(set(ids)))
+
+
+def _bias_as_pairs(bias: object) -> tuple[tuple[int, float], ...] | None:
+    """Return (id, bias) pairs by id. Raises InvalidRequestError for what is none."""
+    if bias is None:
+        return None
+    pairs = list(bias.items()) if isinstance(bias, Mapping) else bias
+    is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
+    if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
+        raise InvalidRequestError(
+            f"logit_bias={bias!r} must map ids in [0, {_MAX_TOKEN_ID}] to numbers in "
+            f"[{-_MAX_BIAS:g}, {_MAX_BIAS:g}]"
+        )
+    return tuple(sorted((token_id, float(value)) for token_id, value in pairs))
+
+
+def _is_token_id(value: object) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and 0 <= value <= _MAX_TOKEN_ID
+
+
+def _is_bias(pair: object) -> bool:
+    """Whether it is a token id and a bias; NaN is none."""
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not _is_token_id(pair[0]):
+        return False
+    is_number = isinstance(pair[1], (int, float)) and not isinstance(pair[1], bool)
+    return is_number and -_MAX_BIAS <= pair[1] <= _MAX_BIAS

@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
 _MAX_PENDING_BYTES = 3
+# Ids of a window that a text of broken characters, which ends nowhere, may hold.
+_MAX_WINDOW = 64
 
 
 @runtime_checkable
@@ -119,7 +121,7 @@ class IncrementalDetokenizer:
 
     No piece holds half a UTF-8 character and no text is given twice; all pieces together are
     `tokenizer.decode` of all ids. The work per call does not grow with the text: only the ids since
-    the last-but-one complete character are decoded again.
+    the last-but-one complete character are decoded again, of broken text some dozens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -135,11 +137,17 @@ class IncrementalDetokenizer:
         if len(self._window) == num_known_ids:
             return ""
         text = self._tokenizer.decode(self._window)
-        num_complete = _complete_length(text)
+        num_complete = complete_length(text)
         piece = text[self._num_emitted : num_complete]
         self._num_emitted = max(self._num_emitted, num_complete)
-        if piece and num_complete == len(text):
-            self._slide()
+        if num_complete == len(text):
+            if piece:
+                self._slide()
+            elif not self._tokenizer.decode(self._window[num_known_ids:] * 2):
+                # Special tokens have no text, also after each other: the window need not keep them.
+                del self._window[num_known_ids:]
+        elif len(self._window) > _MAX_WINDOW:
+            self._cut(text)
         return piece
 
     def finish(self) -> str:
@@ -155,9 +163,21 @@ class IncrementalDetokenizer:
         self._num_context_ids = len(self._window)
         self._num_emitted = len(self._tokenizer.decode(self._window))
 
+    def _cut(self, text: str) -> None:
+        """Forget ids up to a point that parts no character, if there is one in the middle."""
+        middle = len(self._window) // 2
+        for end in range(middle, middle + _MAX_PENDING_BYTES + 1):
+            head = self._tokenizer.decode(self._window[:end])
+            is_whole = head + self._tokenizer.decode(self._window[end:]) == text
+            if is_whole and len(head) <= self._num_emitted:
+                del self._window[:end]
+                self._num_context_ids = 0
+                self._num_emitted -= len(head)
+                return
 
-def _complete_length(text: str) -> int:
-    """Return how many leading characters of `text` no further byte can change."""
+
+def complete_length(text: str) -> int:
+    """Return how many leading characters of `text` no further token can change."""
     tail = text[-_MAX_PENDING_BYTES:]
     return len(text) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
 

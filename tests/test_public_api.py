@@ -75,6 +75,13 @@ def test_sampling_params_have_the_pinned_fields_and_defaults() -> None:
         "return_prompt_tokens": True,
         "streaming": False,
         "streaming_interval": 1,
+        "stop_token_ids": None,
+        "min_tokens": 0,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
 
 

@@ -45,6 +45,20 @@ OUT_OF_RANGE = [
     ("detokenize_stop_sequence", 0.0, "True or False"),
     ("return_prompt_tokens", {}, "True or False"),
     ("streaming", b"", "True or False"),
+    ("stop_token_ids", [-1], "[0, 2147483647]"),
+    ("stop_token_ids", 7, "list of ids"),
+    ("allowed_token_ids", [1.5], "[0, 2147483647]"),
+    ("allowed_token_ids", [], "allows no token"),
+    ("logit_bias", {-1: 0.0}, "[0, 2147483647]"),
+    ("logit_bias", {1: math.nan}, "[-100, 100]"),
+    ("logit_bias", {1: 100.5}, "[-100, 100]"),
+    ("logit_bias", [(1, 0.0), (1, 2.0)], "map ids"),
+    ("logit_bias", 3, "map ids"),
+    ("min_tokens", -1, "[0, 2147483647]"),
+    ("repetition_penalty", 0.0, "[0.01, 100]"),
+    ("repetition_penalty", math.inf, "[0.01, 100]"),
+    ("presence_penalty", 2.1, "[-2, 2]"),
+    ("frequency_penalty", -2.1, "[-2, 2]"),
 ]
 
 params_strategy = st.builds(
@@ -62,6 +76,12 @@ params_strategy = st.builds(
     logprobs_mode=st.sampled_from(LOGPROBS_MODES),
     streaming=st.booleans(),
     streaming_interval=st.integers(1, 64),
+    stop_token_ids=st.none() | st.lists(st.integers(0, 200_000)),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100)),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 200_000), min_size=1),
+    repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
 )
 
 
@@ -97,6 +117,19 @@ def test_params_cannot_be_edited_and_can_be_hashed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.5
     assert hash(params) == hash(SamplingParams(stop_words="END"))
+
+
+def test_more_tokens_at_least_than_at_most_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"min_tokens=5.*num_tokens_to_generate=4"):
+        SamplingParams(min_tokens=5, num_tokens_to_generate=4)
+
+
+def test_ids_and_biases_are_kept_in_order_so_that_equal_ones_have_one_hash():
+    params = SamplingParams(stop_token_ids=[3, 1, 3], logit_bias={5: 1, 2: -0.5})
+    assert params.stop_token_ids == (1, 3)
+    assert params.logit_bias == ((2, -0.5), (5, 1.0))
+    same = SamplingParams(stop_token_ids=(1, 3), logit_bias=[[5, 1.0], [2, -0.5]])
+    assert hash(params) == hash(same)
 
 
 def test_stop_words_do_not_follow_the_callers_list():

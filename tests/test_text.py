@@ -85,7 +85,12 @@ def test_pushing_nothing_gives_nothing():
     assert pieces_of(ByteTokenizer(), [[], [65], []]) == ["", "A", "", ""]
 
 
-def test_work_per_token_does_not_grow_with_the_text():
+@pytest.mark.parametrize(
+    ("ids", "bound"),
+    [(list(("é" * 500).encode()), 4), ([65, *[256] * 500], 4), ([0xE2, 0x82] * 500, 70)],
+    ids=["characters", "tokens without text", "broken characters"],
+)
+def test_work_per_token_does_not_grow_with_the_text(ids, bound):
     longest = 0
 
     class MeasuringTokenizer(ByteTokenizer):
@@ -94,8 +99,9 @@ def test_work_per_token_does_not_grow_with_the_text():
             longest = max(longest, len(ids))
             return super().decode(ids)
 
-    pieces_of(MeasuringTokenizer(), [[byte] for byte in ("é" * 500).encode()])
-    assert longest <= 4
+    pieces = pieces_of(MeasuringTokenizer(), [[token_id] for token_id in ids])
+    assert longest <= bound
+    assert "".join(pieces) == ByteTokenizer().decode(ids)
 
 
 def test_spaces_survive_streaming_where_a_first_word_loses_its_own():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.step.seeds import uniforms
 from rollout.text import Tokenizer
-from tests.contracts.sampling_oracle import Draw, logprobs, probabilities
+from tests.contracts.sampling_oracle import Draw, logprobs, probabilities, processed_logits
 
 IS_LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
 VOCAB_SIZE = 211
@@ -186,9 +186,13 @@ class Margins:
             if token == wanted:
                 continue
             context = [*request.prompt_tokens.tolist(), *expected[:index]]
-            outcomes = possible_tokens(
-                full_logits(model, context)[-1], params, request.seed or 0, len(context)
+            logits_V = processed_logits(
+                full_logits(model, context)[-1],
+                params,
+                request.prompt_tokens.tolist(),
+                expected[:index],
             )
+            outcomes = possible_tokens(logits_V, params, request.seed or 0, len(context))
             where = f"request {request.request_id}, token {index}: {token} instead of {wanted}"
             assert outcomes >= {token, wanted}, f"{where}, possible were {outcomes}"
             self.exceptions.append(where)
@@ -202,6 +206,8 @@ class Margins:
         for index, logits_V in enumerate(generated_logits(model, request)):
             self.num_tokens += 1
             token, position = request.generated_tokens[index], num_prompt + index
+            before = request.prompt_tokens.tolist(), request.generated_tokens[:index]
+            logits_V = processed_logits(logits_V, params, *before)
             if token == sampled_token(logits_V, params, request.seed, position):
                 continue
             outcomes = possible_tokens(logits_V, params, request.seed, position)

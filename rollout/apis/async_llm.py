@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +19,12 @@ from rollout.apis.fleet_reports import (
     weight_update_report,
 )
 from rollout.apis.prompts import Prompt, as_batch, per_sample
-from rollout.apis.text_output import finished_request
+from rollout.apis.text_output import finished_request, streamed, text_to_stream
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.requests import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.protocol.messages import TokenRun
 from rollout.coordinator.publisher import WeightPublisher
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
@@ -46,8 +45,7 @@ class AsyncLLM:
 
     `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
     on all engines, and return when the last one has confirmed. `coordinator_options`: further
-    arguments of DataParallelInferenceCoordinator, such as schedule_output_path, deterministic_mode
-    or limits.
+    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits.
     """
 
     def __init__(
@@ -148,8 +146,6 @@ class AsyncLLM:
         with self._until_shutdown():
             return self._told(await order(client))
 
-    # ---- generation
-
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -180,20 +176,24 @@ class AsyncLLM:
         return requests[0] if is_single and n == 1 else requests
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[list[int] | DynamicInferenceRequest]:
-        """Token ids as they come, each once, then the whole request. Closed early, it aborts."""
-        client = await self._connected()
-        stream = client.stream(prompt, sampling_params or SamplingParams(), priority=priority)
-        try:
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        as_text: bool = False,
+    ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
+        """Token ids as they come, each once, then the whole request. Closed early, it aborts.
+
+        `as_text`: pieces of its text instead; what may begin a stop string waits until it is none.
+        """
+        client, params = await self._connected(), sampling_params or SamplingParams()
+        text = text_to_stream(self.tokenizer, params) if as_text else None
+        async with aclosing(client.stream(prompt, params, priority=priority)) as items:
             with self._until_shutdown():
-                async for item in stream:
-                    if isinstance(item, TokenRun):
-                        yield item.token_ids.tolist()
-                    else:
-                        yield finished_request(item, self.tokenizer)
-        finally:
-            await stream.aclose()
+                async for item in items:
+                    for piece in streamed(item, self.tokenizer, text):
+                        yield piece
 
     # ---- control
 

@@ -121,16 +121,13 @@ class FleetRuntime:
     ) -> DynamicInferenceRequest:
         error = future.exception()
         if error is None:
-            try:
-                return finished_request(future.result(), self.tokenizer)
-            except Exception as fault:  # the tokenizer is the user's: one text must not end all
-                error = fault
+            return finished_request(future.result(), self.tokenizer)
         return self._failed(future.request_id, prompt, params, error)
 
     def _failed(
         self, request_id: int, prompt: Prompt, params: SamplingParams, error: Exception
     ) -> DynamicInferenceRequest:
-        """Of a request without a record, or without its text."""
+        """Of a request without a record."""
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,

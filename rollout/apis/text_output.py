@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator
 
 import torch
 
+from rollout.coordinator.protocol.messages import TokenRun
+from rollout.errors import DetokenizeError, InvalidRequestError
+from rollout.generated_text import StreamedText, generated_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 def finished_request(
@@ -16,19 +23,60 @@ def finished_request(
 ) -> DynamicInferenceRequest:
     """The whole history as one request; `generated_text` is set if there is a tokenizer.
 
-    A stop word is left out of the text, not of the tokens, unless `detokenize_stop_sequence`.
+    A stop word, or a stop token, is left out of the text, not of the tokens, unless
+    `detokenize_stop_sequence`. A tokenizer that raises leaves the request without a text, and with
+    the error among its events.
     """
     request = record.merge()
     params = request.sampling_params
     assert params is not None, "engines take no request without"
-    if tokenizer is not None:
-        tokens = request.generated_tokens
-        if request.finish_reason == "stop" and not params.detokenize_stop_sequence:
-            tokens = _without_stop_word(tokens, request.stop_word_ids or [])
-        request.generated_text = tokenizer.decode(tokens)
+    if tokenizer is not None and request.generated_text is None and not request.has_no_text:
+        try:
+            request.generated_text = _text_of(request, tokenizer)
+        except DetokenizeError as error:
+            _logger.warning("request %d has no text: %s", request.request_id, error)
+            request.add_text_error(error)
     if not params.return_prompt_tokens:
         _drop_prompt(request)
     return request
+
+
+def text_to_stream(tokenizer: Tokenizer | None, params: SamplingParams) -> StreamedText:
+    """What follows the text of a request's tokens. Raises InvalidRequestError."""
+    if tokenizer is None:
+        raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
+    return StreamedText(tokenizer, params)
+
+
+def streamed(
+    item: TokenRun | DynamicInferenceRequestRecord,
+    tokenizer: Tokenizer | None,
+    text: StreamedText | None,
+) -> Iterator[list[int] | str | DynamicInferenceRequest]:
+    """What a user gets of an item of a stream: tokens, or their text if it is followed."""
+    if isinstance(item, TokenRun):
+        ids = item.token_ids.tolist()
+        piece = ids if text is None else text.push(ids)
+        if piece:
+            yield piece
+        return
+    request = finished_request(item, tokenizer)
+    if text is not None and (rest := text.finish(request.generated_text)):
+        yield rest
+    yield request
+
+
+def _text_of(request: DynamicInferenceRequest, tokenizer: Tokenizer) -> str:
+    params, tokens = request.sampling_params, request.generated_tokens
+    if params is None or request.finish_reason != "stop" or params.detokenize_stop_sequence:
+        return generated_text(tokenizer, tokens)
+    return generated_text(
+        tokenizer,
+        tokens,
+        stop_words=params.stop_words or (),
+        stop_word_ids=request.stop_word_ids or (),
+        stop_token_ids=params.stop_token_ids or (),
+    )
 
 
 def _drop_prompt(request: DynamicInferenceRequest) -> None:
@@ -38,10 +86,3 @@ def _drop_prompt(request: DynamicInferenceRequest) -> None:
     request.prompt_tokens = torch.empty(0, dtype=torch.int64)
     request.policy_spans = request.policy_spans.slice(start, end)
     request.kv_spans = request.kv_spans.slice(start, end)
-
-
-def _without_stop_word(tokens: Sequence[int], stop_words: Sequence[Sequence[int]]) -> list[int]:
-    for word in stop_words:
-        if list(tokens[-len(word) :]) == list(word):
-            return list(tokens[: -len(word)])
-    return list(tokens)

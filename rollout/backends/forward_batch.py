@@ -7,7 +7,7 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,18 @@ class SamplingBatch:
     any_truncation: bool
     any_logprobs: bool
     top_n: int
+
+    def select(self, samples_K: Tensor) -> SamplingBatch:
+        """Of these draws only; the flags stay."""
+        return replace(
+            self,
+            uniforms_S=self.uniforms_S[samples_K],
+            temperature_S=self.temperature_S[samples_K],
+            top_k_S=self.top_k_S[samples_K],
+            top_p_S=self.top_p_S[samples_K],
+            min_p_S=self.min_p_S[samples_K],
+            mode_S=self.mode_S[samples_K],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """StepInputs and StepResult: what a step brings to its device, and what it brings back.
 
 Both exist as host arrays and as device tensors. Shape letters: T tokens, R compute rows, E = R + 1,
-M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n.
+M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n. Those of LogitsInputs are
+explained there.
 """
 
 from __future__ import annotations
@@ -29,11 +30,41 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsInputs(Generic[Array]):
+    """What is done to the logits of K samples before those are drawn. Of them Q have penalties, A
+    a list of allowed ids, and U report log-probs of the logits as they were.
+
+    Histories (`runner.token_histories`) are named by row; `lengths_Q` counts their tokens before
+    this draw, of which the first `num_prompt_Q` are the prompt. N tokens are known of rows whose
+    histories begin.
+    """
+
+    samples_K: Array  # which sample
+    bias_at_B: Array  # index into K ...
+    bias_ids_B: Array  # ... an id ...
+    biases_B: Array  # float32: ... and what is added to its logit; -inf where it is forbidden
+    limited_A: Array  # index into K
+    allowed_at_C: Array  # index into A ...
+    allowed_ids_C: Array  # ... and an id that it may draw
+    penalized_Q: Array  # index into K
+    penalties_Q3: Array  # float32: repetition, presence, frequency
+    rows_Q: Array
+    lengths_Q: Array
+    num_prompt_Q: Array
+    new_rows_N: Array
+    new_positions_N: Array
+    new_ids_N: Array
+    unprocessed_U: Array  # index into K
+    inverse_temperature_U: Array  # float32
+    processed_R: Array  # the others, which report log-probs of what they are drawn from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(Generic[Array]):
     """One step: what to compute, where to write it, what to draw and what to score.
 
     Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from, the
-    others are scored, in order.
+    others are scored, in order. `processing` is None where all logits are drawn from as they are.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
@@ -58,6 +89,7 @@ class StepInputs(Generic[Array]):
     draws_in_order: bool  # sample i is drawn from logit row i
     flags: SamplingFlags
     score_top_n: int
+    processing: LogitsInputs[Array] | None = None
 
 
 # The arrays of StepInputs: all have these types, and none has gaps.

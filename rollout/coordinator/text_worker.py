@@ -63,4 +63,4 @@ def _failed(job: TextJob, fault: Exception) -> TextResult:
     if isinstance(job, Tokenize):
         none = np.empty(0, dtype=np.int32)
         return Tokenized(job.group_id, none, {}, WireError.of(fault))
-    return Detokenized(job.server_id, None)
+    return Detokenized(job.server_id, None, WireError.of(fault))

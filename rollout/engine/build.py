@@ -31,7 +31,7 @@ from rollout.kv.cache import KVCache
 from rollout.kv.layout import bytes_per_block, num_blocks_in
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.weight_store import WeightStore
@@ -223,7 +223,6 @@ def _limits(
 
 
 def _end_ids(model: CausalLM, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a request by default: the tokenizer's, or else those of the model's config."""
-    if tokenizer is not None and tokenizer.eos_id is not None:
-        return (tokenizer.eos_id,)
-    return model.spec.eos_token_ids
+    """Ids that end a request by default: the tokenizer's and those of the model's configs."""
+    own = None if tokenizer is None else tokenizer.eos_id
+    return tuple(union_of_ids(own, model.spec.eos_token_ids))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.engine.generation_rules import GenerationRules, StopWordIds
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -21,8 +22,6 @@ from rollout.step.plan import RowSampling
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
 
-_SEED_MASK = (1 << 64) - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroup:
@@ -31,7 +30,7 @@ class CheckedGroup:
     text: str | None
     tokens: list[int]
     params_list: list[SamplingParams]
-    stop_words: list[tuple[tuple[int, ...], ...]]
+    stop_words: list[StopWordIds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,9 @@ class RequestIntake:
     ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._end_ids = end_ids
+        self._rules = GenerationRules(
+            tokenizer=tokenizer, end_ids=end_ids, vocab_size=limits.vocab_size
+        )
         self._block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
         self._seed = seed
@@ -85,11 +86,12 @@ class RequestIntake:
         tokens = self._tokens(prompt, params_list)
         for params in params_list:
             check_well_formed(tokens, params, self._limits)
+            self._rules.check(params)
         return CheckedGroup(
             text=prompt if isinstance(prompt, str) else None,
             tokens=tokens,
             params_list=list(params_list),
-            stop_words=[self._stop_word_ids(params) for params in params_list],
+            stop_words=[self._rules.stop_word_ids(params) for params in params_list],
         )
 
     def ids(self, count: int, request_ids: Sequence[int] | None) -> list[int]:
@@ -137,6 +139,7 @@ class RequestIntake:
             )
         tokens = segment.prompt_tokens.tolist()
         check_well_formed(tokens, segment.sampling_params or params, self._limits)
+        self._rules.check(params)
         num_prompt = len(first.prompt_tokens)
         admission = admit(record.request_id, num_prompt, params, self._limits)
         if admission.error is None and len(tokens) >= admission.max_length:
@@ -144,7 +147,7 @@ class RequestIntake:
                 f"request {record.request_id} has {len(tokens)} tokens already, and this engine "
                 f"gives it room for {admission.max_length}"
             )
-        stop_words = self._stop_word_ids(params)
+        stop_words = self._rules.stop_word_ids(params)
         for request in record.requests:
             request.stop_word_ids = _id_lists(stop_words)
         self._next_id = max(self._next_id, record.request_id + 1)
@@ -153,12 +156,8 @@ class RequestIntake:
             tokens=tokens,
             num_prompt=num_prompt,
             admission=admission,
-            row_sampling=_row_sampling(params, seed),
-            stop_rule=StopRule(
-                end_ids=self._end_ids_of(params),
-                stop_words=stop_words,
-                max_length=admission.max_length,
-            ),
+            row_sampling=self._rules.row_sampling(params, seed, num_prompt),
+            stop_rule=self._rules.stop_rule(params, stop_words, admission.max_length),
             wants_prompt_logprobs=not params.skip_prompt_log_probs and len(tokens) == num_prompt,
         )
 
@@ -167,7 +166,7 @@ class RequestIntake:
         group: CheckedGroup,
         request_id: int,
         params: SamplingParams,
-        stop_words: tuple[tuple[int, ...], ...],
+        stop_words: StopWordIds,
         priority: int,
         weights_version: int,
     ) -> Entry:
@@ -193,12 +192,8 @@ class RequestIntake:
             tokens=list(group.tokens),
             num_prompt=len(group.tokens),
             admission=admission,
-            row_sampling=_row_sampling(params, seed),
-            stop_rule=StopRule(
-                end_ids=self._end_ids_of(params),
-                stop_words=stop_words,
-                max_length=admission.max_length,
-            ),
+            row_sampling=self._rules.row_sampling(params, seed, len(group.tokens)),
+            stop_rule=self._rules.stop_rule(params, stop_words, admission.max_length),
             wants_prompt_logprobs=not params.skip_prompt_log_probs,
         )
 
@@ -226,28 +221,8 @@ class RequestIntake:
             raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
         return [self._tokenizer.bos_id, *tokens]
 
-    def _stop_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.stop_words:
-            return ()
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                f"stop_words={params.stop_words!r} need a tokenizer, and the engine has none"
-            )
-        encoded = tuple(tuple(self._tokenizer.encode(word)) for word in params.stop_words)
-        if not all(encoded):
-            word = params.stop_words[encoded.index(())]
-            raise InvalidRequestError(
-                f"stop word {word!r} has no token in this tokenizer and would never match; drop it"
-            )
-        return encoded
 
-    def _end_ids_of(self, params: SamplingParams) -> tuple[int, ...]:
-        if params.ignore_eos:
-            return ()
-        return self._end_ids if params.termination_id is None else (params.termination_id,)
-
-
-def _id_lists(stop_words: tuple[tuple[int, ...], ...]) -> list[list[int]] | None:
+def _id_lists(stop_words: StopWordIds) -> list[list[int]] | None:
     """The stop words as a request's document has them."""
     return [list(word) for word in stop_words] or None
 
@@ -266,16 +241,3 @@ def _int_list(prompt: Sequence[int]) -> list[int]:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequestError(f"a prompt is text or a flat list of ids, found {value!r}")
     return ids
-
-
-def _row_sampling(params: SamplingParams, seed: int) -> RowSampling:
-    wants_logprobs = params.return_log_probs or params.top_n_logprobs > 0
-    return RowSampling(
-        seed=seed & _SEED_MASK,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        logprobs_mode=params.logprobs_mode if wants_logprobs else None,
-        top_n=params.top_n_logprobs,
-    )

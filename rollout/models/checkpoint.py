@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import ModelError
+from rollout.models.spec import union_of_ids
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -57,16 +58,17 @@ class Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, with the end tokens of generation_config.json where it names any.
+    """config.json; its end tokens are those of generation_config.json, too.
 
     Chat models end turns with tokens that only the latter lists. Raises ModelError.
     """
     config = _read_json(directory / CONFIG_FILE)
     generation_path = directory / GENERATION_FILE
     if generation_path.is_file():
-        end_token_ids = _read_json(generation_path).get("eos_token_id")
-        if end_token_ids is not None:
-            config["eos_token_id"] = end_token_ids
+        generation = _read_json(generation_path)
+        config["eos_token_id"] = union_of_ids(
+            config.get("eos_token_id"), generation.get("eos_token_id")
+        )
     return config
 
 

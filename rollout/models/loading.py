@@ -13,7 +13,7 @@ from rollout.errors import ModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, read_config, write_directory
 from rollout.models.plain_tensors import is_sharded, named_weights
-from rollout.models.spec import ModelSpec, parse_dtype
+from rollout.models.spec import ModelSpec, parse_dtype, union_of_ids
 from rollout.models.weights import NamedTensors, copy_weights
 
 
@@ -91,9 +91,10 @@ def _copy_transformers(model: Any, dtype: torch.dtype | str, device: torch.devic
     config = dict(model.config.to_dict())
     first_dtype = next((parameter.dtype for parameter in model.parameters()), None)
     config["dtype"] = first_dtype if dtype == "auto" else dtype
-    end_token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if end_token_ids is not None:
-        config["eos_token_id"] = end_token_ids
+    generation_config = getattr(model, "generation_config", None)
+    config["eos_token_id"] = union_of_ids(
+        config.get("eos_token_id"), getattr(generation_config, "eos_token_id", None)
+    )
     spec = ModelSpec.from_hf_config(config)
     return _filled(spec, weights, f"the given {type(model).__name__}", device)
 

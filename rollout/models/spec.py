@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -96,7 +96,7 @@ class ModelSpec:
             attention_output_bias=has_bias(family.output_bias, config),
             mlp_bias=has_bias(family.mlp_bias, config),
             qk_norm=family.qk_norm,
-            eos_token_ids=_eos_token_ids(config.get("eos_token_id")),
+            eos_token_ids=tuple(union_of_ids(config.get("eos_token_id"))),
             dtype=parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
         )
 
@@ -155,7 +155,7 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def union_of_ids(*values: int | Sequence[int] | None) -> list[int]:
+    """Every id once, in order; a value is an id, several of them, or None."""
+    lists = ([] if v is None else [v] if isinstance(v, int) else v for v in values)
+    return list(dict.fromkeys(token_id for ids in lists for token_id in ids))

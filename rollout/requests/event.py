@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from rollout.errors import EventPayloadError, ProtocolError, decode_error, encode_error
+from rollout.errors import (
+    DetokenizeError,
+    EventPayloadError,
+    ProtocolError,
+    decode_error,
+    encode_error,
+)
 
 
 class DynamicInferenceEventType(Enum):
@@ -57,6 +63,8 @@ class DynamicInferenceEvent:
 
     def __str__(self) -> str:
         detail = "" if self.payload is None else f", {self.payload!r}"
+        if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
+            detail = f", token={self.payload['token_id']}"
         return f"[{self.timestamp:.3f}] {self.type.name}{detail}"
 
     def serialize(self) -> dict[str, Any]:
@@ -164,3 +172,17 @@ class EventLog:
     def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
         """The error that ended the request."""
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+
+    def add_text_error(self, error: DetokenizeError) -> None:
+        """The request has no text. Its own end stays the last event."""
+        last = self.events[-1:]
+        timestamp = last[0].timestamp if last else time.time()
+        event = DynamicInferenceEvent(
+            type=DynamicInferenceEventType.ERROR_TRANSIENT, timestamp=timestamp, payload=error
+        )
+        self.events.insert(len(self.events) - len(last), event)
+
+    @property
+    def has_no_text(self) -> bool:
+        """Whether a tokenizer has raised on its tokens."""
+        return any(isinstance(event.payload, DetokenizeError) for event in self.events)

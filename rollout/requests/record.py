@@ -215,15 +215,18 @@ class DynamicInferenceRequestRecord:
 def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None:
     """Return the params of the next segment: fewer tokens to generate, all else equal."""
     params = request.sampling_params
-    if params is None or params.num_tokens_to_generate is None:
-        return params
+    if params is None:
+        return None
+    min_left = max(0, params.min_tokens - len(request.generated_tokens))
+    if params.num_tokens_to_generate is None:
+        return dataclasses.replace(params, min_tokens=min_left)
     num_left = params.num_tokens_to_generate - len(request.generated_tokens)
     if num_left < 1:
         raise EngineStateError(
             f"request {request.request_id} has generated all of its "
             f"{params.num_tokens_to_generate} tokens; only an unfinished one can be checkpointed"
         )
-    return dataclasses.replace(params, num_tokens_to_generate=num_left)
+    return dataclasses.replace(params, num_tokens_to_generate=num_left, min_tokens=min_left)
 
 
 def _empty_like(values: object) -> list[Any] | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.backends.forward_batch import MODE_CODES
 from rollout.backends.step_tensors import HostArray, SamplingFlags, StepInputs
+from rollout.runner.logits_builder import LogitsBuilder
 from rollout.step.plan import StepPlan
 from rollout.step.seeds import uniforms
 
@@ -31,6 +32,7 @@ class BatchBuilder:
         self._mode = np.zeros(self.num_rows, dtype=np.int8)
         self._wants_logprobs = np.zeros(self.num_rows, dtype=np.bool_)
         self._top_n = np.zeros(self.num_rows, dtype=np.int64)
+        self._logits = LogitsBuilder(self.num_rows)
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
         """Take in what the plan says of new rows and block tables, and lay out its step.
@@ -56,6 +58,7 @@ class BatchBuilder:
             self._mode[row] = MODE_CODES[sampling.logprobs_mode or "raw"]
             self._wants_logprobs[row] = sampling.logprobs_mode is not None
             self._top_n[row] = sampling.top_n
+            self._logits.set_row(row, sampling.processing)
         self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _tokens(self, plan: StepPlan) -> dict[str, Any]:
@@ -101,6 +104,7 @@ class BatchBuilder:
             any_logprobs=bool(self._wants_logprobs[rows].any()),
             top_n=int(self._top_n[rows].max(initial=0)),
         )
+        mode = self._mode[rows]
         return {
             "logit_indices_L": np.concatenate([sources, plan.score_sources], dtype=np.int64),
             "draws_S": draws,
@@ -110,7 +114,8 @@ class BatchBuilder:
             "top_k_S": top_k,
             "top_p_S": top_p,
             "min_p_S": min_p,
-            "mode_S": self._mode[rows],
+            "mode_S": mode,
+            "processing": self._logits.build(plan, mode, temperature),
             "num_drawn_logits": len(sources),
             "draws_in_order": len(sources) == len(draws),
             "flags": flags,

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
+from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import HostArray, StepInputs, StepResult
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.batch_builder import BatchBuilder
+from rollout.runner.token_histories import TokenHistories
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
@@ -32,6 +34,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
+        self._histories = TokenHistories(backend.device)
         self._addresses = self._addresses_now()
 
     @property
@@ -76,7 +79,7 @@ class ModelRunner:
         token_ids_T = torch.where(inputs.input_rows_T > 0, last_T, inputs.token_ids_T)
         batch = self._forward_batch(host, inputs, token_ids_T)
         hidden_LE = self._model(batch)
-        sampled = self._sample(inputs, hidden_LE[: inputs.num_drawn_logits])
+        sampled = self._sample(host, inputs, hidden_LE[: inputs.num_drawn_logits])
         scores = self._score(inputs, hidden_LE[inputs.num_drawn_logits :])
         return StepResult(
             token_ids_S=sampled.token_ids_S,
@@ -107,7 +110,9 @@ class ModelRunner:
             kv=self._kv.layers,
         )
 
-    def _sample(self, inputs: StepInputs[Tensor], hidden_LE: Tensor) -> SampleResult:
+    def _sample(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
+    ) -> SampleResult:
         """Draw the samples; each becomes its row's last token."""
         if not hidden_LE.shape[0]:
             no_ids = inputs.sample_rows_S
@@ -136,6 +141,12 @@ class ModelRunner:
             top_n=flags.top_n,
         )
         sampled = self._backend.ops.sample(logits_SV, sampling)
+        if host.processing is not None and inputs.processing is not None:
+            history_QP = self._histories.begin(host.processing, inputs.processing)
+            sampled = sample_processed(
+                *(self._backend.ops, logits_SV, sampling, sampled), inputs.processing, history_QP
+            )
+            self._histories.append(inputs.processing, sampled.token_ids_S)
         self._last_tokens.index_copy_(0, inputs.sample_rows_S, sampled.token_ids_S)
         return sampled
 

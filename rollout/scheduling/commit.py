@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Indices
 from dataclasses import dataclass
 
-from rollout.errors import NonFiniteLogitsError
+from rollout.errors import DetokenizeError, NonFiniteLogitsError
 from rollout.scheduling.plan_builder import PlannedRows
 from rollout.scheduling.sequence import Phase, Sequence
 from rollout.scheduling.stopping import finish_reason
@@ -119,15 +119,14 @@ def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedReque
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
         if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
-            reason = finish_reason(tokens, sequence.num_prompt, rule)
+            reason: str | None = "error"
+            error: Exception | None = None
+            try:
+                reason = finish_reason(tokens, sequence.num_prompt, rule)
+            except DetokenizeError as fault:  # ends its own request only
+                error = fault
             if reason is not None:
-                finished.append(
-                    FinishedRequest(
-                        request_id=sequence.request_id,
-                        finish_reason=reason,
-                        kv_spans=sequence.kv_spans.copy(),
-                    )
-                )
+                finished.append(_finished(sequence, reason, error))
     return finished
 
 
@@ -136,9 +135,13 @@ def _non_finite(sequence: Sequence, version: int) -> FinishedRequest:
         f"request {sequence.request_id}: the logits for its next token are not finite under "
         f"weights version {version}; check the weights for NaN, infinity or overflow"
     )
+    return _finished(sequence, "error", error)
+
+
+def _finished(sequence: Sequence, reason: str, error: Exception | None) -> FinishedRequest:
     return FinishedRequest(
         request_id=sequence.request_id,
-        finish_reason="error",
+        finish_reason=reason,
         kv_spans=sequence.kv_spans.copy(),
         error=error,
     )

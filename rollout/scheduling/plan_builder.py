@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.scheduling.sequence import Sequence
-from rollout.step.plan import IntArray, RowSampling, StepPlan
+from rollout.step.plan import EMPTY, IntArray, RowSampling, StepPlan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class PlanBuilder:
         self._context_lens: list[int] = []
         self._prefill_token_ids: list[int] = []
         self._new_rows: list[tuple[int, RowSampling]] = []
+        self._counted: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._table: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._copies: list[tuple[int, int]] = []
         self._samples: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -100,8 +101,7 @@ class PlanBuilder:
     def _add_sample(self, sequence: Sequence) -> None:
         """Draw the sequence's next token from the step's newest token."""
         if sequence.is_new_row:
-            self._new_rows.append((sequence.row, sequence.sampling))
-            sequence.is_new_row = False
+            self._add_new_row(sequence)
         sources, rows, positions = self._samples
         sources.append(self.num_tokens - 1)
         rows.append(sequence.row)
@@ -109,6 +109,17 @@ class PlanBuilder:
         self.behind.sampled.append(sequence)
         sequence.num_tokens += 1
         sequence.is_on_device = True
+
+    def _add_new_row(self, sequence: Sequence) -> None:
+        """Send its sampling parameters, and the tokens it has if its draws count them."""
+        sequence.is_new_row = False
+        self._new_rows.append((sequence.row, sequence.sampling))
+        processing = sequence.sampling.processing
+        if processing is not None and processing.has_penalty:
+            rows, lens, token_ids = self._counted
+            rows.append(sequence.row)
+            lens.append(len(sequence.tokens))
+            token_ids.extend(sequence.tokens)
 
     def _add_compute(self, sequence: Sequence, count: int) -> None:
         sequence.num_computed += count
@@ -150,6 +161,9 @@ class PlanBuilder:
             context_lens=_ints(self._context_lens),
             prefill_token_ids=_ints(self._prefill_token_ids),
             new_rows=tuple(self._new_rows),
+            counted_rows=_ints(self._counted[0]),
+            counted_lens=_ints(self._counted[1]),
+            counted_token_ids=_ints(self._counted[2]),
             table_rows=_ints(self._table[0]),
             table_indices=_ints(self._table[1]),
             table_blocks=_ints(self._table[2]),
@@ -165,4 +179,4 @@ class PlanBuilder:
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> IntArray:
-    return np.array(values, dtype=np.int32)
+    return np.array(values, dtype=np.int32) if values else EMPTY

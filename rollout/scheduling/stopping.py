@@ -1,32 +1,48 @@
-"""When a request is done: a pure function of its tokens."""
+"""When a request is done: a function of its tokens, and of their text where that is looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from rollout.generated_text import StopStrings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """`end_ids` stop at once; `stop_words` are token id suffixes of the generated part;
-    `max_length` is prompt + output.
+    """`end_ids` stop at once; `stop_words` are token id suffixes of the generated part, and
+    `stop_strings` finds them in its text; `max_length` is prompt + output. Only the length ends a
+    request within its first `min_tokens` generated tokens.
+
+    A rule with `stop_strings`, which remembers what it has read, is that of one sequence.
     """
 
     end_ids: tuple[int, ...]
     stop_words: tuple[tuple[int, ...], ...]
     max_length: int
+    stop_strings: StopStrings | None = None
+    min_tokens: int = 0
 
 
 def finish_reason(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> str | None:
     """ "stop", "length" or None for a request whose newest token is `tokens[-1]`.
 
     A token that both stops and fills the length counts as "stop". Stop words never reach into the
-    prompt.
+    prompt. Raises DetokenizeError if their text cannot be made.
     """
-    if tokens[-1] in rule.end_ids:
-        return "stop"
+    if len(tokens) - num_prompt_tokens > rule.min_tokens:
+        if tokens[-1] in rule.end_ids:
+            return "stop"
+        has_words = rule.stop_words or rule.stop_strings is not None
+        if has_words and _ends_with_stop_word(tokens, num_prompt_tokens, rule):
+            return "stop"
+    return "length" if len(tokens) >= rule.max_length else None
+
+
+def _ends_with_stop_word(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> bool:
     num_generated = len(tokens) - num_prompt_tokens
     for word in rule.stop_words:
         if len(word) <= num_generated and tuple(tokens[-len(word) :]) == word:
-            return "stop"
-    return "length" if len(tokens) >= rule.max_length else None
+            return True
+    strings = rule.stop_strings
+    return strings is not None and strings.end_with(tokens, num_prompt_tokens)

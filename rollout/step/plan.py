@@ -20,10 +20,43 @@ EMPTY: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessing:
+    """What a row does to its logits before a draw; `SamplingParams` says what it all means.
+
+    The first `num_prompt` tokens of the row are its prompt, those behind its output.
+    `late_token_ids` are not drawn within the first `min_tokens` of that. `allowed_token_ids`: None
+    allows all.
+    """
+
+    num_prompt: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    late_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def is_void(self) -> bool:
+        """It leaves all logits as they are."""
+        is_late = bool(self.min_tokens and self.late_token_ids)
+        is_biased = bool(self.logit_bias) or self.allowed_token_ids is not None
+        return not (self.has_penalty or is_late or is_biased)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
     """How a row draws its tokens; sent once, when a request takes the row.
 
-    `temperature` 0 is greedy. `logprobs_mode` is None when the row wants no log-probs.
+    `temperature` 0 is greedy. `logprobs_mode` is None when the row wants no log-probs, `processing`
+    when its logits are drawn from as they are.
     """
 
     seed: int
@@ -33,6 +66,7 @@ class RowSampling:
     min_p: float
     logprobs_mode: str | None
     top_n: int
+    processing: LogitsProcessing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compare digests
@@ -56,6 +90,11 @@ class StepPlan:
     )  # ids of the other rows' tokens
 
     new_rows: tuple[tuple[int, RowSampling], ...] = ()
+    counted_rows: IntArray = field(default_factory=lambda: EMPTY)  # [H] new rows with penalties
+    counted_lens: IntArray = field(default_factory=lambda: EMPTY)  # [H] tokens that each has
+    counted_token_ids: IntArray = field(
+        default_factory=lambda: EMPTY
+    )  # their ids, one row after the other
     table_rows: IntArray = field(default_factory=lambda: EMPTY)  # [C]
     table_indices: IntArray = field(default_factory=lambda: EMPTY)  # [C]
     table_blocks: IntArray = field(default_factory=lambda: EMPTY)  # [C]

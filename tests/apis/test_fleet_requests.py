@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import AsyncLLM, InvalidRequestError, RolloutGroup, SamplingParams, Status
+from rollout import (
+    AsyncLLM,
+    DetokenizeError,
+    InvalidRequestError,
+    RolloutGroup,
+    SamplingParams,
+    Status,
+)
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fake_fleet import WAIT_S, fake_fleet
 
@@ -87,23 +94,32 @@ class BrokenTokenizer:
     [([5, 6], [5, 6]), (np.array([6, 5])[::-1], [5, 6]), ("known", [7, 8]), ("new", [])],
     ids=str,
 )
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_tokenizer_that_fails_fails_the_request(
-    prompt: Any, ids: list[int], is_lost: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_lost_request_has_a_prompt_also_with_a_tokenizer_that_raises(
+    prompt: Any, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
     with fleet.llm(BrokenTokenizer()) as llm:
         llm.submit([prompt])
-        if is_lost:
-            fleet.client.lose()
-        else:
-            fleet.client.reply(0)
+        fleet.client.lose()
         (group,) = llm.collect(timeout_s=WAIT_S)
         (request,) = group.requests
         assert ends_of([group]) == [[LOST]]
         assert request.prompt_tokens.tolist() == ids
-        expected = CoordinatorLostError if is_lost else ZeroDivisionError
-        assert type(request.events[0].payload) is expected
+        assert type(request.events[0].payload) is CoordinatorLostError
+
+
+def test_a_request_that_ended_keeps_its_tokens_where_its_tokenizer_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    with fleet.llm(BrokenTokenizer()) as llm:
+        llm.submit([[5, 6]])
+        fleet.client.reply(0)
+        (group,) = llm.collect(timeout_s=WAIT_S)
+        (request,) = group.requests
+        assert ends_of([group]) == [[DONE]]
+        assert (len(request.generated_tokens), request.generated_text) == (2, None)
+        assert [type(event.payload) for event in request.events] == [DetokenizeError]
 
 
 def test_streaming_is_refused_as_it_is_in_process(monkeypatch: pytest.MonkeyPatch) -> None:

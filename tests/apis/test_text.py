@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rollout import LLM, HFTokenizer, InferenceConfig, InvalidRequestError, SamplingParams
+from rollout import (
+    LLM,
+    DetokenizeError,
+    DynamicInferenceEventType,
+    HFTokenizer,
+    InferenceConfig,
+    InvalidRequestError,
+    SamplingParams,
+    Status,
+)
 from tests.tiny_models import pool_gb, tiny_model
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café — 東京", "a b c d e f g h i j"]
@@ -80,6 +90,16 @@ def test_the_tokenizers_end_id_stops() -> None:
     assert request.finish_reason == "stop"
 
 
+def test_the_models_end_ids_stop_beside_the_tokenizers_own() -> None:
+    tokens = llm_of().generate(TEXT[0], params()).generated_tokens
+    first, later = tokens[6], next(t for t in tokens[7:] if t not in tokens[:7])
+    ending = tiny_model("llama", vocab_size=bpe().get_vocab_size(), seed=3, eos_token_id=[first])
+    llm = LLM(ending, HFTokenizer(bpe(), eos_id=later), InferenceConfig(buffer_size_gb=0.01))
+    request = llm.generate(TEXT[0], params())
+    assert request.generated_tokens == tokens[: tokens.index(first) + 1]
+    assert request.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
@@ -93,6 +113,55 @@ def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
     assert request.finish_reason == "stop"
     assert request.generated_tokens == tokens[: start + 2]
     assert request.generated_text == bpe().decode(tokens[: start + 2 * is_kept])
+
+
+def test_a_stop_string_is_found_inside_of_tokens_and_across_them() -> None:
+    tokens = llm_of().generate(TEXT[0], params()).generated_tokens
+    text = bpe().decode(tokens)
+    ascii_runs = [text[i : i + 3] for i in range(len(text) - 3) if text[i : i + 3].isascii()]
+    words = [word for word in ascii_runs if text.index(word) > 8]
+    assert len(words) > 3
+    for word in words:
+        request = llm_of().generate(TEXT[0], params(stop_words=[word, "nowhere"]))
+        count = len(request.generated_tokens)
+        assert request.generated_tokens == tokens[:count]
+        assert word in bpe().decode(tokens[:count])
+        assert word not in bpe().decode(tokens[: count - 1])
+        assert request.generated_text == text[: text.index(word)]
+        assert request.finish_reason == "stop"
+
+
+class FaultyTokenizer(HFTokenizer):
+    """Cannot write one id."""
+
+    faulty_id = -1
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self.faulty_id in ids:
+            raise ZeroDivisionError("no such letter")
+        return super().decode(ids)
+
+
+def test_a_text_that_cannot_be_made_is_missing_in_its_own_request_only() -> None:
+    tokenizer = FaultyTokenizer(bpe())
+    config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 200))
+    llm = LLM(model(), tokenizer, config)
+    whole = llm.generate(TEXT, params())
+    tokenizer.faulty_id = next(
+        t for t in whole[1].generated_tokens
+        if t not in whole[0].generated_tokens + whole[2].generated_tokens
+    )  # fmt: skip
+    for _ in range(2):  # the engine goes on
+        requests = llm.generate(TEXT, params())
+        texts = [request.generated_text for request in requests]
+        assert texts == [whole[0].generated_text, None, whole[2].generated_text]
+        for request, before in zip(requests, whole, strict=True):
+            assert request.generated_tokens == before.generated_tokens
+            assert request.status is Status.COMPLETED
+        error, end = requests[1].events[-2:]
+        assert type(error.payload) is DetokenizeError
+        assert end.type is DynamicInferenceEventType.FINISH
+    assert llm.stats().num_running == 0
 
 
 def test_a_stop_word_without_tokens_is_refused() -> None:

@@ -29,6 +29,7 @@ FLOORS = {
     "rollout.scheduling": 4,
     "rollout.journal": 4,
     "rollout.config": 3,
+    "rollout.generated_text": 3,
     "rollout.backends": 3,
     "rollout.blocks": 3,
     "rollout.requests": 3,

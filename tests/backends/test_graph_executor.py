@@ -177,6 +177,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
                 top_n_logprobs=3 if i == 7 else 0,
                 return_log_probs=i % 3 > 0,
                 skip_prompt_log_probs=i != 5,
+                repetition_penalty=1.4 if i == 7 else 1.0,
             ),
         )
         for i in range(14)

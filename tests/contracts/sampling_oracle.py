@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.backends.forward_batch import MODE_CODES, SamplingBatch
+from rollout.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,32 @@ def batch_of(draws: Sequence[Draw], *, logprobs: bool = True, top_n: int = 0) ->
         any_logprobs=logprobs,
         top_n=top_n,
     )
+
+
+def processed_logits(
+    logits_V: NDArray[np.float64],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+) -> NDArray[np.float64]:
+    """The logits that the next token of `output` is drawn from, token by token as vLLM defines it.
+
+    The end tokens are those that `params` names.
+    """
+    logits_V, bias = logits_V.copy(), dict(params.logit_bias or ())
+    ends = {params.termination_id, *(params.stop_token_ids or ())}
+    for token in range(len(logits_V)):
+        value = logits_V[token] + bias.get(token, 0.0)
+        is_late = len(output) < params.min_tokens and token in ends
+        if is_late or token not in (params.allowed_token_ids or [token]):
+            value = -np.inf
+        if token in (*prompt, *output):
+            factor = params.repetition_penalty
+            value = value / factor if value > 0 else value * factor
+        count = list(output).count(token)
+        value -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        logits_V[token] = value
+    return logits_V
 
 
 def softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:

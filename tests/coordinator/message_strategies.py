@@ -54,6 +54,9 @@ sampling_params = st.builds(
     num_tokens_to_generate=st.none() | st.integers(1, 9),
     return_log_probs=st.booleans(),
     stop_words=st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=2),
+    stop_token_ids=st.none() | st.lists(st.integers(0, 9), max_size=2),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=2),
+    frequency_penalty=st.floats(-2, 2),
 )
 
 

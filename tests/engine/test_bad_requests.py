@@ -72,6 +72,14 @@ MALFORMED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "total": ([1, 2, 3], {"num_tokens_total": 3}, "num_tokens_total=3"),
     "stop words": ([1], {"stop_words": ["x"]}, r"\('x',\).*tokenizer"),
     "BOS": ([1], {"add_BOS": True}, "add_BOS=True"),
+    "stop id": ([1], {"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids.* {VOCAB_SIZE}"),
+    "allowed": ([1], {"allowed_token_ids": [2, VOCAB_SIZE]}, f"allowed_token_ids.* {VOCAB_SIZE}"),
+    "bias": ([1], {"logit_bias": {VOCAB_SIZE: 1.0}}, f"logit_bias.* {VOCAB_SIZE}"),
+    "only ends": (
+        [1],
+        {"allowed_token_ids": [3], "stop_token_ids": [3, 4], "min_tokens": 1},
+        "min_tokens=1",
+    ),
     "top-n": ([1], {"top_n_logprobs": VOCAB_SIZE + 1}, f"top_n_logprobs={VOCAB_SIZE + 1}"),
 }
 

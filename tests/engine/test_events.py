@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollout import (
+    DetokenizeError,
     DynamicInferenceEngine,
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -290,6 +291,35 @@ def test_the_models_own_end_ids_stop_unless_another_is_named() -> None:
     assert (stopped.finish_reason, other.finish_reason) == ("stop", "length")
 
 
+def test_a_stop_token_id_stops_also_where_end_ids_are_ignored() -> None:
+    tokens = free_run()
+    changes = {"stop_token_ids": [tokens[5]], "termination_id": tokens[2]}
+    jobs = [(prompt_of(9), params(40, ignore_eos=ignores, **changes)) for ignores in (True, False)]
+    ignoring, both = generate_all(tiny_engine(model()), jobs)
+    assert ignoring.generated_tokens == tokens[: tokens.index(tokens[5]) + 1]
+    assert both.generated_tokens == tokens[: tokens.index(tokens[2]) + 1]
+    assert ignoring.finish_reason == both.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("changes", [{"termination_id": 7}, {"stop_token_ids": [3, 7]}])
+def test_no_end_is_drawn_before_min_tokens(changes: dict[str, Any]) -> None:
+    """Token 7 would always be drawn; checkpoints between do not begin to count anew."""
+    wants = params(40, min_tokens=9, logit_bias={7: 100.0}, **changes)
+    engine = tiny_engine(model(), kv_cache_management_mode="recompute")
+    engine.add_request(prompt_of(9), wants)
+    for num_steps in (3, 4):
+        for _ in range(num_steps):
+            assert engine.step() == []
+        engine.pause()
+        engine.suspend()
+        engine.resume()
+        engine.unpause()
+    request = drain(engine)[0]
+    assert len(request.generated_tokens) == 10
+    assert request.generated_tokens.index(7) == 9
+    assert request.finish_reason == "stop"
+
+
 class LetterTokenizer:
     """One token per character: id = code point - 32."""
 
@@ -326,6 +356,54 @@ def test_a_stop_word_of_several_tokens_stops_across_a_checkpoint() -> None:
     request = drain(engine)[0]
     assert request.generated_tokens == tokens[:13]
     assert request.finish_reason == "stop"
+
+
+class ForeignTokenizer(LetterTokenizer):
+    """Writes every text in ids that are never drawn, so that only texts can match."""
+
+    def encode(self, text: str) -> list[int]:
+        return [210] * len(text)
+
+
+def test_a_stop_string_stops_across_an_engine_that_took_the_request_over() -> None:
+    tokens = free_run()
+    word = ForeignTokenizer().decode(tokens[10:14])
+    config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 100))
+    first, second = (
+        DynamicInferenceEngine.from_model(model(), config, ForeignTokenizer()) for _ in range(2)
+    )
+    first.add_request(prompt_of(9), params(40, stop_words=[word]), request_id=4)
+    for _ in range(12):
+        assert first.step() == []
+    record = DynamicInferenceRequestRecord.deserialize(first.get_record(4).serialize())
+    second.add_record(record)
+    for engine in (first, second):
+        request = drain(engine)[4]
+        assert request.generated_tokens == tokens[:14]
+        assert request.finish_reason == "stop"
+
+
+def test_a_text_that_cannot_be_made_fails_the_request_that_looks_for_stop_words_in_it() -> None:
+    tokens = free_run()
+
+    class Faulty(LetterTokenizer):
+        def decode(self, ids: list[int]) -> str:
+            if tokens[6] in ids:
+                raise ZeroDivisionError("no such letter")
+            return super().decode(ids)
+
+    config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 100))
+    engine = DynamicInferenceEngine.from_model(model(), config, Faulty())
+    engine.add_request(prompt_of(9), params(40, stop_words=["nowhere to be seen"]))
+    engine.add_request(prompt_of(9), params(40))
+    finished = drain(engine)
+    failed, other = finished[0], finished[1]
+    assert (failed.status, failed.finish_reason) == (Status.FAILED, "error")
+    assert failed.generated_tokens == tokens[: tokens.index(tokens[6]) + 1]
+    *_, error, end = failed.events
+    assert type(error.payload) is DetokenizeError
+    assert end.type is DynamicInferenceEventType.FAIL
+    assert other.generated_tokens == tokens
 
 
 def test_a_stop_word_never_reaches_into_the_prompt() -> None:

@@ -108,9 +108,16 @@ def test_our_own_model_comes_back_itself_unless_cast() -> None:
     assert torch.equal(cast.weight_views()[NORM], model.weight_views()[NORM].bfloat16())
 
 
-def test_end_tokens_of_the_generation_config_win(directory: Path) -> None:
+def test_end_tokens_are_those_of_both_configs(directory: Path) -> None:
+    edit_json(directory / "config.json", eos_token_id=[5, 3])
     edit_json(directory / "generation_config.json", eos_token_id=[3, 4])
-    assert build_model(directory).spec.eos_token_ids == (3, 4)
+    assert build_model(directory).spec.eos_token_ids == (5, 3, 4)
+
+
+def test_end_tokens_of_a_transformers_model_are_those_of_both_its_configs() -> None:
+    model = hf_model("llama", eos_token_id=7)
+    model.generation_config.eos_token_id = 2
+    assert build_model(model).spec.eos_token_ids == (7, 2)
 
 
 def test_stored_inverse_frequencies_are_ignored(directory: Path) -> None:

@@ -110,4 +110,4 @@ def test_event_text_names_type_and_payload():
     event = DynamicInferenceEvent(
         type=EventType.GENERATED_TOKEN, timestamp=1.5, payload={"token_id": 7}
     )
-    assert str(event) == "[1.500] GENERATED_TOKEN, {'token_id': 7}"
+    assert str(event) == "[1.500] GENERATED_TOKEN, token=7"

@@ -30,6 +30,9 @@ def plan() -> StepPlan:
         context_lens=ints(9, 2),
         prefill_token_ids=ints(7, 8),
         new_rows=((1, sampling()),),
+        counted_rows=ints(1),
+        counted_lens=ints(3),
+        counted_token_ids=ints(6, 7, 8),
         table_rows=ints(1),
         table_indices=ints(0),
         table_blocks=ints(4),
@@ -44,7 +47,7 @@ def plan() -> StepPlan:
     )
 
 
-PINNED_DIGEST = "5db8748cc0266c9d7bbfde451ca74c49"
+PINNED_DIGEST = "50e036c369bbf1fa4c98e2c1f83ceea6"
 FIELDS = [field.name for field in dataclasses.fields(StepPlan)]
 
 

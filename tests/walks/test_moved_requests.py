@@ -41,6 +41,8 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
                 return_log_probs=True,
                 skip_prompt_log_probs=i % 3 > 0,
                 top_n_logprobs=i % 3,
+                frequency_penalty=0.9 * (i % 4 == 1),
+                repetition_penalty=1.5 if i % 4 < 2 else 1.0,
             ),
         )
         for i in range(NUM_REQUESTS)

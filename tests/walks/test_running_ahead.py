@@ -45,6 +45,8 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
             temperature=(0.0, 1.0)[i % 2],
             skip_prompt_log_probs=i % 4 > 0,
             return_log_probs=True,
+            presence_penalty=1.5 * (i % 3 == 0),
+            repetition_penalty=1.5 if i % 4 < 2 else 1.0,
         )
         for i in range(NUM_REQUESTS)
     ]

@@ -33,6 +33,8 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.2, "top_k": 20},
     {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.7},
+    {"temperature": 1.0, "frequency_penalty": 1.8, "logit_bias": {3: 4.0, 7: -5.0}, "top_p": 0.9},
 )
 
 

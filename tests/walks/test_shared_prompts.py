@@ -29,7 +29,11 @@ def model() -> Any:
 
 def samples(group: int) -> list[SamplingParams]:
     return [
-        SamplingParams(num_tokens_to_generate=NUM_TOKENS, seed=100 * group + i)
+        SamplingParams(
+            num_tokens_to_generate=NUM_TOKENS,
+            seed=100 * group + i,
+            frequency_penalty=0.7 * (i % 2),
+        )
         for i in range(NUM_SAMPLES)
     ]
 

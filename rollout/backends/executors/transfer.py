@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.step_tensors import INPUT_TYPES, Fetch, HostArray, StepInputs, StepResult
+from rollout.backends.step_tensors import (
+    INPUT_TYPES,
+    Fetch,
+    HostArray,
+    LogitsInputs,
+    StepInputs,
+    StepResult,
+)
 
 _RESULTS = tuple(field.name for field in fields(StepResult))
 
@@ -19,6 +26,13 @@ def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Te
         name: torch.from_numpy(getattr(inputs, name)).to(device, non_blocking=True)
         for name in INPUT_TYPES
     }
+    processing = inputs.processing
+    if processing is not None:
+        on_device: Any = {
+            field.name: torch.from_numpy(getattr(processing, field.name)).to(device)
+            for field in fields(processing)
+        }
+        tensors["processing"] = LogitsInputs(**on_device)
     return replace(inputs, **tensors)
 
 

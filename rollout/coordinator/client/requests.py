@@ -22,7 +22,7 @@ from rollout.coordinator.protocol.messages import (
     unpack_record,
 )
 from rollout.coordinator.protocol.token_runs import join_runs
-from rollout.errors import ProtocolError, RolloutError
+from rollout.errors import DetokenizeError, ProtocolError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 Record = DynamicInferenceRequestRecord
@@ -273,6 +273,10 @@ def _record_in(reply: EngineReply) -> Record:
         raise ProtocolError(f"the record of request {reply.request_id} has no segment")
     for segment in record.requests:
         segment.request_id = reply.request_id
+    if reply.error is not None:
+        error = reply.error.to_error()
+        if isinstance(error, DetokenizeError):
+            record.current.add_text_error(error)
     if reply.generated_text is not None:
         # The text is that of the whole, and a merged record's is that of its segments in order.
         written = [s for s in record.requests if s.generated_tokens] or [record.current]

@@ -147,16 +147,20 @@ class RequestDesk:
         self._end(request, tell_engine=True)
         self._answer(request, failure(request.client_request_id, error))
 
-    def finish(self, request: Request, reply: EngineReply, text: str | None = None) -> None:
+    def finish(
+        self, request: Request, reply: EngineReply, result: Detokenized | None = None
+    ) -> None:
         """Answer a request with its engine's reply, under the client's name for it."""
         self._end(request, tell_engine=False)
-        error = request.abort_error if request.is_overdue and reply.is_failed else reply.error
+        error = reply.error if result is None else reply.error or result.error
+        if request.is_overdue and reply.is_failed:
+            error = request.abort_error
         own = EngineReply(
             request_id=request.client_request_id,
             record=reply.record,
             error=error,
             is_failed=reply.is_failed,
-            generated_text=text,
+            generated_text=None if result is None else result.text,
         )
         self._answer(request, own)
 
@@ -165,7 +169,7 @@ class RequestDesk:
         request = self._books.requests.requests.get(result.server_id)
         if request is not None and request.phase is Phase.DETOKENIZING:
             assert request.reply is not None
-            self.finish(request, request.reply, result.text)
+            self.finish(request, request.reply, result)
 
     def _end(self, request: Request, *, tell_engine: bool) -> None:
         """Take the request from its engine, its group and all timers of its own."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from rollout.coordinator.protocol.framing import unpack
 from rollout.coordinator.protocol.messages import WireError, pack_params, unpack_params
-from rollout.errors import InvalidRequestError, ProtocolError, RolloutError
+from rollout.errors import DetokenizeError, InvalidRequestError, ProtocolError, RolloutError
+from rollout.generated_text import generated_text
 from rollout.text import Tokenizer
 
 # A record lists a few items per token: ids, times, versions, events.
@@ -48,10 +49,11 @@ class Detokenize:
 
 @dataclass(frozen=True, slots=True)
 class Detokenized:
-    """text: None if the record could not be read."""
+    """text: None if the record could not be read, or with the `error` of the tokenizer."""
 
     server_id: int
     text: str | None
+    error: WireError | None = None
 
 
 TextJob = Tokenize | Detokenize
@@ -61,7 +63,7 @@ TextResult = Tokenized | Detokenized
 def run_text_job(job: TextJob, tokenizer: Tokenizer) -> TextResult:
     """Do one job. What is wrong with a prompt comes back in the result."""
     if isinstance(job, Detokenize):
-        return Detokenized(job.server_id, _generated_text(job.record, tokenizer))
+        return _detokenize(job, tokenizer)
     try:
         return _tokenize(job, tokenizer)
     except RolloutError as error:
@@ -85,29 +87,32 @@ def _tokenize(job: Tokenize, tokenizer: Tokenizer) -> Tokenized:
     return Tokenized(job.group_id, np.array(tokens, dtype=np.int32), packed_of)
 
 
-def _generated_text(packed: bytes, tokenizer: Tokenizer) -> str | None:
-    """The text of a packed record, without its stop word unless that is asked for.
+def _detokenize(job: Detokenize, tokenizer: Tokenizer) -> Detokenized:
+    """The text of a packed record, without its stop unless that is asked for.
 
     Read from the plain values: building the record would hold the interpreter for longer than the
     router's loop may wait.
     """
     try:
-        segments: Sequence[Mapping[str, Any]] = unpack(packed, max_items=_MAX_RECORD_ITEMS)[
-            "requests"
-        ]
-        tokens = [token for segment in segments for token in segment["generated_tokens"]]
-        last = segments[-1]
-        params = last["sampling_params"] or {}
-        if last["finish_reason"] == "stop" and not params.get("detokenize_stop_sequence"):
-            tokens = _without_stop_word(tokens, last["stop_word_ids"] or [])
-        return tokenizer.decode(tokens)
+        tokens, stops = _tokens_and_stops(unpack(job.record, max_items=_MAX_RECORD_ITEMS))
+        return Detokenized(job.server_id, generated_text(tokenizer, tokens, **stops))
+    except DetokenizeError as error:
+        return Detokenized(job.server_id, None, WireError.of(error))
     except (ProtocolError, LookupError, TypeError, ValueError, OverflowError):
         # The engine's record is the client's to read; text only comes on top.
-        return None
+        return Detokenized(job.server_id, None)
 
 
-def _without_stop_word(tokens: list[int], stop_words: Sequence[Sequence[int]]) -> list[int]:
-    for word in stop_words:
-        if tokens[-len(word) :] == list(word):
-            return tokens[: -len(word)]
-    return tokens
+def _tokens_and_stops(record: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """All generated tokens, and the stops that may end them, as `generated_text` takes both."""
+    segments: Sequence[Mapping[str, Any]] = record["requests"]
+    tokens = [token for segment in segments for token in segment["generated_tokens"]]
+    last = segments[-1]
+    params = last["sampling_params"] or {}
+    if last["finish_reason"] != "stop" or params.get("detokenize_stop_sequence"):
+        return tokens, {}
+    return tokens, {
+        "stop_words": params.get("stop_words") or (),
+        "stop_word_ids": last["stop_word_ids"] or (),
+        "stop_token_ids": params.get("stop_token_ids") or (),
+    }

@@ -109,7 +109,7 @@ class EngineReply(WireData):
 
     record: packed by `pack_record`, or None if there is none, then `error` says why. is_failed: the
     record's status is FAILED, or there is none. generated_text: put in by the coordinator, which
-    does not open the record for it.
+    does not open the record for it; if its tokenizer raised, that is the `error` beside the record.
     """
 
     request_id: Count

@@ -176,6 +176,31 @@ def test_the_text_leaves_the_stop_word_out_unless_it_is_asked_for(
     assert result == Detokenized(1, text)
 
 
+def test_a_text_that_cannot_be_made_is_an_error_beside_the_record_and_the_next_is_made() -> None:
+    class Faulty(LetterTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            raise ZeroDivisionError("no such letter")
+
+    fleet, client, _ = fleet_with_text()
+    fleet.send(client, client.submission([3, 4]))
+    fleet.run()
+    fleet.finish()
+    request = DynamicInferenceRequest(request_id=1, generated_tokens=[97])
+    record = pack_record(DynamicInferenceRequestRecord.from_request(request))
+    jobs = fleet.core.take_text_jobs()
+    for job, tokenizer in zip(jobs, (Faulty(), LetterTokenizer()), strict=True):
+        assert isinstance(job, Detokenize)
+        result = run_text_job(Detokenize(job.server_id, record), tokenizer)
+        fleet.route(fleet.core.text_done(result, fleet.now))
+    fleet.run()
+    without, whole = (client.asked[i].replies[0] for i in range(2))
+    assert (without.generated_text, without.is_failed) == (None, False)
+    assert without.record is not None
+    assert without.error is not None
+    assert without.error.type_name == "DetokenizeError"
+    assert (whole.error, whole.generated_text) == (None, "a")
+
+
 @pytest.mark.parametrize("record", [b"", b"\xc1", b"\x80", b"\x91\x01"])
 def test_a_record_that_cannot_be_read_has_no_text(record: bytes) -> None:
     assert run_text_job(Detokenize(1, record), LetterTokenizer()) == Detokenized(1, None)

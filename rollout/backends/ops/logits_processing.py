@@ -1,0 +1,114 @@
+"""Biases, allowed ids and penalties: what is done to some samples' logits before they are drawn.
+
+In torch on any device, over the operations of any backend. Definitions and order are vLLM's:
+allowed ids, then biases and forbidden ids, then the repetition penalty over prompt and output, the
+frequency and presence penalties over the output. Shape letters: S sample rows, V vocabulary, P
+history positions, N top-n; those of LogitsInputs are explained there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollout.backends.base import Ops
+from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.step_tensors import LogitsInputs
+
+
+def sample_processed(
+    ops: Ops,
+    logits_SV: Tensor,
+    sampling: SamplingBatch,
+    plain: SampleResult,
+    inputs: LogitsInputs[Tensor],
+    history_QP: Tensor,
+) -> SampleResult:
+    """`plain`, which is `ops.sample(logits, sampling)`, with K samples drawn once more, from their
+    processed logits. The others pay nothing.
+
+    Log-probs in the modes raw and temperature, and at temperature 0, stay those of the logits
+    before processing. A sample is finite if both its logits and the processed ones are.
+    """
+    samples_K = inputs.samples_K
+    logits_KV = logits_SV.index_select(0, samples_K).float()
+    drawn = ops.sample(
+        process_logits(logits_KV.clone(), inputs, history_QP), sampling.select(samples_K)
+    )
+    result = replace(
+        plain,
+        token_ids_S=plain.token_ids_S.index_copy(0, samples_K, drawn.token_ids_S),
+        is_finite_S=plain.is_finite_S.index_copy(
+            0, samples_K, drawn.is_finite_S & plain.is_finite_S[samples_K]
+        ),
+    )
+    if plain.logprobs_S is not None and drawn.logprobs_S is not None:
+        unprocessed_U = inputs.unprocessed_U
+        scaled_UV = logits_KV[unprocessed_U] * inputs.inverse_temperature_U.unsqueeze(1)
+        logprobs_U, _, _ = ops.score(scaled_UV, drawn.token_ids_S[unprocessed_U], 0)
+        logprobs_K = drawn.logprobs_S.index_copy(0, unprocessed_U, logprobs_U)
+        result = replace(result, logprobs_S=plain.logprobs_S.index_copy(0, samples_K, logprobs_K))
+    if plain.top_ids_SN is not None and plain.top_logprobs_SN is not None:
+        assert drawn.top_ids_SN is not None
+        assert drawn.top_logprobs_SN is not None
+        processed_R = inputs.processed_R
+        samples_R = samples_K[processed_R]
+        result = replace(
+            result,
+            top_ids_SN=plain.top_ids_SN.index_copy(0, samples_R, drawn.top_ids_SN[processed_R]),
+            top_logprobs_SN=plain.top_logprobs_SN.index_copy(
+                0, samples_R, drawn.top_logprobs_SN[processed_R]
+            ),
+        )
+    return result
+
+
+def process_logits(logits_KV: Tensor, inputs: LogitsInputs[Tensor], history_QP: Tensor) -> Tensor:
+    """The logits that the K samples are drawn from. Changes and returns `logits_KV`, float32."""
+    if inputs.limited_A.numel():
+        at_C, ids_C = inputs.allowed_at_C, inputs.allowed_ids_C
+        limited_AV = logits_KV[inputs.limited_A]
+        allowed_AV = torch.full_like(limited_AV, -torch.inf)
+        allowed_AV[at_C, ids_C] = limited_AV[at_C, ids_C]
+        logits_KV[inputs.limited_A] = allowed_AV
+    if inputs.bias_at_B.numel():
+        at = (inputs.bias_at_B, inputs.bias_ids_B)
+        logits_KV.index_put_(at, inputs.biases_B, accumulate=True)
+    if inputs.penalized_Q.numel():
+        logits_KV[inputs.penalized_Q] = _penalized(
+            logits_KV[inputs.penalized_Q],
+            history_QP,
+            inputs.lengths_Q.unsqueeze(1),
+            inputs.num_prompt_Q.unsqueeze(1),
+            inputs.penalties_Q3,
+        )
+    return logits_KV
+
+
+def _penalized(
+    logits_QV: Tensor,
+    history_QP: Tensor,
+    lengths_Q1: Tensor,
+    num_prompt_Q1: Tensor,
+    penalties_Q3: Tensor,
+) -> Tensor:
+    """Only the logits of tokens in the histories are touched: it costs by history, not vocabulary.
+
+    A token's new logit is computed at each of its positions, and is the same at all of them.
+    """
+    positions_P = torch.arange(history_QP.shape[1], device=history_QP.device)
+    is_known_QP = positions_P < lengths_Q1
+    is_output_QP = is_known_QP & (positions_P >= num_prompt_Q1)
+    ids_QP = torch.where(is_known_QP, history_QP, history_QP[:, :1])
+    # Beyond the vocabulary, so that they are found for no id.
+    outputs_QP = torch.where(is_output_QP, history_QP, logits_QV.shape[1]).sort(1).values
+    counts_QP = torch.searchsorted(outputs_QP, ids_QP, right=True)
+    counts_QP -= torch.searchsorted(outputs_QP, ids_QP)
+    repetition_Q1, presence_Q1, frequency_Q1 = penalties_Q3.split(1, dim=1)
+    values_QP = logits_QV.gather(1, ids_QP)
+    values_QP = torch.where(values_QP > 0, values_QP / repetition_Q1, values_QP * repetition_Q1)
+    values_QP -= frequency_Q1 * counts_QP
+    values_QP -= presence_Q1 * (counts_QP > 0)
+    return logits_QV.scatter(1, ids_QP, values_QP)

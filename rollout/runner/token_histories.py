@@ -1,0 +1,47 @@
+"""TokenHistories: the tokens of rows with penalties, where the steps' draws can count them.
+
+A decode row's last token is known to the device only, so the history is kept there. Shape letters
+are those of LogitsInputs; P history positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollout.backends.step_tensors import HostArray, LogitsInputs
+
+
+class TokenHistories:
+    """By row and position; only as large as the rows that have had penalties need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
+
+    def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
+        """Enter the tokens of new rows; returns the Q samples' histories, int64 [Q, P]."""
+        if not len(host.rows_Q):
+            return self._ids[:0]
+        length = int(host.lengths_Q.max())
+        self._make_room(int(host.rows_Q.max()) + 1, length + 1)
+        self._ids[inputs.new_rows_N, inputs.new_positions_N] = inputs.new_ids_N
+        return self._ids[inputs.rows_Q, :length]
+
+    def append(self, inputs: LogitsInputs[Tensor], token_ids_S: Tensor) -> None:
+        """Enter the tokens that the Q samples have drawn."""
+        drawn_Q = token_ids_S[inputs.samples_K[inputs.penalized_Q]]
+        self._ids[inputs.rows_Q, inputs.lengths_Q] = drawn_Q
+
+    def _make_room(self, num_rows: int, length: int) -> None:
+        old_rows, old_length = self._ids.shape
+        if num_rows <= old_rows and length <= old_length:
+            return
+        shape = max(old_rows, _rounded(num_rows)), max(old_length, _rounded(length))
+        larger = self._ids.new_zeros(shape)
+        larger[:old_rows, :old_length] = self._ids
+        self._ids = larger
+
+
+def _rounded(size: int) -> int:
+    """The next power of two, so that growing token by token copies each only once or twice."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,187 @@
+"""Contract of `sample_processed` over every Ops: biases, allowed ids, min_tokens and penalties."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout import SamplingParams
+from rollout.backends.forward_batch import SampleResult
+from rollout.backends.ops.logits_processing import sample_processed
+from rollout.backends.step_tensors import LogitsInputs
+from rollout.engine.generation_rules import GenerationRules
+from rollout.runner.logits_builder import LogitsBuilder
+from rollout.runner.token_histories import TokenHistories
+from rollout.step.plan import StepPlan
+from tests.contracts.implementations import OPS, is_interpreted
+from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
+from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits
+
+VOCABULARY, TOP_N = 40, 5
+ids = st.integers(0, VOCABULARY - 1)
+some_ids = st.lists(ids, min_size=1, max_size=12)
+any_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 0, 4]),
+    logprobs_mode=st.sampled_from(["raw", "temperature", "processed"]),
+    return_log_probs=st.just(True),
+    top_n_logprobs=st.just(TOP_N),
+    termination_id=ids,
+    stop_token_ids=st.none() | some_ids,
+    min_tokens=st.integers(0, 4),
+    logit_bias=st.none() | st.dictionaries(ids, st.floats(-9, 9), max_size=4),
+    allowed_token_ids=st.none() | st.lists(ids, min_size=8, max_size=20),
+    repetition_penalty=st.sampled_from([1.0, 0.6, 1.4]),
+    presence_penalty=st.sampled_from([0.0, -0.5, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.3, 0.8]),
+)
+row_params = any_params.filter(
+    lambda p: not set(p.allowed_token_ids or [-2]) <= {p.termination_id, *(p.stop_token_ids or ())}
+)
+rows_of_a_step = st.lists(
+    st.tuples(
+        st.one_of(st.just(SamplingParams()), row_params), some_ids, st.lists(ids, max_size=9)
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def new_row_arrays(rows: list[int], known: list[list[int]]) -> dict[str, np.ndarray]:
+    """What a plan says of rows that are new, with the tokens they have."""
+    return {
+        "counted_rows": np.array(rows, np.int32),
+        "counted_lens": np.array([len(tokens) for tokens in known], np.int32),
+        "counted_token_ids": np.array([t for tokens in known for t in tokens], np.int32),
+    }
+
+
+def counted(
+    rows: list[int], params: list[SamplingParams], known: list[list[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Those whose draws count tokens."""
+    kept = [
+        i
+        for i, p in enumerate(params)
+        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+    ]
+    return [rows[i] for i in kept], [known[i] for i in kept]
+
+
+def drawn(
+    name: str, logits_SV: torch.Tensor, params: list[SamplingParams], known: list[list[int]],
+    num_prompts: list[int],
+) -> SampleResult:  # fmt: skip
+    """One step, in which every row is new."""
+    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
+    builder, rows = LogitsBuilder(len(params) + 1), list(range(1, len(params) + 1))
+    for row, each, num_prompt in zip(rows, params, num_prompts, strict=True):
+        builder.set_row(row, rules.row_sampling(each, 0, num_prompt).processing)
+    plan = StepPlan(
+        step_id=0,
+        weights_version=0,
+        sample_rows=np.array(rows, np.int32),
+        sample_positions=np.array([len(tokens) for tokens in known], np.int32),
+        **new_row_arrays(*counted(rows, params, known)),
+    )
+    batch = batch_of(
+        [draw_of(each, row) for row, each in zip(rows, params, strict=True)], top_n=TOP_N
+    )
+    ops = OPS[name]()
+    plain = ops.sample(logits_SV, batch)
+    host = builder.build(plan, batch.mode_S.numpy(), batch.temperature_S.numpy())
+    if host is None:
+        return plain
+    arrays = {name: getattr(host, name) for name in LogitsInputs.__dataclass_fields__}
+    inputs = LogitsInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    history = TokenHistories(torch.device("cpu")).begin(host, inputs)
+    return sample_processed(ops, logits_SV, batch, plain, inputs, history)
+
+
+def draw_of(params: SamplingParams, row: int) -> Draw:
+    return Draw(
+        uniform=(row * 0.37) % 1,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        mode=params.logprobs_mode,
+    )
+
+
+@pytest.mark.parametrize("name", OPS)
+@settings(max_examples=40)
+@given(rows=rows_of_a_step, seed=st.integers(0, 10_000))
+def test_each_row_draws_from_its_own_processed_logits_and_reports_in_its_mode(
+    name: str, rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int
+) -> None:
+    rows = rows[:2] if is_interpreted(name) else rows
+    params = [row[0] for row in rows]
+    logits = random_logits(len(rows), VOCABULARY, seed)
+    before = logits.clone()
+    known = [[*prompt, *output] for _, prompt, output in rows]
+    result = drawn(name, logits, params, known, [len(prompt) for _, prompt, _ in rows])
+    assert torch.equal(logits, before)
+    assert result.is_finite_S.all()
+    for row, (each, prompt, output) in enumerate(rows):
+        raw_V, draw = logits[row].double().numpy(), draw_of(each, row + 1)
+        drawn_V = processed_logits(raw_V, each, prompt, output)
+        token = int(result.token_ids_S[row])
+        if each.temperature == 0:
+            assert drawn_V[token] >= drawn_V.max() - 1e-5
+        else:
+            assert_is_drawn(token, drawn_V, draw)
+        is_processed = each.logprobs_mode == "processed" and each.temperature > 0
+        expected_V = logprobs(drawn_V if is_processed else raw_V, draw)
+        assert result.logprobs_S is not None
+        np.testing.assert_allclose(result.logprobs_S[row], expected_V[token], **LOGPROB)
+        assert result.top_logprobs_SN is not None
+        best_N = np.sort(expected_V)[::-1][:TOP_N]
+        np.testing.assert_allclose(result.top_logprobs_SN[row], best_N, **LOGPROB)
+
+
+def test_a_row_that_processing_leaves_nothing_to_draw_or_that_was_not_finite_says_so() -> None:
+    logits = random_logits(2, VOCABULARY, seed=1)
+    logits[0, :2] = -torch.inf
+    logits[1, 7] = torch.nan
+    params = [SamplingParams(allowed_token_ids=[0, 1]), SamplingParams(allowed_token_ids=[3])]
+    result = drawn("reference", logits, params, [[4], [4]], [1, 1])
+    assert result.is_finite_S.tolist() == [False, False]
+
+
+def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
+    """Rows 1 and 5 decode beside each other; then another request has row 1."""
+    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
+    histories, builder = TokenHistories(torch.device("cpu")), LogitsBuilder(6)
+    params = SamplingParams(presence_penalty=1.0)
+    for row in (1, 5):
+        builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+
+    def step(rows: list[int], lengths: list[int], token: int, **new: np.ndarray) -> list[list[int]]:
+        plan = StepPlan(
+            step_id=0,
+            weights_version=0,
+            sample_rows=np.array(rows, np.int32),
+            sample_positions=np.array(lengths, np.int32),
+            **new,
+        )
+        host = builder.build(plan, np.zeros(len(rows), np.int8), np.ones(len(rows), np.float32))
+        assert host is not None
+        arrays = {name: getattr(host, name) for name in LogitsInputs.__dataclass_fields__}
+        inputs = LogitsInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        history = histories.begin(host, inputs)
+        histories.append(inputs, torch.full((len(rows),), token))
+        return [row[:n].tolist() for row, n in zip(history, lengths, strict=True)]
+
+    assert step([1], [2], 30, **new_row_arrays([1], [[10, 11]])) == [[10, 11]]
+    assert step([1, 5], [3, 3], 31, **new_row_arrays([5], [[20, 21, 22]])) == [
+        [10, 11, 30],
+        [20, 21, 22],
+    ]
+    assert step([1, 5], [4, 4], 32) == [[10, 11, 30, 31], [20, 21, 22, 31]]
+    assert step([1, 5], [2, 5], 33, **new_row_arrays([1], [[8, 9]])) == [
+        [8, 9],
+        [20, 21, 22, 31, 32],
+    ]
