@@ -76,15 +76,15 @@ def collate_rollouts(
     train_version: int,
     temperature: float = 1.0,
     pad_id: int = 0,
-    logprobs_mode: TrainedLogprobs = "temperature",
+    logprobs_mode: TrainedLogprobs | None = None,
 ) -> RolloutBatch:
     """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
 
     A sample of several turns is a Rollout of their requests. `temperature` is the one the trainer
-    divides its logits by. `logprobs_mode`: what the engine's log-probs have to be. `temperature`:
-    what the trainer recomputes, so that ratios start from 1. `processed`: the true probability of
-    the draw; with truncation (top_k, top_p, min_p) ratios to it start below 1, and the loss wants
-    proximal log-probs. A reward of None or NaN, like a request that failed, marks a failed rollout:
+    divides its logits by. `logprobs_mode`: what the engine's log-probs have to be; None takes those
+    of the mode sampled with. `temperature`: what the trainer recomputes, so that ratios start from
+    1. `processed`: the true probability of the draw; with truncation (top_k, top_p, min_p) ratios
+    to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a request that failed, marks a failed rollout:
     it is masked out, never scored 0.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
     there is not one reward per request, and for a token sampled after `train_version`.
@@ -102,12 +102,14 @@ def collate_rollouts(
         ]
     )
     rows = [_untrained_row(rollout) for rollout in rollouts]
+    turns = [turn.sampling_params for rollout in rollouts for turn in rollout.requests]
+    is_processed = any(params and params.logprobs_mode == "processed" for params in turns)
+    wanted = logprobs_mode or ("processed" if is_processed else "temperature")
     for row, rollout, reward in zip(rows, rollouts, rewards_B.tolist(), strict=True):
         if not math.isnan(reward):
             for turn in rollout.requests:
-                check_logprobs_match(
-                    turn.sampling_params or SamplingParams(), temperature, logprobs_mode
-                )
+                params = turn.sampling_params or SamplingParams()
+                check_logprobs_match(params, temperature, wanted)
                 _mark_turn(row, turn, train_version)
     padded = {
         name: pad_sequence(
@@ -169,8 +171,9 @@ def check_logprobs_match(
 ) -> None:
     """Refuse log-probs that are not what the trainer, dividing its logits by `temperature`, wants.
 
-    Without truncation both modes are the same number, and at temperature 1 `raw` is too. With it
-    the mode sampled with must be the one wanted; `raw` does not say which is meant.
+    Without truncation, biases and penalties both modes are the same number, and at temperature 1
+    `raw` is too. With them the mode sampled with must be the one wanted; `raw` does not say which
+    is meant.
     Raises ConfigError naming the mode and temperature of both sides.
     """
     if logprobs_mode not in get_args(TrainedLogprobs):
@@ -180,9 +183,9 @@ def check_logprobs_match(
         raise ConfigError(f"temperature={temperature} must be above 0; greedy tokens train nothing")
     if not params.return_log_probs:
         raise ConfigError("the rollouts carry no log-probs; sample with return_log_probs=True")
-    mode, truncation = params.logprobs_mode, _truncation(params)
+    mode, reshaping = params.logprobs_mode, _reshaping(params)
     is_same_mode = mode == logprobs_mode or (
-        not truncation and (mode != "raw" or params.temperature == 1.0)
+        not reshaping and (mode != "raw" or params.temperature == 1.0)
     )
     if params.temperature != temperature or not is_same_mode:
         remedy = f"sample with logprobs_mode={logprobs_mode!r} and temperature={temperature}"
@@ -193,7 +196,7 @@ def check_logprobs_match(
             )
         raise ConfigError(
             f"the rollouts' log-probs have logprobs_mode={mode!r} at temperature="
-            f"{params.temperature}{truncation and f' with {truncation}'}, the trainer wants "
+            f"{params.temperature}{reshaping and f' with {reshaping}'}, the trainer wants "
             f"logprobs_mode={logprobs_mode!r} at temperature={temperature}; {remedy}"
         )
 
@@ -205,14 +208,22 @@ def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogpr
     return mode
 
 
-def _truncation(params: SamplingParams) -> str:
-    """The settings that cut tokens off, as they were given; empty if there are none."""
+def _reshaping(params: SamplingParams) -> str:
+    """The settings that draw from another distribution than that of the logits at the temperature,
+    as they were given; empty if there are none.
+    """
     settings = {
         "top_k": params.top_k > 0,
         "top_p": 0.0 < params.top_p < 1.0,
         "min_p": params.min_p > 0.0,
+        "min_tokens": params.min_tokens > 0,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
     }
-    return ", ".join(f"{name}={getattr(params, name)}" for name, cuts in settings.items() if cuts)
+    return ", ".join(f"{name}={getattr(params, name)}" for name, is_on in settings.items() if is_on)
 
 
 def _reward_or_nan(reward: float | None) -> float:

@@ -114,6 +114,8 @@ def test_logprobs_of_the_mode_that_is_asked_for_are_taken(
             "'processed'.*top_p=0.9.*'temperature'.*logprobs_mode='processed' to collate_rollouts",
         ),
         (sampled(logprobs_mode="temperature", min_p=0.1), 1.0, "processed", "min_p=0.1.*'proc"),
+        (sampled(repetition_penalty=1.5), 1.0, "temperature", "'raw'.*repetition_penalty=1.5"),
+        (sampled(logit_bias={3: 1.0}), 1.0, None, "'raw'.*logit_bias"),
         # `raw` says of neither that it is meant.
         (sampled(top_k=5), 1.0, "temperature", "'raw'.*top_k=5.*sample with.*'temperature'"),
     ],
@@ -126,6 +128,21 @@ def test_logprobs_of_another_distribution_are_refused_naming_both(
         collate_rollouts(
             [request], [1.0], train_version=0, temperature=temperature, logprobs_mode=mode
         )
+
+
+def test_without_a_mode_the_one_sampled_with_is_taken_and_never_two_in_a_batch() -> None:
+    true, plain, other = (
+        finished_request([1], [2], versions=[0], params=params)
+        for params in (
+            sampled(logprobs_mode="processed", top_p=0.9),
+            sampled(logprobs_mode="temperature"),
+            sampled(logprobs_mode="temperature", top_p=0.9),
+        )
+    )
+    for requests in ([true], [plain, true], [other, plain]):
+        assert collate_rollouts(requests, [1.0] * len(requests), train_version=0).mask_BT.any()
+    with pytest.raises(ConfigError, match="'temperature'.*top_p=0.9.*'processed'"):
+        collate_rollouts([true, other], [1.0, 1.0], train_version=0)
 
 
 def test_rollouts_without_logprobs_are_refused() -> None:
