@@ -34,6 +34,7 @@ def finished_request(
 def _drop_prompt(request: DynamicInferenceRequest) -> None:
     """Keep only the generated positions; staleness tensors then cover those alone."""
     start, end = len(request.prompt_tokens), request.num_tokens
+    request.precomputed_block_hashes = request.precomputed_block_hashes  # read while it is here
     request.prompt_tokens = torch.empty(0, dtype=torch.int64)
     request.policy_spans = request.policy_spans.slice(start, end)
     request.kv_spans = request.kv_spans.slice(start, end)
