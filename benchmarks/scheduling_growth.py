@@ -32,11 +32,13 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
 from rollout.step.plan import RowSampling
+from rollout.version_spans import VersionSpans
 
 ROOT = Path(__file__).parent
 BLOCK = 16
 NUM_RUNNING = 8
 PROMPT = 512
+BLOCKS_PER_PREFIX = 64
 
 
 class Bench:
@@ -54,7 +56,7 @@ class Bench:
             enable_chunked_prefill=True,
             prefix_cache=prefixes,
         )
-        self.version = 0
+        self._blocks, self.version = blocks, 0
         self._next_id = 0
 
     def add(self, tokens: list[int], max_new: int) -> int:
@@ -89,12 +91,15 @@ class Bench:
             self.scheduler.commit(plan, output)
 
     def fill_index(self) -> None:
-        """Prompts that end at once leave their blocks to the index, until the pool is full."""
-        counts = self.scheduler.counts()
-        per_prompt = 64
-        for number in range(counts.num_blocks_total // per_prompt):
-            self.add(list(range(number * 7, number * 7 + per_prompt * BLOCK)), 1)
-            self.step()
+        """Have an index of unused blocks that fills the pool."""
+        blocks, spans, table = self._blocks, VersionSpans([(BLOCK, self.version)]), list[int]()
+        num_blocks = blocks.num_free_blocks
+        for start in range(0, num_blocks, BLOCKS_PER_PREFIX):
+            count = min(BLOCKS_PER_PREFIX, num_blocks - start)
+            blocks.reserve(table, 0, count * BLOCK)
+            for position in range(count):
+                blocks.index(table, position, (start + position).to_bytes(16, "little"), spans)
+            blocks.release(table)
 
 
 def timed(action: Callable[[], None]) -> float:
@@ -105,18 +110,27 @@ def timed(action: Callable[[], None]) -> float:
 
 
 class Abort:
-    """Of a request that runs, beside an index that fills the pool."""
+    """Of a request that runs, with 32 blocks."""
 
-    name = "abort of a running request, by blocks in the pool"
+    name = "abort, by blocks in the pool"
 
     def __init__(self, size: int) -> None:
         self._bench = Bench(size)
-        self._bench.fill_index()
 
     def sample(self) -> float:
         request_id = self._bench.add(list(range(PROMPT)), 100)
         self._bench.step()
         return timed(lambda: self._bench.scheduler.remove(request_id) and None)
+
+
+class AbortBesideFullIndex(Abort):
+    """The same beside an index that fills the pool, which it enters."""
+
+    name = "abort beside an index that fills the pool, by its blocks"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._bench.fill_index()
 
 
 class Update:
@@ -151,10 +165,13 @@ class BlockedHead:
         return timed(self._bench.step)
 
 
+CASES = (Abort, AbortBesideFullIndex, Update, BlockedHead)
+
+
 def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> dict[str, Any]:
     """Medians by case and size."""
     results: dict[str, Any] = {}
-    for case in (Abort, Update, BlockedHead):
+    for case in CASES:
         benches = {size: case(size) for size in sizes}
         samples: dict[int, list[float]] = {size: [] for size in sizes}
         gc.collect()
@@ -197,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rounds = 3 if arguments.small else arguments.rounds
     console = Console(stderr=True)
     with Progress(console=console) as progress:
-        task = progress.add_task("costs", total=3)
+        task = progress.add_task("costs", total=len(CASES))
         costs = measure(sizes, rounds, lambda: progress.advance(task))
     results = {
         "date": datetime.date.today().isoformat(),

@@ -84,8 +84,8 @@ def collate_rollouts(
     divides its logits by. `logprobs_mode`: what the engine's log-probs have to be; None takes those
     of the mode sampled with. `temperature`: what the trainer recomputes, so that ratios start from
     1. `processed`: the true probability of the draw; with truncation (top_k, top_p, min_p) ratios
-    to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a request that failed, marks a failed rollout:
-    it is masked out, never scored 0.
+    to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a
+    request that failed, marks a failed rollout: it is masked out, never scored 0.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
     there is not one reward per request, and for a token sampled after `train_version`.
     """

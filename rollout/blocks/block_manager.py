@@ -24,7 +24,7 @@ class BlockManager:
         self._keeps_unused = keeps_unused
         self._pool = BlockPool(num_blocks)
         self._rows = SlotPool(num_rows)
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(num_blocks)
 
     # ---- counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from itertools import compress, count
 
@@ -16,7 +17,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(1, num_blocks + 1))
-        self._users = [0] * (num_blocks + 1)
+        self._users = array("i", bytes(4 * (num_blocks + 1)))
 
     @property
     def num_free(self) -> int:

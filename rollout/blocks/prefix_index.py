@@ -49,9 +49,9 @@ class PrefixIndex:
     No operation takes longer for a larger index, save to drop many blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._by_key: dict[bytes, IndexedBlock] = {}
-        self._by_block: dict[int, IndexedBlock] = {}
+        self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
         self._unused: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._generation = 0
         self._num_of_generation = 0
@@ -97,7 +97,7 @@ class PrefixIndex:
                 return False
         oldest_written = spans.min()
         if predecessor is not None:
-            before = self._by_block.get(predecessor)
+            before = self._by_block[predecessor]
             if before is None or before.generation != self._generation:
                 return False
             oldest_written = min(oldest_written, before.oldest_version)
@@ -122,7 +122,7 @@ class PrefixIndex:
 
         It is dropped unless it is indexed, can still be found, and the caller `keeps` such blocks.
         """
-        entry = self._by_block.get(block)
+        entry = self._by_block[block]
         if entry is None:
             return False
         if keeps and entry.generation == self._generation:
@@ -134,7 +134,7 @@ class PrefixIndex:
     def drop_oldest(self) -> int:
         """Drop the longest unused block and return it. There must be one."""
         block, _ = self._unused.popitem(last=False)
-        entry = self._by_block.get(block)
+        entry = self._by_block[block]
         if entry is not None:
             self._forget(entry)
         return block
@@ -153,5 +153,6 @@ class PrefixIndex:
 
     def _forget(self, entry: IndexedBlock) -> None:
         """The block has no key any more; an unused one stays in line to be dropped."""
-        del self._by_block[entry.block], self._by_key[entry.key]
+        del self._by_key[entry.key]
+        self._by_block[entry.block] = None
         self._num_of_generation -= entry.generation == self._generation

@@ -66,7 +66,8 @@ def check_index(scheduler: Scheduler, users: Counter[int]) -> list[int]:
     """
     blocks, index = scheduler._blocks, scheduler._blocks._index
     entries = list(index._by_key.values())
-    assert {entry.block: entry for entry in entries} == index._by_block
+    by_block = {b: entry for b, entry in enumerate(index._by_block) if entry is not None}
+    assert {entry.block: entry for entry in entries} == by_block
     unused = list(index._unused)
     assert not any(users[block] for block in unused)
     assert {entry.block for entry in entries if not users[entry.block]} <= set(unused)

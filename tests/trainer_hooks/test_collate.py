@@ -141,7 +141,7 @@ def test_without_a_mode_the_one_sampled_with_is_taken_and_never_two_in_a_batch()
     )
     for requests in ([true], [plain, true], [other, plain]):
         assert collate_rollouts(requests, [1.0] * len(requests), train_version=0).mask_BT.any()
-    with pytest.raises(ConfigError, match="'temperature'.*top_p=0.9.*'processed'"):
+    with pytest.raises(ConfigError, match=r"'temperature'.*top_p=0\.9.*'processed'"):
         collate_rollouts([true, other], [1.0, 1.0], train_version=0)
 
 
