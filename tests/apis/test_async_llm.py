@@ -130,7 +130,7 @@ def processor_seconds(pid: int) -> float:
 def test_a_stream_comes_in_pieces_of_the_interval() -> None:
     async def work(llm: AsyncLLM) -> None:
         for interval in (1, 5, 40):
-            own = params(1, 400, streaming_interval=interval)
+            own = params(1, 200, streaming_interval=interval)
             *parts, request = [piece async for piece in llm.stream(prompt_of(9), own)]
             lengths = [len(part) for part in parts]
             assert [token for part in parts for token in part] == request.generated_tokens

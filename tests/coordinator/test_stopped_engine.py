@@ -46,7 +46,7 @@ from tests.tiny_models import (
 )
 
 pytestmark = pytest.mark.distributed
-WAIT_S = 90.0
+WAIT_S = 300.0
 LEASE_S = 3.0
 LIMITS = CoordinatorLimits(engine_lease_s=LEASE_S, heartbeat_s=0.2, report_interval_tokens=1)
 MODEL_SEED = 30

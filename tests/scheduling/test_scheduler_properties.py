@@ -50,7 +50,6 @@ def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
     work = [seeded_work(run_seed() + seed, depth=depth, num_ops=25) for _ in range(2)]
     first, second = run_to_the_end(*work[0]), run_to_the_end(*work[1])
     digests = [plan.digest() for plan in first.plans]
-    assert digests
     assert digests == [plan.digest() for plan in second.plans]
 
 
