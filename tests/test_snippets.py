@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -48,7 +49,7 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     fences = list(FENCE.finditer(text))
     blocks = []
-    for fence, below in zip(fences, [*fences[1:], None], strict=True):
+    for fence, below in zip_longest(fences, fences[1:]):
         is_output = (
             below is not None and below[1] == "text" and text[fence.end() : below.start()].isspace()
         )

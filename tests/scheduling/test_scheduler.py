@@ -237,3 +237,71 @@ def test_sampling_parameters_are_sent_once_with_the_first_token() -> None:
     rig.add(prompt(6), Sample(seed=9))
     rig.drain()
     assert [plan.new_rows for plan in rig.plans[:3]] == [(), ((1, row_sampling(9)),), ()]
+
+
+# ---- who waits for whom
+
+
+def steps_until_prefilled(rig: Rig, request_id: int) -> int:
+    """Steps until the request has its first token."""
+    for number in range(1, 1000):
+        rig.step()
+        if rig.known[request_id].generated:
+            return number
+    raise AssertionError("it waits for ever")
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_long_prompt_does_not_wait_until_rows_that_decode_have_ended(chunked: bool) -> None:
+    rig = Rig(Sizes(num_blocks=600, num_rows=16, max_tokens=32, chunked=chunked))
+    for _ in range(8):
+        rig.add(prompt(2), Sample(num_new=200))
+    rig.step()
+    long = rig.add(prompt(32), Sample(num_new=2))[0]
+    behind = rig.add(prompt(2), Sample(num_new=2))[0]
+    assert steps_until_prefilled(rig, long) <= 5
+    assert steps_until_prefilled(rig, behind) <= 5
+    assert [len(rig.known[i].generated) for i in range(8)] != [1] * 8
+
+
+def test_long_prompts_without_chunked_prefill_leave_every_other_step_to_rows_that_decode() -> None:
+    rig = Rig(Sizes(num_blocks=600, num_rows=16, max_tokens=32, chunked=False))
+    rig.add(prompt(2), Sample(num_new=100))
+    rig.step()
+    for _ in range(10):
+        rig.add(prompt(32), Sample(num_new=1))
+    for _ in range(20):
+        rig.step()
+    assert len(rig.known[0].generated) == 11
+    assert all(rig.known[i].phase == "done" for i in range(1, 11))
+
+
+def test_a_stream_of_higher_priorities_starves_nobody() -> None:
+    rig = Rig(Sizes(num_rows=1, num_blocks=8))
+    low = [rig.add(prompt(2), Sample(num_new=2), priority=-9)[0] for _ in range(3)]
+    for _ in range(150):
+        rig.add(prompt(2), Sample(num_new=2), priority=5)
+        rig.step()
+    assert [rig.known[i].phase for i in low] == ["done"] * 3
+    rig.drain()
+
+
+def test_higher_priorities_are_fifteen_of_sixteen_admissions_beside_a_long_queue() -> None:
+    rig = Rig(Sizes(num_rows=1, num_blocks=8))
+    low = [rig.add(prompt(2), Sample(num_new=1))[0] for _ in range(20)]
+    high = [rig.add(prompt(2), Sample(num_new=1), priority=1)[0] for _ in range(60)]
+    for _ in range(32):
+        rig.step()
+    assert sum(rig.known[i].phase == "done" for i in high) == 30
+    assert [rig.known[i].phase for i in low[:3]] == ["done", "done", "waiting"]
+
+
+def test_a_prompt_without_room_is_looked_at_again_when_something_has_left() -> None:
+    rig = Rig(Sizes(num_blocks=8, block_size=4, num_rows=4))
+    rig.add(prompt(4), Sample(num_new=6))
+    rig.step()
+    blocked = rig.add(prompt(28), Sample(num_new=2))[0]
+    rig.drain()
+    first = next(n for n, s in enumerate(rig.schedules) if blocked in s.admitted)
+    assert rig.schedules[first - 1].plan is not None
+    assert first == 6

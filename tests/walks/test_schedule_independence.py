@@ -108,12 +108,13 @@ def test_a_pool_so_small_that_requests_pause_and_are_evicted(
         enable_chunked_prefill=is_chunked,
         max_tokens=24 if is_chunked else None,
         paused_buffer_size_gb=paused_gb,
+        schedule_conservativeness=0.0,
     )
     assert_same(generate_all(engine, jobs()))
     stats = engine.stats()
     assert stats.num_evictions > 0
-    # With no room for paused requests at all, each is evicted before it counts as paused.
-    assert (stats.num_pauses > 0) == (num_paused_blocks != 0)
+    # Requests pause where room for paused ones is asked for; else the newest goes at once.
+    assert (stats.num_pauses > 0) == bool(num_paused_blocks)
     assert stats.num_blocks_used == 0
 
 

@@ -148,7 +148,9 @@ def test_cycles_mid_prefill_keep_tokens_and_logprobs(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_cycles_with_paused_and_evicted_requests_keep_tokens_and_logprobs(mode: str) -> None:
-    engine = tiny_engine(model(), kv_cache_management_mode=mode, num_blocks=16)
+    engine = tiny_engine(
+        model(), kv_cache_management_mode=mode, num_blocks=16, paused_buffer_size_gb=1.0
+    )
     assert_undisturbed(disturbed(engine, every=5))
     assert engine.stats().num_evictions + engine.stats().num_pauses > 0
 
