@@ -74,6 +74,14 @@ class WeightCommit(Operation):
         if self._is_decided:
             self.parts.placement.weights_changed(self.members.values())
             return self.done()
+        if not self.members:
+            # Committed without a vote, weights that no engine can take would keep all from entering.
+            error = WeightUpdateError(
+                f"no engine was there to verify version {self._version}; the serving weights are "
+                "kept: push again when one has joined"
+            )
+            error.is_transient = True
+            return self._roll_back(WireError.of(error), now)
         checksum, fault = self._agreed_checksum()
         if fault is not None:
             return self._roll_back(WireError.of(fault), now)

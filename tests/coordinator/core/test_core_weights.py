@@ -180,15 +180,20 @@ def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
     assert list(fleet.core.ranks()) == [0, 1]
 
 
-def test_a_fleet_without_engines_commits_for_those_that_come() -> None:
+def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> None:
     fleet = FakeFleet()
     client = fleet.client()
     fleet.run()
     fleet.give(client, client.command(Headers.PAUSE))
-    assert isinstance(fleet.give(client, client.update(source_of(4), version=4)), Ack)
+    nack = fleet.give(client, client.update(source_of(4), version=4))
+    assert isinstance(nack, Nack)
+    assert "no engine was there to verify version 4" in nack.error.message
+    assert nack.error.is_transient
     engine = fleet.engine()
     fleet.run()
-    assert (engine.version, engine.checksum, engine.state) == (4, "sum4", "PAUSED")
+    assert (engine.version, engine.state) == (0, "PAUSED")
+    assert isinstance(fleet.give(client, client.update(source_of(4), version=4)), Ack)
+    assert (engine.version, engine.checksum) == (4, "sum4")
 
 
 @pytest.mark.parametrize(
