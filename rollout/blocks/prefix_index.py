@@ -5,8 +5,8 @@ version.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,52 @@ class IndexedBlock:
     generation: int
 
 
+class BlockList:
+    """Blocks in the order they were appended, as links between their ids; block 0 is both ends.
+
+    Arrays, since with a million of blocks hash tables would cost a cache miss more per operation.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._next = array("i", [-1]) * (num_blocks + 1)
+        self._previous = array("i", [-1]) * (num_blocks + 1)
+        self._next[0] = self._previous[0] = 0
+        self._num_listed = 0
+
+    def __len__(self) -> int:
+        return self._num_listed
+
+    def __contains__(self, block: int) -> bool:
+        return self._next[block] >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._next[0]
+        while block:
+            yield block
+            block = self._next[block]
+
+    def append(self, block: int) -> None:
+        """Add a block that is not in the list."""
+        last = self._previous[0]
+        self._next[last] = self._previous[0] = block
+        self._previous[block], self._next[block] = last, 0
+        self._num_listed += 1
+
+    def remove(self, block: int) -> None:
+        """Take out a block that is in the list."""
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self._next[block] = -1
+        self._num_listed -= 1
+
+    def pop_first(self) -> int:
+        """Take out the first block and return it. There must be one."""
+        block = self._next[0]
+        assert block, "the list is empty"
+        self.remove(block)
+        return block
+
+
 class PrefixIndex:
     """Key -> block. A block is indexed only behind its indexed predecessor in the same table.
 
@@ -52,7 +98,7 @@ class PrefixIndex:
     def __init__(self, num_blocks: int) -> None:
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
-        self._unused: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._unused = BlockList(num_blocks)  # oldest release first
         self._generation = 0
         self._num_of_generation = 0
 
@@ -115,7 +161,8 @@ class PrefixIndex:
 
     def use(self, block: int) -> None:
         """A found block has a user again, or one more."""
-        self._unused.pop(block, None)
+        if block in self._unused:
+            self._unused.remove(block)
 
     def release(self, block: int, *, keeps: bool) -> bool:
         """The block's last user left. Returns whether it is kept for others to find.
@@ -126,14 +173,14 @@ class PrefixIndex:
         if entry is None:
             return False
         if keeps and entry.generation == self._generation:
-            self._unused[block] = None
+            self._unused.append(block)
             return True
         self._forget(entry)
         return False
 
     def drop_oldest(self) -> int:
         """Drop the longest unused block and return it. There must be one."""
-        block, _ = self._unused.popitem(last=False)
+        block = self._unused.pop_first()
         entry = self._by_block[block]
         if entry is not None:
             self._forget(entry)
