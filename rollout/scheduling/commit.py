@@ -67,22 +67,22 @@ class Committed:
     scored: list[ScoredPrompt]
 
 
-def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Committed:
+def commit_step(planned: PlannedRows, plan: StepPlan, output: StepOutput) -> Committed:
     """Stamp the written KV and append the sampled tokens, save those of requests that are gone."""
     version = plan.weights_version
-    for sequence, count in behind.computed:
+    for sequence, count in planned.computed:
         # Also if it is gone: the children of its fork live on in the same blocks.
         sequence.kv_spans.append(count, version)
-    for parent, child in behind.forks:
+    for parent, child in planned.forks:
         if child.phase is not Phase.DONE:
             child.adopt_context(parent)
     token_ids: list[int] = output.token_ids.tolist()
     sample_indices: Indices[int] = range(len(token_ids))
-    sampled = [s for s in behind.sampled if s.phase is not Phase.DONE]
+    sampled = [s for s in planned.sampled if s.phase is not Phase.DONE]
     failed: list[Sequence] = []
     if len(sampled) < len(token_ids) or not output.is_finite.all():
-        sample_indices, failed = _split(behind.sampled, output)
-        sampled = [behind.sampled[index] for index in sample_indices]
+        sample_indices, failed = _split(planned.sampled, output)
+        sampled = [planned.sampled[index] for index in sample_indices]
         token_ids = [token_ids[index] for index in sample_indices]
     return Committed(
         weights_version=version,
@@ -92,10 +92,10 @@ def commit_step(behind: PlannedRows, plan: StepPlan, output: StepOutput) -> Comm
         finished=[*_append(sampled, token_ids), *(_non_finite(s, version) for s in failed)],
         prefilled=[
             PrefilledPrompt(request_id=s.request_id, num_tokens=num_tokens, kv_spans=s.kv_spans)
-            for s, num_tokens in behind.prefilled
+            for s, num_tokens in planned.prefilled
             if s.phase is not Phase.DONE
         ],
-        scored=_scored(behind),
+        scored=_scored(planned),
     )
 
 
@@ -147,9 +147,9 @@ def _finished(sequence: Sequence, reason: str, error: Exception | None) -> Finis
     )
 
 
-def _scored(behind: PlannedRows) -> list[ScoredPrompt]:
+def _scored(planned: PlannedRows) -> list[ScoredPrompt]:
     scored, start = [], 0
-    for sequence, count in behind.scored:
+    for sequence, count in planned.scored:
         if sequence.phase is not Phase.DONE:
             scored.append(
                 ScoredPrompt(request_id=sequence.request_id, start=start, end=start + count)

@@ -17,12 +17,13 @@ Copies = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Which sequences have blocks for their next tokens, in order; the block copies they need; and
-    who paused, resumed or was preempted over it.
+    """Which sequences have blocks for their next tokens, in order; the block copies that must run
+    first, and for whom; and who paused, resumed or was preempted over it.
     """
 
     runnable: list[Sequence] = field(default_factory=list)
     copies: Copies = field(default_factory=list)
+    copied: list[Sequence] = field(default_factory=list)
     paused: list[Sequence] = field(default_factory=list)
     resumed: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -43,7 +44,6 @@ class Context:
         self.waiting = RequestQueue()
         self.active: list[Sequence] = []  # running and paused, in order
         self.paused: list[Sequence] = []  # hold blocks but found none for their next token
-        self.num_freed = 0  # how often a sequence has given its row and blocks back
         self._max_paused_blocks = max_paused_blocks
         self._forecast = forecast
         self._num_blocks_at_limits = 0  # if every active sequence came to its limit
@@ -61,7 +61,8 @@ class Context:
         self._observe_length(sequence)
 
     def finish(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """For good. Blocks and row are free at once, or when no plan in flight uses them.
+        """The sequence has ended. Its blocks and row are free at once, or when no plan in flight
+        uses them.
 
         `has_stopped`: it came to its own end, not to a limit or to an abort.
         """
@@ -105,22 +106,29 @@ class Context:
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         self.blocks.release_row(sequence.row)
-        self.num_freed += 1
 
     # ---- what will fit
 
-    def fits(self, sequence: Sequence, *, num_untaken: int = 0) -> bool:
-        """Whether `sequence`, which has its first blocks save `num_untaken`, may run as well.
+    def num_missing_blocks(
+        self, sequence: Sequence, num_own: int, *, takes_later: bool = False
+    ) -> int:
+        """How many blocks are missing for `sequence` to run as well; 0 if it may.
 
-        Not if the lengths expected of the active sequences and of this one would overflow the
-        pool. With nobody active it always fits.
+        It takes `num_own` to begin with, at once, or in the next step if `takes_later`. The lengths
+        expected of the active sequences and of this one must not overflow the pool. With nobody
+        active there is always room for it to grow.
         """
+        num_short = num_own - self.blocks.num_free_blocks
+        if num_short > 0:
+            return num_short
         at_limits = self._num_blocks_at_limits + sequence.max_blocks
         if not self.active or (
             at_limits <= self.blocks.num_blocks and not self._forecast.has_begun
         ):
-            return True
-        return self._forecast.fits(self.active, sequence, num_untaken=num_untaken)
+            return 0
+        return self._forecast.num_missing(
+            self.active, sequence, num_own=num_own, takes_later=takes_later
+        )
 
     def _observe_length(self, sequence: Sequence) -> None:
         """Tell the estimator of the output blocks that the sequence has begun."""
@@ -138,7 +146,7 @@ class Context:
         for sequence in self.active.copy():
             if sequence.num_tokens > sequence.writable_end:
                 if sequence.phase is Phase.WAITING or sequence.num_tokens >= sequence.max_length:
-                    continue  # preempted just now, or it only awaits its last token
+                    continue  # preempted just now, or its last token is in flight
                 if not self._reserve_or_preempt(sequence, reserved):
                     continue
             elif sequence.num_tokens >= sequence.max_length:
@@ -157,10 +165,12 @@ class Context:
         """
         reserved = Reservation()
         has_row = sequence.phase is not Phase.WAITING or self.blocks.num_free_rows > 0
-        if not has_row or not self._reserve(sequence, reserved):
-            others = self.requeue(s for s in self.active if s is not sequence)
-            reserved.preempted.extend(others)
-            self._reserve(sequence, reserved)
+        has_blocks = has_row and self._reserve(sequence, reserved)
+        for newest in [] if has_blocks else reversed(self.active.copy()):
+            if newest is not sequence:
+                reserved.preempted.extend(self.requeue([newest]))
+                if self._reserve(sequence, reserved):
+                    break
         if sequence.phase is Phase.WAITING:
             self.activate(sequence)
         reserved.runnable.append(sequence)
@@ -186,6 +196,7 @@ class Context:
             first = start // self.blocks.block_size
             sequence.num_blocks_sent = min(sequence.num_blocks_sent, first)
             reserved.copies.extend(copies)
+            reserved.copied.append(sequence)
         sequence.writable_end = len(sequence.blocks) * self.blocks.block_size
         self._observe_length(sequence)
         return True

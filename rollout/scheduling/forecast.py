@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,8 +13,8 @@ from rollout.scheduling.sequence import Sequence
 Floats = NDArray[np.float64]
 
 _DECAY_AFTER_STOPS = 1024
-# Each block counts as if so many more outputs had passed it at the overall rate, and what lies
-# beyond all blocks seen as if so many more had passed the later half of those seen.
+# Few outputs say little: each block counts this many more outputs that stop at the overall rate.
+# The blocks beyond all that were seen stop at the rate of the later half of them, smoothed alike.
 _SMOOTHING, _TAIL_SMOOTHING = 1.0, 8.0
 _LARGEST_HAZARD = 1.0 - 1e-9
 # What preempted sequences held stays in reserve, at most this part of the pool, less by this
@@ -108,10 +110,10 @@ class MemoryForecast:
         self._blocks = blocks
         self._conservativeness = conservativeness
         self._num_reserved = 0.0
-        # Of the sequences in context, in this step, once it is needed: blocks each holds, and will
-        # still take. The untaken are counted as held, but not taken from the pool yet.
+        # Of the sequences in context, in this step, once it is needed: blocks of its own that each
+        # holds, and how many it is going to take.
         self._own: tuple[Floats, Floats] | None = None
-        self._num_untaken = 0
+        self._num_untaken = 0  # counted as held, but taken from the pool in the next step only
 
     def start_step(self) -> None:
         """Forget what was foreseen in the step before."""
@@ -129,28 +131,39 @@ class MemoryForecast:
         """Whether the sequences in context have been looked at in this step."""
         return self._own is not None
 
-    def fits(self, in_context: list[Sequence], candidate: Sequence, *, num_untaken: int) -> bool:
-        """Whether all are expected to fit with `candidate`, which holds what it needs to begin,
-        save `num_untaken` blocks. If so, it counts as in context for the rest of the step.
+    def num_missing(
+        self, in_context: list[Sequence], candidate: Sequence, *, num_own: int, takes_later: bool
+    ) -> int:
+        """How many blocks the pool would lack at its fullest if `candidate` ran as well.
+
+        It has its shared blocks, and takes `num_own` more to begin with, at once or, if
+        `takes_later`, in the next step. If none is missing, it counts as in context from now on.
         """
         now, growth = self._own or self._own_blocks(in_context)
         self._own = now, growth
-        new_now, new_growth = self._own_blocks([candidate])
-        now, growth = np.append(now, new_now), np.append(growth, new_growth)
-        num_untaken += self._num_untaken
-        # Prefixes that others began and nobody counts as its own; blocks of plans in flight.
+        shared = candidate.num_shared_blocks
+        first = np.array([[num_own + shared], [candidate.num_prompt_blocks]], dtype=np.float64)
+        limit, draw = np.array([[candidate.max_blocks], [candidate.length_draw]])
+        now = np.append(now, float(num_own))
+        growth = np.append(growth, self._growth(first[0], first[1], limit, draw))
+        num_untaken = self._num_untaken + num_own
+        # Blocks that no sequence counts as its own: shared ones whose first user has left, and
+        # those of plans in flight.
         num_others = self._blocks.num_used_blocks + num_untaken - now.sum()
         longest_first = np.argsort(-growth, kind="stable")
         # Before the end of the i-th of these, it and those before it are left, each grown as much.
         rounds = growth[longest_first]
         held = np.cumsum(now[longest_first]) + rounds * np.arange(1, len(rounds) + 1)
-        if held.max() + num_others > self._blocks.num_blocks - self._num_reserved:
-            return False
-        self._own, self._num_untaken = (now, growth), num_untaken
-        return True
+        num_available = self._blocks.num_blocks - self._num_reserved
+        num_missing = math.ceil(float(held.max()) + float(num_others) - num_available)
+        if num_missing > 0:
+            return num_missing
+        self._own = now, growth
+        if takes_later:
+            self._num_untaken = num_untaken
+        return 0
 
     def _own_blocks(self, sequences: list[Sequence]) -> tuple[Floats, Floats]:
-        """Blocks of its own that each holds, and how many it is going to take."""
         table = np.array(
             [
                 (
@@ -165,5 +178,10 @@ class MemoryForecast:
             dtype=np.float64,
         )
         held, shared, prompt, limit, draw = table.T
+        return held - shared, self._growth(held, prompt, limit, draw)
+
+    def _growth(self, held: Floats, prompt: Floats, limit: Floats, draw: Floats) -> Floats:
+        """Blocks that each is going to take beyond those it holds."""
         last = self.lengths.last_blocks(held - prompt, limit - prompt, draw)
-        return held - shared, self._conservativeness * (prompt + last - held)
+        growth: Floats = self._conservativeness * (prompt + last - held)
+        return growth

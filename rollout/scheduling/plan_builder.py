@@ -22,13 +22,15 @@ class PlannedRows:
     # (parent, child)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
+    # those with a block that is copied before the step; they may have no other part in it
+    copied: list[Sequence] = field(default_factory=list)
     # (sequence, number of prompt tokens scored)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     # (sequence, number of prompt tokens done with this step)
     prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
 
     def sequences(self) -> list[Sequence]:
-        """All that have a part in the plan, each once."""
+        """All that compute or sample in the plan, each once."""
         return [sequence for sequence, _ in self.computed] + [child for _, child in self.forks]
 
 
@@ -38,7 +40,7 @@ class PlanBuilder:
     def __init__(self, step_id: int, weights_version: int) -> None:
         self._step_id = step_id
         self.weights_version = weights_version
-        self.behind = PlannedRows(step_id=step_id)
+        self.planned = PlannedRows(step_id=step_id)
         self.num_tokens = 0
         self._num_decode_rows = 0
         self._rows: list[int] = []
@@ -57,8 +59,10 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not self._rows
 
-    def add_copies(self, copies: list[tuple[int, int]]) -> None:
+    def add_copies(self, copies: list[tuple[int, int]], sequences: list[Sequence]) -> None:
+        """Blocks to copy before the step, and the sequences whose tables name the copies."""
         self._copies.extend(copies)
+        self.planned.copied.extend(sequences)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """One token of each, its row's last sampled one. Before all other rows."""
@@ -75,8 +79,8 @@ class PlanBuilder:
         self._context_lens = [sequence.num_computed for sequence in sequences]
         # A token is drawn from each, for the position behind its context.
         self._samples = (list(range(len(sequences))), self._rows.copy(), self._context_lens.copy())
-        self.behind.computed = [(sequence, 1) for sequence in sequences]
-        self.behind.sampled = sequences.copy()
+        self.planned.computed = [(sequence, 1) for sequence in sequences]
+        self.planned.sampled = sequences.copy()
 
     def add_prefill(self, sequence: Sequence, count: int) -> None:
         """The next `count` known tokens; the last of all of them also samples."""
@@ -86,14 +90,14 @@ class PlanBuilder:
         if sequence.scores_prompt:
             self._add_scores(sequence, first_source, start, end)
         self._add_compute(sequence, count)
-        self.behind.prefilled.append((sequence, end))
+        self.planned.prefilled.append((sequence, end))
         if end == sequence.num_tokens:
             self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` samples from the logits that `parent`, the row just added, samples from."""
-        self.behind.forks.append((parent, child))
-        self.behind.prefilled.append((child, parent.num_computed))
+        self.planned.forks.append((parent, child))
+        self.planned.prefilled.append((child, parent.num_computed))
         child.num_computed = parent.num_computed
         child.num_in_flight += 1
         self._add_sample(child)
@@ -106,7 +110,7 @@ class PlanBuilder:
         sources.append(self.num_tokens - 1)
         rows.append(sequence.row)
         positions.append(sequence.num_tokens)
-        self.behind.sampled.append(sequence)
+        self.planned.sampled.append(sequence)
         sequence.num_tokens += 1
         sequence.is_on_device = True
 
@@ -128,7 +132,7 @@ class PlanBuilder:
         self._rows.append(sequence.row)
         self._query_lens.append(count)
         self._context_lens.append(sequence.num_computed)
-        self.behind.computed.append((sequence, count))
+        self.planned.computed.append((sequence, count))
         self._send_blocks(sequence)
 
     def _send_blocks(self, sequence: Sequence) -> None:
@@ -147,7 +151,7 @@ class PlanBuilder:
             return  # the last prompt token has nothing to score
         sources.extend(range(first_source, first_source + last - start))
         targets.extend(sequence.tokens[start + 1 : last + 1])
-        self.behind.scored.append((sequence, last - start))
+        self.planned.scored.append((sequence, last - start))
         self._score_top_n = max(self._score_top_n, sequence.sampling.top_n)
 
     def build(self) -> StepPlan:

@@ -46,7 +46,7 @@ class PrefixCache:
             sequence.note_shared(entry.spans)
         sequence.num_indexed_blocks = sequence.num_shared_blocks = len(entries)
 
-    def note_written(self, sequence: Sequence, version: int) -> None:
+    def index_written(self, sequence: Sequence, version: int) -> None:
         """Index the sequence's blocks that have become full since the last call, under `version`
         of the weights.
         """

@@ -81,7 +81,8 @@ class Scheduler:
         self._num_admissions = 0
         self._admitted: list[Sequence] = []  # by the schedule that is being made
         self._leaders: dict[int, Sequence] = {}  # by group: whose prefill the others wait for
-        self._refused: tuple[object, ...] = ()  # the head that had no room, and what was so then
+        # The head that had no room, and how many free blocks it takes to look at it again.
+        self._refusal: tuple[tuple[object, ...], int] | None = None
         self._was_prefill_alone = False
 
     # ---- requests
@@ -98,7 +99,7 @@ class Scheduler:
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request behind those of its priority. A group is added one after another.
+        """Queue a request after those of its priority. A group is added one after another.
 
         Tokens beyond the first `num_prompt` were generated before.
         """
@@ -125,11 +126,15 @@ class Scheduler:
 
         Its blocks are free at once, or when no plan in flight uses them any more.
         """
+        sequence = self._forget(request_id)
+        self._context.finish(sequence)
+        return sequence.kv_spans.copy()
+
+    def _forget(self, request_id: int) -> Sequence:
         sequence = self._sequences.pop(request_id)
         if sequence.group_id is not None and self._leaders.get(sequence.group_id) is sequence:
             del self._leaders[sequence.group_id]
-        self._context.finish(sequence)
-        return sequence.kv_spans.copy()
+        return sequence
 
     def blocks_of(self, request_id: int) -> list[int]:
         """The request's blocks, also those it shares."""
@@ -179,7 +184,7 @@ class Scheduler:
         """Plan the next step and mark its tokens as planned. Changes blocks, rows and phases."""
         builder = PlanBuilder(self._next_step_id, weights_version)
         reserved, self._admitted = self._context.reserve_in_order(), []
-        builder.add_copies(reserved.copies)
+        builder.add_copies(reserved.copies, reserved.copied)
         may_admit = not (self._context.paused or reserved.preempted)
         num_hits = 0
         if may_admit and self._head_needs_the_step(len(reserved.runnable)):
@@ -191,7 +196,7 @@ class Scheduler:
                 num_hits = self._admit(builder)
         return Schedule(
             plan=None if builder.is_empty else self._launch(builder),
-            num_forked=len(builder.behind.forks),
+            num_forked=len(builder.planned.forks),
             num_prefix_hit_tokens=num_hits,
             admitted=_ids(sorted(self._admitted, key=lambda s: s.order)),
             paused=_ids(reserved.paused),
@@ -207,7 +212,7 @@ class Scheduler:
         builder = PlanBuilder(self._next_step_id, weights_version)
         was_waiting = sequence.phase is Phase.WAITING
         reserved = self._context.reserve_alone(sequence)
-        builder.add_copies(reserved.copies)
+        builder.add_copies(reserved.copies, reserved.copied)
         if sequence.is_on_device:
             builder.add_decodes([sequence])
         else:
@@ -221,17 +226,21 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> Committed:
         """Take in the result of the oldest plan in flight. Finished requests leave."""
-        behind = self._in_flight.popleft()
-        assert behind.step_id == plan.step_id, "plans are committed in the order they were made"
-        committed = commit_step(behind, plan, output)
+        planned = self._in_flight.popleft()
+        assert planned.step_id == plan.step_id, "plans are committed in the order they were made"
+        committed = commit_step(planned, plan, output)
         if self._prefixes is not None:
-            for sequence, _ in behind.computed:
-                if sequence.phase is not Phase.DONE:
-                    self._prefixes.note_written(sequence, plan.weights_version)
+            for sequence, _ in planned.computed:
+                # Also if it is gone: its blocks are there until the plan is settled, and children
+                # of its fork go on from them. Tokens sampled after it went are not known.
+                if len(sequence.kv_spans) <= len(sequence.tokens):
+                    self._prefixes.index_written(sequence, plan.weights_version)
+            for parent, child in planned.forks:
+                child.share_index(parent)
         for finished in committed.finished:
-            sequence = self._sequences.pop(finished.request_id)
+            sequence = self._forget(finished.request_id)
             self._context.finish(sequence, has_stopped=finished.finish_reason == "stop")
-        self._context.settle(behind)
+        self._context.settle(planned)
         return committed
 
     def abandon(self) -> tuple[int, ...]:
@@ -241,10 +250,12 @@ class Scheduler:
         """
         touched: dict[int, Sequence] = {}
         while self._in_flight:
-            behind = self._in_flight.popleft()
-            touched |= {id(s): s for s in behind.sequences()}
-            self._context.settle(behind)
-        return _ids(self._context.requeue(s for s in touched.values() if s.phase is not Phase.DONE))
+            planned = self._in_flight.popleft()
+            # Copies that did not run leave those without KV whose tables name them.
+            touched |= {id(s): s for s in (*planned.sequences(), *planned.copied)}
+            self._context.settle(planned)
+        active = (Phase.RUNNING, Phase.PAUSED)
+        return _ids(self._context.requeue(s for s in touched.values() if s.phase in active))
 
     def requeue_active(self) -> tuple[int, ...]:
         """Send every running and paused request back to the queue, without KV. Returns ids."""
@@ -257,7 +268,7 @@ class Scheduler:
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
         self._next_step_id += 1
-        self._in_flight.append(builder.behind)
+        self._in_flight.append(builder.planned)
         return builder.build()
 
     # ---- prefill and admission
@@ -293,23 +304,24 @@ class Scheduler:
     def _fork_group(self, builder: PlanBuilder, leader: Sequence) -> None:
         """The leader's siblings share its KV and its logits, as far as rows and blocks go.
 
-        Each will want a block of its own. One that wants its prompt scored computes it itself.
+        Each takes a block of its own in the next step. A sibling that wants its prompt scored
+        computes the prompt itself.
         """
-        self._leaders.pop(leader.group_id or 0, None)
+        if leader.group_id is not None:
+            self._leaders.pop(leader.group_id, None)
         leader.writable_end = 0  # its last block is shared now
-        num_blocks_wanted = 0
+        num_forked = 0
         for child in self._context.waiting.siblings(leader):
             if not child.is_fresh or child.wants_prompt_logprobs:
                 continue
-            num_blocks_wanted += 1
-            if not self._blocks.num_free_rows or num_blocks_wanted > self._blocks.num_free_blocks:
+            if not self._blocks.num_free_rows or num_forked >= self._blocks.num_free_blocks:
                 return
-            child.blocks = self._blocks.fork(leader.blocks)
             child.num_shared_blocks = leader.num_computed // self._blocks.block_size
-            if not self._context.fits(child, num_untaken=1):
-                self._blocks.release(child.blocks)
+            if self._context.num_missing_blocks(child, 1, takes_later=True):
                 child.num_shared_blocks = 0
                 return
+            num_forked += 1
+            child.blocks = self._blocks.fork(leader.blocks)
             self._activate(child)
             builder.add_fork(leader, child)
 
@@ -323,15 +335,17 @@ class Scheduler:
             if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
                 waiting.promote_longest_waiting()
             sequence = waiting.head
-            if self._awaits_leader(sequence) or self._refused == self._situation(builder, sequence):
+            if self._awaits_leader(sequence) or self._has_still_no_room(builder, sequence):
                 break
+            num_free = self._blocks.num_free_blocks
             num_found = self._adopt_prefix(sequence, builder.weights_version)
             count = self._chunk_size(builder, sequence)
-            if not count or not self._takes_first_blocks(sequence):
+            num_missing = self._take_first_blocks(sequence) if count else 0
+            if num_missing:
+                self._refusal = self._situation(builder, sequence), num_free + num_missing
+            if not count or num_missing:
                 self._blocks.release(sequence.blocks)
                 sequence.restart()
-                if count:
-                    self._refused = self._situation(builder, sequence)
                 break
             num_hits += num_found
             self._activate(sequence)
@@ -342,32 +356,50 @@ class Scheduler:
         return num_hits
 
     def _head_needs_the_step(self, num_running: int) -> bool:
-        """Without chunked prefill: whether the head of the queue fits a step, but none with the
-        running rows beside it. They then wait for one step, and the next one is theirs.
+        """Whether the head of the queue gets this step for itself, without chunked prefill.
+
+        It does if it fits a step, but none with the running rows beside it. The running rows wait
+        for that step, and the head of the queue waits for the one after.
         """
         if self._chunked or self._was_prefill_alone or not len(self._context.waiting):
             return False
         num_tokens = self._context.waiting.head.num_tokens
         return num_tokens <= self._max_tokens < num_tokens + num_running
 
-    def _takes_first_blocks(self, sequence: Sequence) -> bool:
-        """Give the head of the queue blocks for all tokens it has, if it is expected to fit."""
+    def _take_first_blocks(self, sequence: Sequence) -> int:
+        """Give the head of the queue blocks for all tokens it has, if it is expected to fit.
+
+        Returns how many blocks are missing. If any is, none is taken, and no cached one given up.
+        """
         start, end = sequence.num_computed, sequence.num_tokens
-        if self._blocks.reserve(sequence.blocks, start, end) is None:
-            return False
+        num_own = self._blocks.blocks_for(end) - len(sequence.blocks)
+        num_missing = self._context.num_missing_blocks(sequence, num_own)
+        if num_missing:
+            return num_missing
+        copies = self._blocks.reserve(sequence.blocks, start, end)
+        assert copies == [], "blocks are free, and none of the prefix is written"
         sequence.writable_end = len(sequence.blocks) * self._blocks.block_size
-        return self._context.fits(sequence)
+        return 0
+
+    def _has_still_no_room(self, builder: PlanBuilder, head: Sequence) -> bool:
+        """Whether the head was refused, and too few blocks have become free since.
+
+        What is foreseen changes by whole blocks, so it is asked again after as many steps as a
+        block has tokens.
+        """
+        if self._refusal is None or not self._context.active:
+            return False
+        situation, num_free_needed = self._refusal
+        is_same = situation == self._situation(builder, head)
+        return is_same and self._blocks.num_free_blocks < num_free_needed
+
+    def _situation(self, builder: PlanBuilder, head: Sequence) -> tuple[object, ...]:
+        period = self._next_step_id // self._blocks.block_size
+        return head.order, builder.weights_version, period
 
     def _activate(self, sequence: Sequence) -> None:
         self._context.activate(sequence)
         self._admitted.append(sequence)
-
-    def _situation(self, builder: PlanBuilder, head: Sequence) -> tuple[object, ...]:
-        """What decides whether the head has room. Forecasts are of blocks, so they hold for about
-        as many steps as a block has tokens.
-        """
-        period = self._next_step_id // self._blocks.block_size
-        return (head.order, builder.weights_version, self._context.num_freed, period)
 
     def _adopt_prefix(self, sequence: Sequence, version: int) -> int:
         """Pin blocks that hold the sequence's first tokens; the others are reserved after that."""
@@ -380,7 +412,9 @@ class Scheduler:
         if sequence.group_id is None or not sequence.is_fresh or sequence.wants_prompt_logprobs:
             return False
         leader = self._leaders.get(sequence.group_id)
-        return leader is not None and leader.phase in (Phase.RUNNING, Phase.PAUSED)
+        if leader is None or leader.is_on_device:  # it was prefilled alone, without forking
+            return False
+        return leader.phase in (Phase.RUNNING, Phase.PAUSED)
 
 
 def _exponential_draw(arrival: int) -> float:

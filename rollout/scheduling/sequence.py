@@ -110,6 +110,9 @@ class Sequence:
     def adopt_context(self, parent: Sequence) -> None:
         """A fork's KV is its parent's."""
         self.kv_spans = parent.kv_spans.copy()
+
+    def share_index(self, parent: Sequence) -> None:
+        """The blocks of a fork are indexed as far as its parent's are."""
         self.prefix_keys = list(parent.prefix_keys)
         self.prefix_key_version = parent.prefix_key_version
         self.num_indexed_blocks = parent.num_indexed_blocks

@@ -75,7 +75,7 @@ class WeightCommit(Operation):
             self.parts.placement.weights_changed(self.members.values())
             return self.done()
         if not self.members:
-            # Committed without a vote, weights that no engine can take would keep all from entering.
+            # Weights that no engine can take, committed without a vote, would keep all out.
             error = WeightUpdateError(
                 f"no engine was there to verify version {self._version}; the serving weights are "
                 "kept: push again when one has joined"
