@@ -242,13 +242,17 @@ class Rig:
         assert self.scheduler.used_blocks() == []
 
     def fail_step(self, *, after_writes: bool) -> None:
-        """A forward pass that raises, before anything was done or after everything was."""
-        self.settle()
-        if self.schedule() is None:
+        """A forward pass that raises, before anything was done or after everything was, and with it
+        all plans in flight.
+        """
+        if self.num_in_flight < self.sizes.depth:
+            self.schedule()
+        if not self.num_in_flight:
             return
-        plan = self.planned.popleft()
-        if after_writes:
-            self.muscle.run(plan)
+        while after_writes and self.planned:
+            self.run()
+        self.planned.clear()
+        self.ran.clear()
         self._note_requeued(self.scheduler.abandon())
         invariants.check_blocks(self.scheduler)
         invariants.check_contents(self.scheduler, self.muscle)

@@ -98,3 +98,32 @@ def test_children_inherit_the_versions_of_a_prompt_prefilled_across_an_update() 
         assert prefilled.kv_spans == VersionSpans([(4, 0), (2, 1)])
     assert rig.scheduler.kv_spans(1) == VersionSpans([(4, 0), (2, 1)])
     rig.drain()
+
+
+def test_a_step_that_fails_before_its_copies_loses_no_kv_of_rows_it_did_not_run() -> None:
+    rig = Rig(Sizes(num_blocks=40, num_rows=8, chunked=False))
+    rig.add(prompt(6), *(Sample(num_new=8, seed=seed) for seed in range(3)))
+    rig.step()
+    rig.add(prompt(16), Sample(num_new=3))
+    plan = rig.schedule()
+    assert plan is not None
+    assert plan.num_decode_rows == 0
+    assert len(plan.copy_sources) == 2
+    rig.fail_step(after_writes=False)
+    rig.drain()
+
+
+def test_a_leader_prefilled_alone_does_not_keep_others_waiting() -> None:
+    rig = Rig(Sizes(num_blocks=200, num_rows=8, max_tokens=8))
+    rig.add(prompt(12), *(Sample(num_new=60, seed=seed) for seed in range(3)))
+    behind_them = rig.add(prompt(3), Sample(num_new=4))[0]
+    rig.step()
+    for _ in range(2):
+        rig.fail_step(after_writes=False)
+    for _ in range(3):
+        rig.step_alone(0)
+    for _ in range(4):
+        rig.step()
+    assert rig.in_phase("waiting") == []
+    assert rig.known[behind_them].generated
+    rig.drain()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rollout.version_spans import VersionSpans
-from tests.scheduling.oracle import Sample, Sizes, limit, prompt, row_sampling, run_alone
+from tests.scheduling.oracle import (
+    Prefixes,
+    Sample,
+    Sizes,
+    limit,
+    prompt,
+    row_sampling,
+    run_alone,
+)
 from tests.scheduling.rig import Rig
 
 
@@ -305,3 +313,21 @@ def test_a_prompt_without_room_is_looked_at_again_when_something_has_left() -> N
     first = next(n for n, s in enumerate(rig.schedules) if blocked in s.admitted)
     assert rig.schedules[first - 1].plan is not None
     assert first == 6
+
+
+def test_a_request_without_room_gives_up_no_cached_block() -> None:
+    rig = Rig(
+        Sizes(num_blocks=24, num_rows=8, max_tokens=64, conservativeness=1.0, prefixes=Prefixes())
+    )
+    shared = prompt(24)
+    rig.add(shared, Sample(num_new=2))
+    while rig.unfinished():
+        rig.step()
+    rig.add([0, *prompt(3)], Sample(num_new=60, seed=2))
+    rig.step()
+    num_cached = rig.scheduler.counts().num_blocks_indexed
+    blocked = rig.add(list(reversed(prompt(72))), Sample(num_new=20, seed=3))[0]
+    rig.step()
+    assert rig.in_phase("waiting") == [blocked]
+    assert rig.scheduler.counts().num_blocks_indexed == num_cached
+    rig.drain()
