@@ -239,12 +239,15 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     def copy(self) -> Self:
         """Return a request of the same values, with lists and spans of its own and complete.
 
-        Tensors are shared.
+        Tensors and events are shared.
         """
         copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, (list, VersionSpans)):
                 vars(copied)[name] = value.copy()
+        for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
+            if (values := getattr(self, name)) is not None:
+                setattr(copied, name, [value and dict(value) for value in values])
         copied.complete()
         return copied
 

@@ -157,6 +157,9 @@ class DynamicInferenceRequestRecord:
             [segment.copy() for segment in self.requests], self.latency
         )
         copied._share_prompts(self.current.prompt_tokens.clone())
+        for own, segment in zip(copied.requests, self.requests, strict=True):
+            if own.prompt_tokens is segment.prompt_tokens:  # no view of the last segment's
+                own.prompt_tokens = segment.prompt_tokens.clone()
         return copied
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:

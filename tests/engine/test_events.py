@@ -497,3 +497,15 @@ def test_no_record_is_lost_when_the_metrics_writer_fails() -> None:
     finished = drain(engine)
     assert [finished[i].generated_length for i in (0, 1)] == [3, 6]
     assert engine.stats().num_finished == 2
+
+
+def test_top_log_probs_of_a_copy_are_its_own() -> None:
+    engine = tiny_engine(model())
+    engine.add_request(prompt_of(5), params(4, top_n_logprobs=2))
+    engine.step()
+    copied = engine.get_record(0).current
+    assert copied.generated_top_n_logprobs is not None
+    copied.generated_top_n_logprobs[0].clear()
+    request = drain(engine)[0]
+    assert request.generated_top_n_logprobs is not None
+    assert [len(top) for top in request.generated_top_n_logprobs] == [2, 2, 2, 2]
