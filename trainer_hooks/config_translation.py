@@ -56,6 +56,7 @@ class AliasTranslation:
         self._on_command_line = set(overridden)  # our keys, by whatever name they were given
         self._sources: dict[str, tuple[str, bool]] = {}  # our key -> what set it, and if weakly
         self._given = self._take_given()
+        self._check_caps()
         for alias in ALIASES:
             for given in self._given:
                 if given.alias is alias:
@@ -74,6 +75,21 @@ class AliasTranslation:
         if unknown := _leaves(command_line):
             raise ConfigError(f"{unknown[0]} is no alias of a config key")
         return list(found.values())
+
+    def _check_caps(self) -> None:
+        """Refuse an `epsilon_high` in the loss beside TRL's cispo: both have a key of that name."""
+        for given in self._given:
+            if (given.name, given.value) != ("loss_type", "cispo"):
+                continue
+            key = _joined(given.path, "epsilon_high")
+            is_ours = is_key(given.kind, "epsilon_high")
+            is_beside = not given.is_command_line or key in self._overridden
+            if is_ours and is_beside and _lookup(self.values, key) not in (_MISSING, None):
+                raise ConfigError(
+                    f"{key}={_lookup(self.values, key)} beside {given}: here it is the cap less 1, "
+                    "TRL's is the cap itself; give kind=cispo in place of loss_type, and for a cap "
+                    "of 5 epsilon_high=4"
+                )
 
     def _translate(self, given: _Given) -> None:
         try:
