@@ -148,7 +148,8 @@ def fixed_logprobs(
     The policy's own, before the first step, are left out where they equal those of the engine.
     """
     models = {}
-    is_stale = bool((batch.policy_lag_BT[batch.mask_BT] >= 1).any())
+    is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
+    is_stale = bool(is_stale_BT[batch.mask_BT].any())
     if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
         models["proximal_logprobs_BT"] = policy
     if reference is not None:

@@ -63,7 +63,8 @@ class AlgorithmSettings:
     when a phase ends and go on under the next weights.
     `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
     `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
-    and weigh by the ratio of the two; one more forward pass where another version sampled.
+    and weigh by the ratio of the two; one more forward pass where a token, or the KV that it was
+    sampled on, is of another version.
     """
 
     groups_per_step: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ pytest.importorskip("reasoning_gym")
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from examples.grpo.settings import AlgorithmSettings, JobSettings
+from examples.ppo.settings import PpoJobSettings
 from rollout import ConfigError
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss
@@ -33,14 +36,22 @@ GROUPS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def algorithm_of(*arguments: str) -> AlgorithmSettings:
-    """The algorithm of examples/train_grpo.py with `arguments` on its command line."""
-    overrides = checked_overrides(arguments, JobSettings)
+def algorithm_of(
+    *arguments: str,
+    yaml: Mapping[str, Any] | None = None,
+    job: str = "train_grpo",
+    kind: type[JobSettings] = JobSettings,
+) -> AlgorithmSettings:
+    """The algorithm of an example with `arguments` on its command line.
+
+    `yaml`: what the job's own YAML says below its groups.
+    """
+    overrides = checked_overrides(arguments, kind)
     GlobalHydra.instance().clear()
     with initialize_config_module(config_module="conf", version_base="1.3"):
-        config = compose("train_grpo", overrides)
-    overridden = overridden_keys(overrides)
-    return load_dataclass(JobSettings, config, overridden=overridden).algorithm
+        config = compose(job, overrides)
+    values = OmegaConf.unsafe_merge(OmegaConf.to_container(config), yaml or {})
+    return load_dataclass(kind, values, overridden=overridden_keys(overrides)).algorithm
 
 
 def group_of(algorithm: AlgorithmSettings) -> tuple[Any, ...]:
@@ -78,6 +89,41 @@ def test_a_kind_brings_all_that_belongs_to_it(argument: str, kind: str) -> None:
     algorithm = algorithm_of(*argument.split())
     assert algorithm.loss.kind == kind
     assert group_of(algorithm) == GROUPS[kind]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "dr_grpo", "rloo"])
+def test_a_kind_that_yaml_names_over_the_demo_brings_its_advantages(kind: str) -> None:
+    algorithm = algorithm_of(yaml={"algorithm": {"loss": {"kind": kind}}})
+    advantages = (algorithm.advantage_normalization, algorithm.advantage_baseline)
+    assert advantages == GROUPS[kind][4:]
+
+
+def test_advantages_that_yaml_gives_beside_its_kind_are_kept() -> None:
+    given = {"advantage_normalization": "none", "loss": {"kind": "grpo"}}
+    assert algorithm_of(yaml={"algorithm": given}).advantage_normalization == "none"
+
+
+@pytest.mark.parametrize("named", ["loss_type=dapo", "algorithm.loss.kind=dapo"])
+def test_a_kind_named_beside_the_demo_is_the_papers(named: str) -> None:
+    assert group_of(algorithm_of("algorithm=demo", named)) == GROUPS["dapo"]
+
+
+def test_trls_loss_type_in_yaml_over_another_group_says_which_group_to_choose() -> None:
+    with pytest.raises(ConfigError, match=r"kind=dapo name one setting.*group: algorithm=grpo"):
+        algorithm_of(yaml={"loss_type": "grpo"})
+
+
+def test_ppo_bounds_the_loss_of_bad_tokens_unless_it_is_told_not_to() -> None:
+    job: Any = {"job": "train_ppo", "kind": PpoJobSettings}
+    assert algorithm_of(**job).loss.dual_clip == 3.0
+    assert algorithm_of("algorithm.loss.dual_clip=null", **job).loss.dual_clip is None
+    assert algorithm_of("delta=5.0", **job).loss.dual_clip == 5.0
+
+
+@pytest.mark.parametrize("kind", ["gspo", "cispo", "rloo"])
+def test_a_ppo_job_with_another_kind_says_that_it_must_be_ppo(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.loss.kind='{kind}' must be 1 and 'ppo'"):
+        algorithm_of(f"algorithm={kind}", job="train_ppo", kind=PpoJobSettings)
 
 
 def test_the_demo_is_dapos_loss_without_the_deviation_of_rewards() -> None:

@@ -104,6 +104,17 @@ def test_a_decoupled_step_clips_around_the_policy_that_it_begins_with() -> None:
     assert free["train/sampling/importance_sampling_ratio/mean"] == 2  # 2.5, truncated
 
 
+def test_a_decoupled_step_counts_tokens_of_this_version_on_old_kv_as_stale() -> None:
+    fresh, settings = two_groups([1, 0, 0, 1, 1, 0], 1), tiny_settings(algorithm__decoupled=True)
+    batch = replace(
+        fresh,
+        kv_lag_BT=torch.full_like(fresh.kv_lag_BT, 2),
+        behaviour_logprobs_BT=torch.full_like(fresh.behaviour_logprobs_BT, -2.3),
+    )
+    metrics = learner(Bigram(), settings).update(batch, step=1)
+    assert metrics["train/sampling/importance_sampling_ratio/mean"] == 2  # 2.5, truncated
+
+
 def test_a_named_correction_weighs_fresh_rollouts_too() -> None:
     settings = tiny_settings(
         algorithm__decoupled=True, algorithm__loss__correction__mode="truncate"

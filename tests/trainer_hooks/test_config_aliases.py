@@ -234,6 +234,12 @@ def test_an_alias_in_yaml_that_contradicts_its_key_is_refused() -> None:
         load_dataclass(Job, values)
 
 
+def test_an_epsilon_high_that_could_be_trls_cap_or_ours_is_refused() -> None:
+    values = {"loss_type": "cispo", "epsilon_high": 5.0}
+    with pytest.raises(ConfigError, match=r"epsilon_high=5\.0 beside loss_type=cispo.*kind=cispo"):
+        load_dataclass(PolicyLossConfig, values)
+
+
 def test_the_values_given_are_not_changed() -> None:
     values = {"num_generations": 4, "algorithm": {"temperature": 0.5}}
     load_dataclass(Job, values)

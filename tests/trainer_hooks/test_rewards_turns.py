@@ -110,6 +110,12 @@ def test_a_call_that_takes_too_long_holds_up_no_later_one(gate: Gate) -> None:
     assert gate.scored == ["next", "last"]
 
 
+def test_a_call_that_takes_too_long_is_not_made_again_beside_itself(gate: Gate) -> None:
+    runner = RewardRunner(gate, timeout_s=SOON_S, max_attempts=3)
+    assert math.isnan(asyncio.run(score_one(runner, "wait")))
+    assert runner.num_failed_calls == 1
+
+
 def test_a_late_return_takes_nobody_elses_turn(gate: Gate) -> None:
     second = Gate()
 

@@ -15,6 +15,10 @@ class RewardFailed(RolloutError):
     """A reward function raised, took too long, or its process died."""
 
 
+class RewardCallGoesOn(RewardFailed):
+    """A call took too long in a thread, which cannot be ended: its function still runs."""
+
+
 class RewardProcessesClosed(RewardFailed):
     """The processes were closed before a call had its turn: nobody wants its rewards any more."""
 

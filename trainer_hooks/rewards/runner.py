@@ -21,6 +21,7 @@ from trainer_hooks.rewards.calling import (
 )
 from trainer_hooks.rewards.failures import (
     FailureLog,
+    RewardCallGoesOn,
     RewardFailed,
     RewardFunctionError,
     RewardProcessesClosed,
@@ -38,7 +39,8 @@ class RewardRunner:
     A thread cannot be ended. If its caller is cancelled, the next call waits until the function
     returns, `timeout_s` at most. If it took too long, its result is dropped, and the next call
     begins beside it, so that a function that hangs does not hold up all others.
-    `max_attempts`: calls with the same completions before a score counts as failed.
+    `max_attempts`: calls with the same completions before a score counts as failed. One that took
+    too long in a thread is the last: another would run beside it.
     `max_first_failures`: so many scores that fail before any has succeeded are the function's own
     fault, and an error. Each distinct error is logged once, with its traceback, then counted.
     A runner serves one event loop after another, and without workers several at once. Close it, or
@@ -104,7 +106,9 @@ class RewardRunner:
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         # Those of the first attempt: once they are closed, another attempt starts no new ones.
         processes = self._opened_processes()
-        for _ in range(self._max_attempts):
+        num_attempts = 0
+        while num_attempts < self._max_attempts:
+            num_attempts += 1
             try:
                 rewards = await self._call(processes, args, named)
             except ConfigError:
@@ -116,13 +120,17 @@ class RewardRunner:
                 self.last_error = cause = error
                 self.num_failed_calls += 1
                 self._failures.add(error)
+                if isinstance(error, RewardCallGoesOn):
+                    break
             else:
                 numbers = numbers_of(self._reward_fn, rewards, len(completions))
                 self._has_succeeded = True
                 return [number if math.isfinite(number) else math.nan for number in numbers]
-        raise self._failed_score(cause) from cause
+        raise self._failed_score(cause, num_attempts) from cause
 
-    def _failed_score(self, error: Exception) -> RewardFailed | RewardFunctionError:
+    def _failed_score(
+        self, error: Exception, num_attempts: int
+    ) -> RewardFailed | RewardFunctionError:
         """What to raise for a score of which every attempt failed, the last with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
@@ -130,11 +138,11 @@ class RewardRunner:
             if self._num_first_failures >= self._max_first_failures:
                 return RewardFunctionError(
                     f"the reward function {name} has never succeeded: its first "
-                    f"{self._num_first_failures} scores failed, in {self._max_attempts} attempts "
-                    f"each, the last one with {error!r}; mend it, or raise max_first_failures of "
-                    "its RewardRunner"
+                    f"{self._num_first_failures} scores failed, the last one in {num_attempts} "
+                    f"attempts with {error!r}; mend it, or raise max_first_failures of its "
+                    "RewardRunner"
                 )
-        return RewardFailed(f"{name} failed in {self._max_attempts} attempts: {error!r}")
+        return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 
     def _opened_processes(self) -> RewardProcesses | None:
         """None where the function runs in this process."""
@@ -168,8 +176,10 @@ class RewardRunner:
         except asyncio.CancelledError:
             self._give_back_late(turn, has_ended)
             raise
-        except Exception:  # it took too long, or could not begin
+        except Exception as error:  # it took too long, or could not begin
             self._turns.give_back(turn)
+            if isinstance(error, RewardFailed) and not has_ended.is_set():
+                raise RewardCallGoesOn(str(error)) from error
             raise
 
     def _give_back_late(self, turn: Turn, has_ended: threading.Event) -> None:
