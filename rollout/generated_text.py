@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rollout.errors import DetokenizeError
 from rollout.sampling_params import SamplingParams
@@ -147,6 +148,29 @@ def generated_text(
     if stop_token_ids and tokens and tokens[-1] in stop_token_ids:
         return _decoded(tokenizer, tokens[:-1])
     return text
+
+
+def shown_text(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    *,
+    finish_reason: str | None,
+    stop_word_ids: Sequence[Sequence[int]] | None,
+    sampling_params: Mapping[str, Any],
+) -> str:
+    """The text that a user gets of a request: without its stop, unless that is asked for.
+
+    `sampling_params` are as SamplingParams.serialize gives them. Raises DetokenizeError.
+    """
+    if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
+        return generated_text(tokenizer, tokens)
+    return generated_text(
+        tokenizer,
+        tokens,
+        stop_words=sampling_params.get("stop_words") or (),
+        stop_word_ids=stop_word_ids or (),
+        stop_token_ids=sampling_params.get("stop_token_ids") or (),
+    )
 
 
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> int | None:
