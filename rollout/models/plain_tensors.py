@@ -34,8 +34,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     TypeError if what was gathered is not plain.
     """
     if not is_sharded(tensor):
-        # A negation that was put off is in no byte of the memory, and torch does not show the
-        # memory of a subclass to everyone.
+        # The memory does not contain a negation that torch has put off. And some operations of
+        # torch cannot reach the storage of a Python subclass ("OpaqueTensorImpl").
         return tensor.detach().resolve_neg().as_subclass(Tensor)
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if reason := refusal(whole):

@@ -192,7 +192,7 @@ def check_logprobs(request: DynamicInferenceRequest, logits_TV: Any, start: int 
     assert_allclose(request.generated_log_probs[start:].numpy(), expected, atol=1e-4)
 
 
-def test_parameters_of_a_subclass_without_its_own_storage_are_plain_weights() -> None:
+def test_tensors_of_a_python_subclass_are_taken_as_plain_weights() -> None:
     class Tagged(torch.Tensor):
         pass
 
