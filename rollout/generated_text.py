@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rollout.errors import DetokenizeError
 from rollout.sampling_params import SamplingParams
@@ -37,26 +38,23 @@ class StopStrings:
 
 
 class StreamedText:
-    """The text of one request's tokens as they come, without what may belong to a stop string.
+    """The text of one request's tokens as they come, without what may belong to a stop word.
 
-    A tokenizer that raises ends the text; `finish` then has nothing to add.
+    A stop word is found in the text, and by its own ids, whose text may be another. A tokenizer
+    that raises ends the text; `finish` then has nothing to add.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         keeps_all = params.detokenize_stop_sequence
-        words = () if keeps_all else params.stop_words or ()
-        self._has_ended = False
-        try:
-            # A stop word also matches by its tokens, whose text may be written otherwise.
-            written = [_decoded(tokenizer, tokenizer.encode(word)) for word in words]
-        except DetokenizeError:
-            self._has_ended, written = True, []
-        self._words = tuple(word for word in (*words, *written) if word)
+        self._words = () if keeps_all else tuple(params.stop_words or ())
         self._stop_token_ids = () if keeps_all else params.stop_token_ids or ()
+        encoded = (tuple(tokenizer.encode(word)) for word in self._words)
+        self._word_matches = _WordMatches([word for word in encoded if word])
         self._min_tokens = params.min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._num_tokens = self._num_shown = 0
-        self._held = ""  # may be the beginning of a stop string
+        self._num_tokens = self._num_decided = self._num_shown = 0
+        self._held = ""  # may be the beginning of a stop word
+        self._has_ended = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens and return the text that is decided now, possibly none."""
@@ -81,18 +79,47 @@ class StreamedText:
         except DetokenizeError:
             self._has_ended = True
             return ""
+        start = self._word_matches.push(token_id, self._num_decided + len(self._held))
         end = _find_stop(text, self._words, len(self._held)) if may_stop else None
+        if end is None and may_stop and start is not None:
+            end = start - self._num_decided
         self._has_ended = end is not None
         if end is None:
-            end = len(text) - self._num_undecided(text)
+            end = self._num_clear(text)
         self._held = text[end:]
+        self._num_decided += end
         return text[:end]
+
+    def _num_clear(self, text: str) -> int:
+        """How many characters of `text` belong to no stop word that may have begun."""
+        begun_at = self._word_matches.first_start()
+        num_clear = len(text) - self._num_undecided(text)
+        return num_clear if begun_at is None else min(num_clear, begun_at - self._num_decided)
 
     def _num_undecided(self, text: str) -> int:
         """How many of the last characters may be the beginning of a stop string."""
         longest = max(map(len, self._words), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if any(w.startswith(text[-n:]) for w in self._words)), 0)
+
+
+class _WordMatches:
+    """Which stop words the newest ids spell, or begin to; each with the place it starts at."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._words = words
+        self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, ids found of it, start
+
+    def push(self, token_id: int, place: int) -> int | None:
+        """Where the longest word starts that this id completes, None if it completes none."""
+        tried = [*self._begun, *((word, 0, place) for word in self._words)]
+        found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
+        self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
+        return min((start for word, n, start in found if n == len(word)), default=None)
+
+    def first_start(self) -> int | None:
+        """Where the first word starts that is begun and not complete."""
+        return min((start for _, _, start in self._begun), default=None)
 
 
 def generated_text(
@@ -123,6 +150,29 @@ def generated_text(
     return text
 
 
+def shown_text(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    *,
+    finish_reason: str | None,
+    stop_word_ids: Sequence[Sequence[int]] | None,
+    sampling_params: Mapping[str, Any],
+) -> str:
+    """The text that a user gets of a request: without its stop, unless that is asked for.
+
+    `sampling_params` are as SamplingParams.serialize gives them. Raises DetokenizeError.
+    """
+    if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
+        return generated_text(tokenizer, tokens)
+    return generated_text(
+        tokenizer,
+        tokens,
+        stop_words=sampling_params.get("stop_words") or (),
+        stop_word_ids=stop_word_ids or (),
+        stop_token_ids=sampling_params.get("stop_token_ids") or (),
+    )
+
+
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> int | None:
     """Where the first stop string begins that ends beyond the first `num_before` characters."""
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
@@ -141,5 +191,5 @@ def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
     try:
         return detokenizer.push([token_id])
-    except Exception as fault:  # as above
+    except Exception as fault:  # a tokenizer of the user may raise anything
         raise DetokenizeError(f"the tokenizer cannot decode token {token_id}: {fault!r}") from fault

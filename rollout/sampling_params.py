@@ -191,7 +191,7 @@ def _ids_as_tuple(name: str, ids: object) -> tuple[int, ...] | None:
 
 
 def _bias_as_pairs(bias: object) -> tuple[tuple[int, float], ...] | None:
-    """Return (id, bias) pairs by id. Raises InvalidRequestError for what is none."""
+    """Return (id, bias) pairs by id. Raises InvalidRequestError for anything else than a bias."""
     if bias is None:
         return None
     pairs = list(bias.items()) if isinstance(bias, Mapping) else bias
@@ -210,7 +210,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _is_bias(pair: object) -> bool:
-    """Whether it is a token id and a bias; NaN is none."""
+    """Whether `pair` is a token id and a bias within the limits, which NaN is not."""
     if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not _is_token_id(pair[0]):
         return False
     is_number = isinstance(pair[1], (int, float)) and not isinstance(pair[1], bool)

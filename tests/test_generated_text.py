@@ -97,6 +97,46 @@ def test_what_may_begin_a_stop_string_waits_until_it_is_decided():
     assert [stream.push([i]) for i in (5, 0, 1, 1, 1)] == [" ", "", "", "", "abbb"]
 
 
+class MarkerTokenizer:
+    """Characters are ids; "#" is a special token, which has no text, and "A" is written as "a"."""
+
+    eos_id = bos_id = None
+    vocab_size = 128
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text.replace("A", "a")]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i != ord("#"))
+
+
+@pytest.mark.parametrize(
+    ("word", "tokens", "shown"),
+    [
+        ("#\n", "x\ny\nz#\n", "x\ny\nz"),
+        ("#\n", "x#y", "xy"),
+        ("A", "xay", "x"),
+        ("A#", "bananas", "bananas"),
+        ("A#", "bana#", "ban"),
+    ],
+)
+def test_a_stop_word_whose_tokens_read_otherwise_ends_a_stream_by_its_tokens_only(
+    word, tokens, shown
+):
+    stream = StreamedText(MarkerTokenizer(), SamplingParams(stop_words=[word]))
+    pieces = [stream.push([ord(token)]) for token in tokens]
+    assert "".join(pieces) == shown
+
+
+def test_a_token_that_only_reads_like_a_written_stop_word_does_not_end_a_stream():
+    class Cased(PieceTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [{"B": 1}[letter] for letter in text]
+
+    stream = StreamedText(Cased(), SamplingParams(stop_words=["B"]))
+    assert [stream.push([i]) for i in (0, 2, 0, 1, 0)] == ["a", "ab", "a", "", ""]
+
+
 def test_a_tokenizer_that_raises_says_on_what_and_ends_a_stream_only():
     with pytest.raises(DetokenizeError, match=r"2 tokens.*no 11"):
         generated_text(TOKENIZER, [0, 11])

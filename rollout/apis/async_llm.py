@@ -229,8 +229,9 @@ class AsyncLLM:
     ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through one copy in shared memory.
 
-        Takes what LLM.update_weights does. The tensors must not change until this returns. One that
-        is under way cannot be called back: who is cancelled does not hear how it ended.
+        Takes what LLM.update_weights does. The tensors must not change until this returns. An
+        update that has begun goes on when its caller is cancelled, who then does not learn whether
+        it succeeded.
         """
         await self._connected()
         update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))

@@ -127,7 +127,7 @@ class FleetRuntime:
     def _failed(
         self, request_id: int, prompt: Prompt, params: SamplingParams, error: Exception
     ) -> DynamicInferenceRequest:
-        """Of a request without a record."""
+        """Return a FAILED request with the error, for one that has no record."""
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,

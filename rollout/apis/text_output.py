@@ -9,7 +9,7 @@ import torch
 
 from rollout.coordinator.protocol.messages import TokenRun
 from rollout.errors import DetokenizeError, InvalidRequestError
-from rollout.generated_text import StreamedText, generated_text
+from rollout.generated_text import StreamedText, shown_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
@@ -32,7 +32,13 @@ def finished_request(
     assert params is not None, "engines take no request without"
     if tokenizer is not None and request.generated_text is None and not request.has_no_text:
         try:
-            request.generated_text = _text_of(request, tokenizer)
+            request.generated_text = shown_text(
+                tokenizer,
+                request.generated_tokens,
+                finish_reason=request.finish_reason,
+                stop_word_ids=request.stop_word_ids,
+                sampling_params=params.serialize(),
+            )
         except DetokenizeError as error:
             _logger.warning("request %d has no text: %s", request.request_id, error)
             request.add_text_error(error)
@@ -64,19 +70,6 @@ def streamed(
     if text is not None and (rest := text.finish(request.generated_text)):
         yield rest
     yield request
-
-
-def _text_of(request: DynamicInferenceRequest, tokenizer: Tokenizer) -> str:
-    params, tokens = request.sampling_params, request.generated_tokens
-    if params is None or request.finish_reason != "stop" or params.detokenize_stop_sequence:
-        return generated_text(tokenizer, tokens)
-    return generated_text(
-        tokenizer,
-        tokens,
-        stop_words=params.stop_words or (),
-        stop_word_ids=request.stop_word_ids or (),
-        stop_token_ids=params.stop_token_ids or (),
-    )
 
 
 def _drop_prompt(request: DynamicInferenceRequest) -> None:

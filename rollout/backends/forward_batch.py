@@ -75,7 +75,7 @@ class SamplingBatch:
     top_n: int
 
     def select(self, samples_K: Tensor) -> SamplingBatch:
-        """Of these draws only; the flags stay."""
+        """Return the batch of only these draws; the flags stay those of all draws."""
         return replace(
             self,
             uniforms_S=self.uniforms_S[samples_K],

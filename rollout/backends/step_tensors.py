@@ -34,9 +34,9 @@ class LogitsInputs(Generic[Array]):
     """What is done to the logits of K samples before those are drawn. Of them Q have penalties, A
     a list of allowed ids, and U report log-probs of the logits as they were.
 
-    Histories (`runner.token_histories`) are named by row; `lengths_Q` counts their tokens before
-    this draw, of which the first `num_prompt_Q` are the prompt. N tokens are known of rows whose
-    histories begin.
+    Histories (`runner.token_histories`) are numbered from 0 on; `lengths_Q` counts their tokens
+    before this draw, of which the first `num_prompt_Q` are the prompt. N tokens are known of
+    histories that begin.
     """
 
     samples_K: Array  # which sample
@@ -48,12 +48,12 @@ class LogitsInputs(Generic[Array]):
     allowed_ids_C: Array  # ... and an id that it may draw
     penalized_Q: Array  # index into K
     penalties_Q3: Array  # float32: repetition, presence, frequency
-    rows_Q: Array
+    histories_Q: Array
     lengths_Q: Array
     num_prompt_Q: Array
-    new_rows_N: Array
+    new_histories_N: Array
     new_positions_N: Array
-    new_ids_N: Array
+    new_ids_N: Array  # int32
     unprocessed_U: Array  # index into K
     inverse_temperature_U: Array  # float32
     processed_R: Array  # the others, which report log-probs of what they are drawn from

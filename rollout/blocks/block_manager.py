@@ -150,8 +150,8 @@ class BlockManager:
         return self._index.add(table[position], key, predecessor, spans, oldest_version)
 
     def start_index_generation(self) -> None:
-        """Have no block found that is indexed now. O(1): their space is free for whoever needs
-        it.
+        """Make lookups miss every block that is indexed now. O(1): each is freed when it is
+        released, or when its space is needed.
         """
         self._index.start_generation()
 

@@ -28,14 +28,15 @@ def is_sharded(tensor: object) -> bool:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """`tensor` as a plain one: itself, or gathered from all ranks of its mesh.
+    """`tensor` as a plain one: its own memory, or gathered from all ranks of its mesh.
 
     Gathering is a collective: all ranks call this for the same tensors in the same order. Raises
     TypeError if what was gathered is not plain.
     """
     if not is_sharded(tensor):
-        # A negation that was put off is in no byte of the memory.
-        return tensor.resolve_neg()
+        # The memory does not contain a negation that torch has put off. And some operations of
+        # torch cannot reach the storage of a Python subclass ("OpaqueTensorImpl").
+        return tensor.detach().resolve_neg().as_subclass(Tensor)
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if reason := refusal(whole):
         raise TypeError(f"the whole of it {reason}")
@@ -43,7 +44,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def refusal(tensor: object) -> str | None:
-    """Why nobody can read the values of `tensor`, to be put behind its name; None if one can."""
+    """Return why the values of `tensor` cannot be read, None if they can.
+
+    The reason is the rest of a sentence that begins with the tensor's name.
+    """
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}; send a torch.Tensor"
     if nn.parameter.is_lazy(tensor):

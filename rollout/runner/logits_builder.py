@@ -13,6 +13,7 @@ from rollout.backends.step_tensors import HostArray, LogitsInputs
 from rollout.step.plan import LogitsProcessing, StepPlan
 
 _NO_INTS: HostArray = np.empty(0, dtype=np.int64)
+_NO_HISTORY = -1
 _NO_FLOATS: HostArray = np.empty(0, dtype=np.float32)
 
 
@@ -90,6 +91,9 @@ class LogitsBuilder:
     def __init__(self, num_rows: int) -> None:
         self._rows: dict[int, _Row] = {}
         self._is_processed = np.zeros(num_rows, dtype=np.bool_)
+        self._histories = np.full(num_rows, _NO_HISTORY)
+        self._free_histories: list[int] = []
+        self._num_histories = 0
 
     def set_row(self, row: int, processing: LogitsProcessing | None) -> None:
         """A request has taken the row."""
@@ -99,6 +103,20 @@ class LogitsBuilder:
         elif row in self._rows:
             del self._rows[row]
             self._is_processed[row] = False
+        self._set_history(row, processing is not None and processing.has_penalty)
+
+    def _set_history(self, row: int, has_penalty: bool) -> None:
+        """Histories are numbered by themselves: rows without penalties take no memory for one."""
+        if has_penalty == (self._histories[row] != _NO_HISTORY):
+            return
+        if not has_penalty:
+            self._free_histories.append(int(self._histories[row]))
+            self._histories[row] = _NO_HISTORY
+        elif self._free_histories:
+            self._histories[row] = self._free_histories.pop()
+        else:
+            self._histories[row] = self._num_histories
+            self._num_histories += 1
 
     def build(
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
@@ -125,22 +143,21 @@ class LogitsBuilder:
             allowed_ids_C=_joined(lists.allowed_ids),
             penalized_Q=penalized_Q,
             penalties_Q3=np.array(lists.penalties, dtype=np.float32).reshape(-1, 3),
-            rows_Q=rows_K[penalized_Q].astype(np.int64),
+            histories_Q=self._histories[rows_K[penalized_Q]],
             lengths_Q=positions_K[penalized_Q].astype(np.int64),
             num_prompt_Q=np.array(lists.num_prompt, dtype=np.int64),
-            **_new_histories(plan),
+            **self._new_histories(plan),
             **_reported(mode_S[samples_K], temperature_S[samples_K]),
         )
 
-
-def _new_histories(plan: StepPlan) -> dict[str, HostArray]:
-    starts_H = np.cumsum(plan.counted_lens) - plan.counted_lens
-    num_tokens = len(plan.counted_token_ids)
-    return {
-        "new_rows_N": np.repeat(plan.counted_rows, plan.counted_lens).astype(np.int64),
-        "new_positions_N": np.arange(num_tokens) - np.repeat(starts_H, plan.counted_lens),
-        "new_ids_N": plan.counted_token_ids.astype(np.int64),
-    }
+    def _new_histories(self, plan: StepPlan) -> dict[str, HostArray]:
+        starts_H = np.cumsum(plan.counted_lens) - plan.counted_lens
+        num_tokens = len(plan.counted_token_ids)
+        return {
+            "new_histories_N": np.repeat(self._histories[plan.counted_rows], plan.counted_lens),
+            "new_positions_N": np.arange(num_tokens) - np.repeat(starts_H, plan.counted_lens),
+            "new_ids_N": plan.counted_token_ids,
+        }
 
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:

@@ -13,32 +13,31 @@ from rollout.backends.step_tensors import HostArray, LogitsInputs
 
 
 class TokenHistories:
-    """By row and position; only as large as the rows that have had penalties need."""
+    """By history and position, int32; only as large as the penalized rows have needed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._ids = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
-        """Enter the tokens of new rows; returns the Q samples' histories, int64 [Q, P]."""
-        if not len(host.rows_Q):
+        """Enter the tokens of new histories; returns those of the Q samples, int32 [Q, P]."""
+        if not len(host.histories_Q):
             return self._ids[:0]
         length = int(host.lengths_Q.max())
-        self._make_room(int(host.rows_Q.max()) + 1, length + 1)
-        self._ids[inputs.new_rows_N, inputs.new_positions_N] = inputs.new_ids_N
-        return self._ids[inputs.rows_Q, :length]
+        self._make_room(int(host.histories_Q.max()) + 1, length + 1)
+        self._ids[inputs.new_histories_N, inputs.new_positions_N] = inputs.new_ids_N
+        return self._ids[inputs.histories_Q, :length]
 
     def append(self, inputs: LogitsInputs[Tensor], token_ids_S: Tensor) -> None:
         """Enter the tokens that the Q samples have drawn."""
         drawn_Q = token_ids_S[inputs.samples_K[inputs.penalized_Q]]
-        self._ids[inputs.rows_Q, inputs.lengths_Q] = drawn_Q
+        self._ids[inputs.histories_Q, inputs.lengths_Q] = drawn_Q.int()
 
-    def _make_room(self, num_rows: int, length: int) -> None:
-        old_rows, old_length = self._ids.shape
-        if num_rows <= old_rows and length <= old_length:
+    def _make_room(self, count: int, length: int) -> None:
+        old_count, old_length = self._ids.shape
+        if count <= old_count and length <= old_length:
             return
-        shape = max(old_rows, _rounded(num_rows)), max(old_length, _rounded(length))
-        larger = self._ids.new_zeros(shape)
-        larger[:old_rows, :old_length] = self._ids
+        larger = self._ids.new_zeros(max(old_count, count), max(old_length, _rounded(length)))
+        larger[:old_count, :old_length] = self._ids
         self._ids = larger
 
 

@@ -58,6 +58,11 @@ def check_well_formed(
             f"num_tokens_total={total} leaves no token to generate after a prompt of "
             f"{len(prompt_tokens)}; raise it, or set num_tokens_to_generate instead"
         )
+    if total is not None and params.min_tokens > total - len(prompt_tokens):
+        raise InvalidRequestError(
+            f"min_tokens={params.min_tokens} is more than num_tokens_total={total} leaves after a "
+            f"prompt of {len(prompt_tokens)}; lower min_tokens, or raise num_tokens_total"
+        )
     if not params.skip_prompt_log_probs and not limits.can_score_prompts:
         raise InvalidRequestError(
             "skip_prompt_log_probs=False needs logits of every prompt token; make the engine with "

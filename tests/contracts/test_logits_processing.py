@@ -185,3 +185,26 @@ def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
         [8, 9],
         [20, 21, 22, 31, 32],
     ]
+
+
+def test_only_rows_with_penalties_take_a_history_and_leave_it_to_the_next() -> None:
+    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
+    builder = LogitsBuilder(1000)
+
+    def histories(taken: dict[int, float]) -> list[int]:
+        for row, penalty in taken.items():
+            params = SamplingParams(presence_penalty=penalty, logit_bias={1: 1.0})
+            builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+        plan = StepPlan(
+            step_id=0,
+            weights_version=0,
+            sample_rows=np.array(list(taken), np.int32),
+            sample_positions=np.full(len(taken), 3, np.int32),
+        )
+        host = builder.build(plan, np.zeros(len(taken), np.int8), np.ones(len(taken), np.float32))
+        assert host is not None
+        return host.histories_Q.tolist()
+
+    assert histories({0: 0.0, 900: 1.0, 7: 1.0}) == [0, 1]
+    assert histories({900: 0.0, 3: 1.0, 7: 1.5}) == [0, 1]
+    assert histories({900: 1.0}) == [2]

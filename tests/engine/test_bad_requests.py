@@ -70,6 +70,11 @@ MALFORMED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mixed": ([1, "a"], {}, "'a'"),
     "text": ("hello", {}, "'hello'.*tokenizer"),
     "total": ([1, 2, 3], {"num_tokens_total": 3}, "num_tokens_total=3"),
+    "at least": (
+        [1, 2, 3],
+        {"num_tokens_total": 7, "min_tokens": 5},
+        "min_tokens=5 .*num_tokens_total=7 .*prompt of 3",
+    ),
     "stop words": ([1], {"stop_words": ["x"]}, r"\('x',\).*tokenizer"),
     "BOS": ([1], {"add_BOS": True}, "add_BOS=True"),
     "stop id": ([1], {"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids.* {VOCAB_SIZE}"),

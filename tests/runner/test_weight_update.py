@@ -192,6 +192,16 @@ def check_logprobs(request: DynamicInferenceRequest, logits_TV: Any, start: int 
     assert_allclose(request.generated_log_probs[start:].numpy(), expected, atol=1e-4)
 
 
+def test_tensors_of_a_python_subclass_are_taken_as_plain_weights() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    engine = tiny_engine(old_model())
+    engine.pause()
+    engine.update_weights({k: t.as_subclass(Tagged) for k, t in weights(new_model()).items()})
+    assert engine.weights_checksum() == tiny_engine(new_model()).weights_checksum()
+
+
 def test_a_non_contiguous_source_and_a_later_change_of_it_do_no_harm() -> None:
     source = weights(new_model())
     source[HEAD] = source[HEAD].T.contiguous().T

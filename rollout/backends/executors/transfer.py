@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,20 +19,14 @@ from rollout.backends.step_tensors import (
 )
 
 _RESULTS = tuple(field.name for field in fields(StepResult))
+_LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 
 
 def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Tensor]:
     """The inputs on the device; on a CPU they share the arrays' memory."""
-    tensors: Any = {
-        name: torch.from_numpy(getattr(inputs, name)).to(device, non_blocking=True)
-        for name in INPUT_TYPES
-    }
-    processing = inputs.processing
-    if processing is not None:
-        on_device: Any = {
-            field.name: torch.from_numpy(getattr(processing, field.name)).to(device)
-            for field in fields(processing)
-        }
+    tensors: Any = _uploaded(inputs, INPUT_TYPES, device)
+    if inputs.processing is not None:
+        on_device: Any = _uploaded(inputs.processing, _LOGITS_INPUTS, device)
         tensors["processing"] = LogitsInputs(**on_device)
     return replace(inputs, **tensors)
 
@@ -60,6 +55,14 @@ def first_samples(result: StepResult[Tensor], count: int) -> StepResult[Tensor]:
         if "_S" in name and getattr(result, name) is not None
     }
     return replace(result, **samples)
+
+
+def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays on the device by name; the host does not wait for the copies."""
+    return {
+        name: torch.from_numpy(getattr(arrays, name)).to(device, non_blocking=True)
+        for name in names
+    }
 
 
 def _to_pinned(tensor: Tensor | None) -> Tensor | None:

@@ -101,11 +101,12 @@ def _penalized(
     positions_P = torch.arange(history_QP.shape[1], device=history_QP.device)
     is_known_QP = positions_P < lengths_Q1
     is_output_QP = is_known_QP & (positions_P >= num_prompt_Q1)
-    ids_QP = torch.where(is_known_QP, history_QP, history_QP[:, :1])
+    known_QP = torch.where(is_known_QP, history_QP, history_QP[:, :1])
     # Beyond the vocabulary, so that they are found for no id.
     outputs_QP = torch.where(is_output_QP, history_QP, logits_QV.shape[1]).sort(1).values
-    counts_QP = torch.searchsorted(outputs_QP, ids_QP, right=True)
-    counts_QP -= torch.searchsorted(outputs_QP, ids_QP)
+    counts_QP = torch.searchsorted(outputs_QP, known_QP, right=True)
+    counts_QP -= torch.searchsorted(outputs_QP, known_QP)
+    ids_QP = known_QP.long()
     repetition_Q1, presence_Q1, frequency_Q1 = penalties_Q3.split(1, dim=1)
     values_QP = logits_QV.gather(1, ids_QP)
     values_QP = torch.where(values_QP > 0, values_QP / repetition_Q1, values_QP * repetition_Q1)

@@ -275,7 +275,8 @@ def _record_in(reply: EngineReply) -> Record:
         segment.request_id = reply.request_id
     if reply.error is not None:
         error = reply.error.to_error()
-        if isinstance(error, DetokenizeError):
+        is_known = any(segment.has_no_text for segment in record.requests)
+        if isinstance(error, DetokenizeError) and not is_known:
             record.current.add_text_error(error)
     if reply.generated_text is not None:
         # The text is that of the whole, and a merged record's is that of its segments in order.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rollout.coordinator.protocol.framing import unpack
 from rollout.coordinator.protocol.messages import WireError, pack_params, unpack_params
 from rollout.errors import DetokenizeError, InvalidRequestError, ProtocolError, RolloutError
-from rollout.generated_text import generated_text
+from rollout.generated_text import shown_text
 from rollout.text import Tokenizer
 
 # A record lists a few items per token: ids, times, versions, events.
@@ -94,8 +94,8 @@ def _detokenize(job: Detokenize, tokenizer: Tokenizer) -> Detokenized:
     router's loop may wait.
     """
     try:
-        tokens, stops = _tokens_and_stops(unpack(job.record, max_items=_MAX_RECORD_ITEMS))
-        return Detokenized(job.server_id, generated_text(tokenizer, tokens, **stops))
+        record = unpack(job.record, max_items=_MAX_RECORD_ITEMS)
+        return Detokenized(job.server_id, _text_of(record, tokenizer))
     except DetokenizeError as error:
         return Detokenized(job.server_id, None, WireError.of(error))
     except (ProtocolError, LookupError, TypeError, ValueError, OverflowError):
@@ -103,16 +103,13 @@ def _detokenize(job: Detokenize, tokenizer: Tokenizer) -> Detokenized:
         return Detokenized(job.server_id, None)
 
 
-def _tokens_and_stops(record: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """All generated tokens, and the stops that may end them, as `generated_text` takes both."""
+def _text_of(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     segments: Sequence[Mapping[str, Any]] = record["requests"]
-    tokens = [token for segment in segments for token in segment["generated_tokens"]]
     last = segments[-1]
-    params = last["sampling_params"] or {}
-    if last["finish_reason"] != "stop" or params.get("detokenize_stop_sequence"):
-        return tokens, {}
-    return tokens, {
-        "stop_words": params.get("stop_words") or (),
-        "stop_word_ids": last["stop_word_ids"] or (),
-        "stop_token_ids": params.get("stop_token_ids") or (),
-    }
+    return shown_text(
+        tokenizer,
+        [token for segment in segments for token in segment["generated_tokens"]],
+        finish_reason=last["finish_reason"],
+        stop_word_ids=last["stop_word_ids"],
+        sampling_params=last["sampling_params"] or {},
+    )

@@ -48,6 +48,7 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.errors import (
     BlockOverflowError,
+    DetokenizeError,
     EngineStateError,
     InvalidRequestError,
     ProtocolError,
@@ -393,6 +394,26 @@ def test_a_failed_record_is_a_result_and_an_error_without_one_is_raised():
         with pytest.raises(ProtocolError, match="no segment"):
             await futures[3]
         await becomes(lambda: len(acknowledged(router)) == 4)
+
+    run(politely(script), test)
+
+
+def test_a_text_error_that_the_record_tells_of_is_not_added_again():
+    error = DetokenizeError("no text")
+    told, untold = record_of([1]), record_of([1])
+    told.current.add_text_error(error)
+
+    def script(message):
+        if isinstance(message, SubmitRequest):
+            request_id = message.samples[0].request_id
+            packed = pack_record([told, untold][request_id])
+            return [EngineReply(request_id=request_id, record=packed, error=WireError.of(error))]
+        return None
+
+    async def test(client, router):
+        for _ in range(2):
+            events = (await client.add_request([1], PARAMS)).current.events
+            assert [type(event.payload) for event in events].count(DetokenizeError) == 1
 
     run(politely(script), test)
 
