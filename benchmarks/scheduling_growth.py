@@ -165,7 +165,25 @@ class BlockedHead:
         return timed(self._bench.step)
 
 
-CASES = (Abort, AbortBesideFullIndex, Update, BlockedHead)
+class BlockedHeadAsOthersLeave:
+    """The same, where one of many short requests has left before each step."""
+
+    name = "step beside a blocked head after a request has left, by tokens of its prompt"
+
+    def __init__(self, size: int) -> None:
+        num_running = 256
+        self._bench = Bench((size + 64 * num_running) // BLOCK)
+        self._running = [self._bench.add([7] * BLOCK, 4 * BLOCK) for _ in range(num_running)]
+        self._bench.step()
+        self._bench.add(list(range(size + 64 * num_running - BLOCK)), BLOCK)
+        self._bench.step()
+
+    def sample(self) -> float:
+        self._bench.scheduler.remove(self._running.pop())
+        return timed(self._bench.step)
+
+
+CASES = (Abort, AbortBesideFullIndex, Update, BlockedHead, BlockedHeadAsOthersLeave)
 
 
 def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> dict[str, Any]:
@@ -206,7 +224,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--small", action="store_true", help="small pools, few rounds")
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
     arguments = parser.parse_args(argv)
