@@ -34,13 +34,22 @@ def full_tensor(tensor: Tensor) -> Tensor:
     TypeError if what was gathered is not plain.
     """
     if not is_sharded(tensor):
-        # The memory does not contain a negation that torch has put off. And some operations of
-        # torch cannot reach the storage of a Python subclass ("OpaqueTensorImpl").
-        return tensor.detach().resolve_neg().as_subclass(Tensor)
+        # The memory does not contain a negation that torch has put off.
+        tensor = tensor.resolve_neg()
+        if _is_plain_subclass(tensor):
+            # Some operations of torch cannot reach its storage ("OpaqueTensorImpl").
+            return tensor.detach().as_subclass(Tensor)
+        return tensor
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if reason := refusal(whole):
         raise TypeError(f"the whole of it {reason}")
     return whole
+
+
+def _is_plain_subclass(tensor: Tensor) -> bool:
+    """Whether the type of `tensor` is a Python subclass that leaves torch's operations alone."""
+    added = [base for base in type(tensor).__mro__ if base not in Tensor.__mro__]
+    return bool(added) and not any("__torch_function__" in vars(base) for base in added)
 
 
 def refusal(tensor: object) -> str | None:
