@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -75,15 +75,6 @@ class VersionSpans:
         """Add all entries of `other`. O(runs of `other`)."""
         for start, end, version in other:
             self.append(end - start, version)
-
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` entries. Raises ValueError unless 0 <= length <= len(self)."""
-        if not 0 <= length <= len(self):
-            raise ValueError(f"length={length} must be in [0, {len(self)}]")
-        runs = self._runs()
-        num_closed = bisect_left(runs, length, key=_end_of)
-        self._num_closed, self._length = num_closed, length
-        self._version = runs[num_closed][1] if length else None
 
     def version_at(self, index: int) -> int:
         """Return the version of entry `index`. O(log runs). Raises IndexError if there is none."""

@@ -62,15 +62,6 @@ def test_slice_is_the_list_slice(runs, start, end):
     assert VersionSpans(runs).slice(start, end) == spans_of(expanded(runs)[start:end])
 
 
-@given(runs_lists, st.data())
-def test_truncate_then_append_is_the_list_operation(runs, data):
-    spans, versions = VersionSpans(runs), expanded(runs)
-    length = data.draw(st.integers(0, len(versions)))
-    spans.truncate(length)
-    spans.append(2, 9)
-    assert spans == spans_of([*versions[:length], 9, 9])
-
-
 @given(runs_lists, st.integers(1, 70), st.integers(0, 70))
 def test_prefixes_have_the_minimum_and_mean_of_the_list(runs, first, count):
     versions = expanded(runs)
@@ -106,13 +97,10 @@ def test_copy_is_independent():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 2)), max_size=30))
 def test_copies_of_copies_are_independent(actions):
-    """What one appends or cuts off never shows in another, however they came to share runs."""
+    """What one appends never shows in another, however they came to share runs."""
     family = [(VersionSpans(), [])]
     for choice, version, count in actions:
         spans, versions = family[choice % len(family)]
-        if choice == 5:
-            spans.truncate(len(versions) // 2)
-            del versions[len(versions) // 2 :]
         spans.append(count, version)
         versions += [version] * count
         family.append((spans.copy(), list(versions)))
@@ -147,12 +135,6 @@ def test_negative_count_raises():
 def test_version_outside_the_entries_raises(index):
     with pytest.raises(IndexError, match=r"outside \[0, 3\)"):
         VersionSpans([(3, 0)]).version_at(index)
-
-
-@pytest.mark.parametrize("length", [-1, 4])
-def test_truncate_outside_the_entries_raises(length):
-    with pytest.raises(ValueError, match=r"must be in \[0, 3\]"):
-        VersionSpans([(3, 0)]).truncate(length)
 
 
 def test_oldest_version_of_nothing_raises():

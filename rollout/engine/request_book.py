@@ -91,11 +91,7 @@ class RequestBook:
         It keeps the time of its first arrival. Its KV, wherever it was, is not here.
         """
         segment = record.current
-        segment.status = Status.WAITING_IN_QUEUE
-        segment.finished_chunk_token_count = 0
-        segment.kv_spans = VersionSpans()
-        is_unchanged = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
-        _clear_prompt_scores(segment, will_be_scored=is_unchanged)
+        _queue_without_kv(record)
         events = (event for part in record.requests for event in part.events)
         arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
@@ -130,14 +126,9 @@ class RequestBook:
             record = self._records[request_id]
             if evicted or record.current.generated_tokens:
                 self._running[request_id].checkpoint()
-            segment = record.current
-            segment.status = Status.WAITING_IN_QUEUE
-            segment.kv_spans = VersionSpans()
-            segment.finished_chunk_token_count = 0
-            is_unchanged = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
-            _clear_prompt_scores(segment, will_be_scored=is_unchanged)
+            _queue_without_kv(record)
             if evicted:
-                segment.add_event_evict()
+                record.current.add_event_evict()
 
     def note_transient_error(self, request_ids: Iterable[int], error: Exception) -> None:
         """A step that they were part of failed."""
@@ -263,6 +254,16 @@ class RequestBook:
         segment.freeze_versions(version, num_sampled_before=num_before)
         record.latency = now - self._running.pop(record.request_id).entry_time
         self._ended[record.request_id] = None
+
+
+def _queue_without_kv(record: DynamicInferenceRequestRecord) -> None:
+    """Set the current segment to what it is in the queue: it computes its whole prompt again."""
+    segment = record.current
+    segment.status = Status.WAITING_IN_QUEUE
+    segment.kv_spans = VersionSpans()
+    segment.finished_chunk_token_count = 0
+    is_original = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
+    _clear_prompt_scores(segment, will_be_scored=is_original)
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.merging import values_from
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 # A segment, and the first of its generated tokens that is meant.
@@ -46,7 +45,7 @@ class GeneratedTokens:
             return None
         first, num_tokens = len(record[0].prompt_tokens) + offset, record.current.num_tokens
         context_versions = [segment.context_kv_versions(start) for segment, start in tails]
-        log_probs = _values(record, tails, "generated_log_probs", float("nan"))
+        log_probs = values_from(record.requests, "generated_log_probs", float("nan"), start=offset)
         token_ids = [np.asarray(s.generated_tokens[start:], np.int32) for s, start in tails]
         return cls(
             offset=offset,
@@ -58,7 +57,7 @@ class GeneratedTokens:
             context_kv_version_min=np.concatenate([oldest for oldest, _ in context_versions]),
             context_kv_version_mean=np.concatenate([mean for _, mean in context_versions]),
             log_probs=None if log_probs is None else np.array(log_probs, dtype=np.float32),
-            top_n=_values(record, tails, "generated_top_n_logprobs", None),
+            top_n=values_from(record.requests, "generated_top_n_logprobs", None, start=offset),
         )
 
 
@@ -71,17 +70,3 @@ def _tails(record: DynamicInferenceRequestRecord, offset: int) -> list[_Tail]:
             tails.append((segment, max(offset, 0)))
         offset -= num_generated
     return tails
-
-
-def _values(
-    record: DynamicInferenceRequestRecord, tails: Sequence[_Tail], name: str, placeholder: object
-) -> list[Any] | None:
-    """As `merge` has them: None if no segment has values, `placeholder` where one has none."""
-    if all(getattr(segment, name) is None for segment in record.requests):
-        return None
-    values: list[Any] = []
-    for segment, start in tails:
-        own = getattr(segment, name)
-        num_tokens = len(segment.generated_tokens) - start
-        values += [placeholder] * num_tokens if own is None or not len(own) else own[start:]
-    return values

@@ -19,20 +19,42 @@ Segments = Sequence[DynamicInferenceRequest]
 
 def concatenated_fields(segments: Segments) -> dict[str, Any]:
     """Return the fields of a merged request that are its segments' fields, one after the other."""
-    log_probs = _values(segments, "generated_log_probs", float("nan"))
+    log_probs = values_from(segments, "generated_log_probs", float("nan"))
     tokens = [token for segment in segments for token in segment.generated_tokens]
     return {
         "generated_tokens": tokens,
         "generated_length": len(tokens),
         "generated_text": _text(segments),
         "generated_log_probs": log_probs_tensor(log_probs),
-        "generated_top_n_logprobs": _values(segments, "generated_top_n_logprobs", None),
-        "tpot": _values(segments, "tpot", float("nan")),
+        "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
+        "tpot": values_from(segments, "tpot", float("nan")),
         "routing_indices": _routing(segments),
         "events": [event for segment in segments for event in segment.events],
         "context_kv_version_min": [v for s in segments for v in s.context_kv_version_min],
         "context_kv_version_mean": [v for s in segments for v in s.context_kv_version_mean],
     }
+
+
+def values_from(
+    segments: Segments, name: str, placeholder: object, *, start: int = 0
+) -> list[Any] | None:
+    """Return list or tensor `name` of all segments, from generated token `start` on.
+
+    `placeholder` stands where a segment has no values. Returns None if no segment has any.
+    """
+    if all(getattr(segment, name) is None for segment in segments):
+        return None
+    values: list[Any] = []
+    for segment in segments:
+        num_tokens, own = len(segment.generated_tokens), getattr(segment, name)
+        if start < num_tokens:
+            if own is None or not len(own):
+                values += [placeholder] * (num_tokens - start)
+            else:
+                own = own[start:]
+                values += own.tolist() if isinstance(own, torch.Tensor) else own
+        start = max(0, start - num_tokens)
+    return values
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
@@ -64,20 +86,6 @@ def time_to_first_token(segments: Segments) -> float | None:
             if event.type is DynamicInferenceEventType.GENERATED_TOKEN and added is not None:
                 return event.timestamp - added.timestamp
     return None
-
-
-def _values(segments: Segments, name: str, placeholder: object) -> list[Any] | None:
-    """Return list or tensor `name` of all segments, `placeholder` where a segment has no values."""
-    parts = [getattr(segment, name) for segment in segments]
-    if all(part is None for part in parts):
-        return None
-    merged: list[Any] = []
-    for segment, part in zip(segments, parts, strict=True):
-        if part is None or not len(part):
-            merged += [placeholder] * len(segment.generated_tokens)
-        else:
-            merged += part.tolist() if isinstance(part, torch.Tensor) else part
-    return merged
 
 
 def _routing(segments: Segments) -> torch.Tensor | None:

@@ -44,6 +44,18 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockedHead:
+    """The head of the queue that had no room, and when it is worth asking for it again."""
+
+    order: tuple[int, int]
+    weights_version: int
+    # The forecast changes by whole blocks, so it is asked again after as many steps as a block
+    # has tokens, or as soon as this many blocks are free.
+    period: int
+    num_free_blocks_needed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
     """Requests by phase, and blocks; indexed blocks may be in use or not."""
 
@@ -81,8 +93,7 @@ class Scheduler:
         self._num_admissions = 0
         self._admitted: list[Sequence] = []  # by the schedule that is being made
         self._leaders: dict[int, Sequence] = {}  # by group: whose prefill the others wait for
-        # The head that had no room, and how many free blocks it takes to look at it again.
-        self._refusal: tuple[tuple[object, ...], int] | None = None
+        self._blocked_head: _BlockedHead | None = None
         self._was_prefill_alone = False
 
     # ---- requests
@@ -335,14 +346,21 @@ class Scheduler:
             if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
                 waiting.promote_longest_waiting()
             sequence = waiting.head
-            if self._awaits_leader(sequence) or self._has_still_no_room(builder, sequence):
+            if self._awaits_leader(sequence):
+                break
+            if self._is_still_blocked(sequence, builder.weights_version):
                 break
             num_free = self._blocks.num_free_blocks
             num_found = self._adopt_prefix(sequence, builder.weights_version)
             count = self._chunk_size(builder, sequence)
             num_missing = self._take_first_blocks(sequence) if count else 0
             if num_missing:
-                self._refusal = self._situation(builder, sequence), num_free + num_missing
+                self._blocked_head = _BlockedHead(
+                    order=sequence.order,
+                    weights_version=builder.weights_version,
+                    period=self._next_step_id // self._blocks.block_size,
+                    num_free_blocks_needed=num_free + num_missing,
+                )
             if not count or num_missing:
                 self._blocks.release(sequence.blocks)
                 sequence.restart()
@@ -381,21 +399,17 @@ class Scheduler:
         sequence.writable_end = len(sequence.blocks) * self._blocks.block_size
         return 0
 
-    def _has_still_no_room(self, builder: PlanBuilder, head: Sequence) -> bool:
-        """Whether the head was refused, and too few blocks have become free since.
-
-        What is foreseen changes by whole blocks, so it is asked again after as many steps as a
-        block has tokens.
-        """
-        if self._refusal is None or not self._context.active:
-            return False
-        situation, num_free_needed = self._refusal
-        is_same = situation == self._situation(builder, head)
-        return is_same and self._blocks.num_free_blocks < num_free_needed
-
-    def _situation(self, builder: PlanBuilder, head: Sequence) -> tuple[object, ...]:
-        period = self._next_step_id // self._blocks.block_size
-        return head.order, builder.weights_version, period
+    def _is_still_blocked(self, head: Sequence, weights_version: int) -> bool:
+        """Whether the head had no room in this period, and too few blocks are free since."""
+        blocked = self._blocked_head
+        return (
+            blocked is not None
+            and bool(self._context.active)
+            and blocked.order == head.order
+            and blocked.weights_version == weights_version
+            and blocked.period == self._next_step_id // self._blocks.block_size
+            and self._blocks.num_free_blocks < blocked.num_free_blocks_needed
+        )
 
     def _activate(self, sequence: Sequence) -> None:
         self._context.activate(sequence)
