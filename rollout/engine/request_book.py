@@ -124,7 +124,7 @@ class RequestBook:
         """
         for request_id in request_ids:
             record = self._records[request_id]
-            if evicted or record.current.generated_tokens:
+            if evicted or record.current.num_generated_tokens:
                 self._running[request_id].checkpoint()
             _queue_without_kv(record)
             if evicted:
@@ -248,7 +248,7 @@ class RequestBook:
         segment.kv_spans = kv_spans.copy()
         for part in record.requests:
             part.complete()
-        segment.generated_length = len(segment.generated_tokens)
+        segment.generated_length = segment.num_generated_tokens
         record.observe_version(version)
         num_before = len(segment.prompt_tokens) - len(record[0].prompt_tokens)
         segment.freeze_versions(version, num_sampled_before=num_before)

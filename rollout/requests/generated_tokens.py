@@ -46,7 +46,7 @@ class GeneratedTokens:
         first, num_tokens = len(record[0].prompt_tokens) + offset, record.current.num_tokens
         context_versions = [segment.context_kv_versions(start) for segment, start in tails]
         log_probs = values_from(record.requests, "generated_log_probs", float("nan"), start=offset)
-        token_ids = [np.asarray(s.generated_tokens[start:], np.int32) for s, start in tails]
+        token_ids = [np.asarray(s.column("generated_tokens")[i:], np.int32) for s, i in tails]
         return cls(
             offset=offset,
             entry_version=record[0].weights_version,
@@ -65,7 +65,7 @@ def _tails(record: DynamicInferenceRequestRecord, offset: int) -> list[_Tail]:
     """Where the generated tokens from `offset` on are."""
     tails: list[_Tail] = []
     for segment in record.requests:
-        num_generated = len(segment.generated_tokens)
+        num_generated = segment.num_generated_tokens
         if offset < num_generated:
             tails.append((segment, max(offset, 0)))
         offset -= num_generated

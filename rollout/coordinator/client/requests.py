@@ -284,7 +284,7 @@ def _record_in(reply: EngineReply) -> Record:
             record.current.add_text_error(error)
     if reply.generated_text is not None:
         # The text is that of the whole, and a merged record's is that of its segments in order.
-        written = [s for s in record.requests if s.generated_tokens] or [record.current]
+        written = [s for s in record.requests if s.num_generated_tokens] or [record.current]
         for segment in written:
             segment.generated_text = ""
         written[-1].generated_text = reply.generated_text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +14,11 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_params,
+    unpack_record,
 )
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES, unpack
-from rollout.errors import DetokenizeError, InvalidRequestError, ProtocolError, RolloutError
+from rollout.errors import DetokenizeError, InvalidRequestError, RolloutError
 from rollout.generated_text import shown_text
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.text import Tokenizer
 
 # A record lists a few items per token: ids, times, versions, events.
@@ -94,28 +94,23 @@ def _tokenize(job: Tokenize, tokenizer: Tokenizer) -> Tokenized:
 
 
 def _detokenize(job: Detokenize, tokenizer: Tokenizer) -> Detokenized:
-    """The text of a packed record, without its stop unless that is asked for.
-
-    Read from the plain values: building the record would hold the interpreter for longer than the
-    router's loop may wait.
-    """
+    """The text of a packed record, without its stop unless that is asked for."""
     try:
-        record = unpack(job.record, DEFAULT_MAX_FRAME_BYTES)
+        record = unpack_record(job.record)
         return Detokenized(job.server_id, _text_of(record, tokenizer))
     except DetokenizeError as error:
         return Detokenized(job.server_id, None, WireError.of(error))
-    except (ProtocolError, LookupError, TypeError, ValueError, OverflowError):
+    except (RolloutError, LookupError, TypeError, ValueError, OverflowError):
         # The engine's record is the client's to read; text only comes on top.
         return Detokenized(job.server_id, None)
 
 
-def _text_of(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    segments: Sequence[Mapping[str, Any]] = record["requests"]
-    last = segments[-1]
+def _text_of(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer) -> str:
+    last = record.current
     return shown_text(
         tokenizer,
-        [token for segment in segments for token in segment["generated_tokens"]],
-        finish_reason=last["finish_reason"],
-        stop_word_ids=last["stop_word_ids"],
-        sampling_params=last["sampling_params"] or {},
+        [token for segment in record.requests for token in segment.generated_tokens],
+        finish_reason=last.finish_reason,
+        stop_word_ids=last.stop_word_ids,
+        sampling_params=last.sampling_params.serialize() if last.sampling_params else {},
     )

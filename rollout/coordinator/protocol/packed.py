@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+import numpy as np
 import torch
+from msgspec import Meta
 
 from rollout.coordinator.protocol.messages import Sample
 from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES, pack, unpack
+from rollout.coordinator.protocol.wire import FAULTS, pack, unpack
 from rollout.errors import ProtocolError, RolloutError
+from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -18,6 +22,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def pack_params(params: SamplingParams) -> bytes:
@@ -31,29 +36,58 @@ def unpack_params(packed: bytes) -> SamplingParams:
     return _built(SamplingParams.deserialize, unpack(packed), "sampling params")
 
 
+class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A segment of a record: plain values, and those per token as (dtype, binary)."""
+
+    fields: dict[str, Any]
+    columns: dict[ColumnName, tuple[ColumnType, bytes]]
+
+
+class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    latency: float | None
+    segments: Annotated[list[_Segment], Meta(max_length=2**16)]
+
+
+_record_decoder = msgspec.msgpack.Decoder(_Record)
+
+
 def pack_record(record: DynamicInferenceRequestRecord) -> bytes:
     """Return `record` as the bytes of an EngineReply."""
-    return pack(record.serialize())
+    segments = [
+        [fields, {name: (c.dtype.str, c.tobytes()) for name, c in columns.items()}]
+        for fields, columns in record.serialize_apart()
+    ]
+    return pack([record.latency, segments])
 
 
 def unpack_record(packed: bytes) -> DynamicInferenceRequestRecord:
     """Return what `pack_record` wrote, under the request id of the engine that wrote it.
 
-    Raises ProtocolError if it is no record, or another RolloutError naming an illegal value.
+    Its values per token are views of what was received until they are read as lists. Raises
+    ProtocolError if it is no record, or another RolloutError naming an illegal value.
     """
-    encoded = unpack(packed, DEFAULT_MAX_FRAME_BYTES)
-    return _built(DynamicInferenceRequestRecord.deserialize, encoded, "a record")
+    return _built(_unpacked, packed, "a record")
 
 
-def _built(build: Callable[[Mapping[str, Any]], T], encoded: Any, what: str) -> T:
-    if not isinstance(encoded, dict):
-        raise ProtocolError(f"not {what}: a {type(encoded).__name__}")
+def _unpacked(packed: bytes) -> DynamicInferenceRequestRecord:
+    record = _record_decoder.decode(packed)
+    segments = [
+        segment.fields
+        | {name: np.frombuffer(data, dtype) for name, (dtype, data) in segment.columns.items()}
+        for segment in record.segments
+    ]
+    return DynamicInferenceRequestRecord.deserialize(
+        {"requests": segments, "latency": record.latency}
+    )
+
+
+def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
+    """Return what `build` makes of bytes from a socket, which may be anything."""
     try:
         return build(encoded)
     except RolloutError:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as fault:
-        # The codecs below read what they wrote; bytes from a socket may be anything.
+    except (AttributeError, LookupError, RuntimeError, *FAULTS) as fault:
         raise ProtocolError(f"not {what}: {fault!r:.200}") from fault
 
 
@@ -89,7 +123,13 @@ def resumed_record(
     spans.append(len(prompt_tokens), run.entry_version)
     for version in run.policy_versions.tolist():
         spans.append(1, version)
-    log_probs = None if run.log_probs is None else run.log_probs.tolist()
+    per_token: dict[str, Any] = {
+        "generated_tokens": run.token_ids,
+        "generated_log_probs": run.log_probs if params.return_log_probs else None,
+        "tpot": np.full(len(run), np.nan),
+        "context_kv_version_min": run.context_kv_version_min,
+        "context_kv_version_mean": run.context_kv_version_mean,
+    }
     return DynamicInferenceRequestRecord.from_request(
         DynamicInferenceRequest(
             request_id=sample.request_id,
@@ -99,12 +139,8 @@ def resumed_record(
             priority=priority,
             seed=sample.seed,
             weights_version=run.entry_version,
-            generated_tokens=run.token_ids.tolist(),
-            generated_log_probs=log_probs if params.return_log_probs else None,
             generated_top_n_logprobs=None if run.top_n is None else run.top_n.rows(),
-            tpot=[float("nan")] * len(run),
             policy_spans=spans,
-            context_kv_version_min=run.context_kv_version_min.tolist(),
-            context_kv_version_mean=run.context_kv_version_mean.tolist(),
+            **per_token,
         )
     )

@@ -393,7 +393,7 @@ def test_a_failed_record_is_a_result_and_an_error_without_one_is_raised():
         assert (await futures[0]).current.failed()
         with pytest.raises(BlockOverflowError, match="no block"):
             await futures[1]
-        with pytest.raises(ProtocolError, match="msgpack"):
+        with pytest.raises(ProtocolError, match="not a record"):
             await futures[2]
         with pytest.raises(ProtocolError, match="no segment"):
             await futures[3]
