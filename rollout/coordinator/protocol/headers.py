@@ -38,6 +38,7 @@ class Headers(IntEnum):
     COMMIT = 79
     ROLLBACK = 80
     STATS = 81
+    CREDIT = 82
 
 
 CONTROL_HEADERS = frozenset(

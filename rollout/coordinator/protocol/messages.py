@@ -48,6 +48,7 @@ from rollout.coordinator.protocol.messages_requests import (
 from rollout.coordinator.protocol.messages_session import (
     Connect,
     ConnectAck,
+    Credit,
     Disconnect,
     EngineStatus,
     Heartbeat,
@@ -68,6 +69,7 @@ __all__ = [
     "Commit",
     "Connect",
     "ConnectAck",
+    "Credit",
     "DEFAULT_MAX_FRAME_BYTES",
     "Disconnect",
     "EngineReply",
@@ -109,6 +111,7 @@ __all__ = [
 Message = (
     Connect
     | ConnectAck
+    | Credit
     | SubmitRequest
     | EngineReply
     | EngineReplyPartial
@@ -132,6 +135,7 @@ MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
     {
         Headers.CONNECT: Connect,
         Headers.CONNECT_ACK: ConnectAck,
+        Headers.CREDIT: Credit,
         Headers.SUBMIT_REQUEST: SubmitRequest,
         Headers.ENGINE_REPLY: EngineReply,
         Headers.ENGINE_REPLY_PARTIAL: EngineReplyPartial,
@@ -191,7 +195,7 @@ ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
             }
         ),
         Role.ENGINE: frozenset(
-            {Register, EngineReplyPartial, EngineReply, Ack, Nack, Heartbeat, Disconnect}
+            {Register, Credit, EngineReplyPartial, EngineReply, Ack, Nack, Heartbeat, Disconnect}
         ),
         Role.COORDINATOR: frozenset(
             {

@@ -20,10 +20,12 @@ class Connect(WireData):
 
 @wire_data
 class ConnectAck(WireData):
-    """Coordinator -> client. A changed `coordinator_id` is another life of the coordinator.
+    """Coordinator -> client. A changed `coordinator_id` is another coordinator.
 
     state: name of the coordinator's state. lease_s: a client unheard of for so long has vanished;
-    heartbeat_s: how often it should send one.
+    heartbeat_s: how often it should send one. max_requests, max_request_bytes: the most requests
+    of one client, and bytes of them, that are unfinished or whose replies are not acknowledged.
+    is_resumed: this client was connected before, and nothing of it is forgotten.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -33,6 +35,9 @@ class ConnectAck(WireData):
     weights_version: Version
     lease_s: Seconds
     heartbeat_s: Seconds
+    max_requests: Count = 2**16
+    max_request_bytes: Count = 2**30
+    is_resumed: bool = False
 
 
 @wire_data
@@ -113,7 +118,17 @@ class Heartbeat(WireData):
 
 @wire_data
 class Disconnect(WireData):
-    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by what it ran."""
+    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by `suspects`, the
+    attempts of its failing step; the loss counts against no others."""
 
     reason: Name = ""
     is_fault: bool = False
+    suspects: tuple[Attempt, ...] = ()
+
+
+@wire_data
+class Credit(WireData):
+    """Engine -> coordinator: requests it accepts since it registered. Room is granted less
+    assigned, so that grants and assignments on their way cannot be confused."""
+
+    num_granted: Count

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -168,14 +167,16 @@ def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() 
     assert not last.held
 
 
-def test_an_engine_that_goes_since_it_failed_counts_as_lost() -> None:
+def test_an_engine_that_fails_is_lost_to_the_requests_that_it_names_and_to_no_others() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
-    fleet.send(client, client.submission([9]))
+    fleet.send(client, client.submission([9]), client.submission([9]))
     fleet.run()
-    fleet.send(engine, Disconnect(reason="a step failed", is_fault=True))
+    suspects = (Attempt(request_id=0), Attempt(request_id=1, attempt=7), Attempt(request_id=99))
+    fleet.send(engine, Disconnect(reason="a step failed", is_fault=True, suspects=suspects))
     fleet.run()
     assert client.asked[0].replies[0].is_failed
+    assert not client.asked[1].replies, "an attempt that counts no more was blamed"
 
 
 def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost() -> None:
@@ -241,36 +242,14 @@ def test_what_a_returning_engine_still_says_of_old_attempts_is_dropped() -> None
     assert len(client.asked[0].replies) == 1
 
 
-def test_a_reply_of_another_life_of_the_coordinator_answers_nobody() -> None:
-    former = FakeFleet()
-    client, engine = former.client(), former.engine()
-    former.send(client, client.submission([4]))
-    former.run()
-    late = engine.step(4)
-    fleet = FakeFleet(coordinator_id=b"l" * 16)
-    client = fleet.client()
-    fleet.send(client, client.submission([6]))
-    fleet.run()
-    fleet.attach(engine, engine.registration())
-    fleet.run()
-    assert len(engine.held) == 1
-    fleet.send(engine, *late)
-    fleet.run()
-    assert not client.asked[0].replies
-    assert fleet.core.counters.num_stale == 1
-    fleet.finish()
-    assert len(client.asked[0].replies) == 1
-
-
-@pytest.mark.parametrize("coordinator_id", [bytes(16), b"\xff" * 16])
-def test_requests_are_recorded_from_0_in_every_life(coordinator_id: bytes) -> None:
+def test_requests_are_recorded_from_0() -> None:
     recorded: list[tuple[int, int, int]] = []
 
     class Recorder:
         def record(self, *record: int) -> None:
             recorded.append(record)
 
-    fleet = FakeFleet(coordinator_id=coordinator_id, recorder=Recorder())
+    fleet = FakeFleet(recorder=Recorder())
     client, _ = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4, 4]), client.submission([4]))
     fleet.run()
@@ -302,6 +281,7 @@ def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
 def test_an_engine_that_registers_again_keeps_the_attempts_that_count() -> None:
     fleet = FakeFleet()
     client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
     fleet.send(client, client.submission([9]), client.submission([9]))
     fleet.run()
     fleet.step_all()
