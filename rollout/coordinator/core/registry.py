@@ -16,7 +16,6 @@ from rollout.coordinator.core.sessions import EngineSession, RecentIds
 from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    Attempt,
     Command,
     Disconnect,
     Heartbeat,

@@ -12,6 +12,7 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Disconnect,
     EngineReply,
+    EngineReplyPartial,
     Heartbeat,
     ReplyAck,
 )
@@ -445,3 +446,76 @@ def test_prompts_are_routed_by_their_blocks() -> None:
         fleet.send(client, client.submission([3], prompt=prompt))
     fleet.run()
     assert [len(first.held), len(second.held)] == [2, 1]
+
+
+def test_a_slow_client_is_sent_again_what_it_missed_and_nothing_else() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    client.acknowledges = False
+    fleet.send(client, *(client.submission([2]) for _ in range(4)))
+    fleet.run()
+    fleet.finish()
+    second = client.asked[1].replies[0]
+    fleet.core.undelivered(client.identity, second, None, fleet.now)
+    for num_replies in (2, 2):
+        fleet.send(client, Heartbeat(sequence=1))
+        fleet.run()
+        assert [len(a.replies) for a in client.asked.values()] == [1, num_replies, 1, 1]
+
+
+def test_a_client_is_sent_again_the_streamed_tokens_that_it_missed() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9], streaming=True))
+    fleet.run()
+    for _ in range(2):
+        fleet.send(engine, *engine.step())
+        fleet.run(engine)
+    missed = [m for m in fleet.to_peer[client.identity] if isinstance(m, EngineReplyPartial)]
+    assert [m.tokens.offset for m in missed] == [0, 2]
+    fleet.to_peer[client.identity].clear()
+    for message in reversed(missed):
+        fleet.core.undelivered(client.identity, message, None, fleet.now)
+    fleet.send(client, Heartbeat(sequence=1))
+    fleet.run()
+    partials = [m for m in client.seen if isinstance(m, EngineReplyPartial)]
+    assert [(m.tokens.offset, len(m.tokens)) for m in partials] == [(0, 4)]
+
+
+def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_token_log_bytes=100))
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    fleet.send(client, client.submission([40]), client.submission([40], streaming=True))
+    fleet.run()
+    for _ in range(6):
+        fleet.step_all(2)
+    assert client.asked[1].streamed == tokens_of(client.asked[1].seed, 0, 12)
+    logged = [len(request.log) for request in fleet.core._table.requests.values()]
+    assert logged[0] < 12 == logged[1]
+    fleet.cut(first)
+    fleet.pass_time(1)
+    fleet.run()
+    assert second.held[0].num_tokens == logged[0]
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+    assert fleet.core._table.num_log_bytes == 0
+
+
+def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.send(client, client.submission([9] * 5), client.submission([2] * 3))
+    fleet.run()
+    fleet.send(engine, *engine.step())
+    fleet.send(client, Disconnect())
+    for peer in (engine, client):
+        while fleet.to_core[peer.identity]:
+            fleet.handle(peer.identity, fleet.to_core[peer.identity].popleft())
+    num_seen = len(engine.seen)
+    fleet.run()
+    acks = [m for m in engine.seen[num_seen:] if isinstance(m, ReplyAck)]
+    aborts = [m for m in engine.seen[num_seen:] if isinstance(m, AbortRequest)]
+    assert [len(m.attempts) for m in acks[:1] + aborts] == [3, 5]
+    assert not engine.held
