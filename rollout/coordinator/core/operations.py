@@ -8,11 +8,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from rollout.coordinator.core.fleet import CommittedWeights, next_epoch, state_after
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.sessions import EngineSession
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Command, Message, Nack, WireError
+from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    Ack,
+    Command,
+    Message,
+    Nack,
+    WireError,
+)
 from rollout.errors import EngineStateError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +64,7 @@ class Operation:
             self.results[engine.rank] = answer.result
         else:
             why = answer.error.message or answer.error.type_name
-            error = replace(answer.error, message=f"rank {engine.rank}: {why}")
+            error = structs.replace(answer.error, message=f"rank {engine.rank}: {why}")
             self.refusals[engine.rank] = error
         if not self.waiting:
             self.complete(now)
@@ -87,8 +96,7 @@ class Operation:
         now: float,
     ) -> None:
         """Ask for a command that has the time until the deadline."""
-        own = Command(
-            header=header,
+        own = COMMAND_TYPES[header](
             command_id=self.command_id,
             arguments=arguments,
             deadline_s=self.deadline_at - now,

@@ -16,7 +16,7 @@ from rollout.coordinator.core.sessions import EngineSession, RecentIds
 from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    Command,
+    COMMAND_TYPES,
     Disconnect,
     Heartbeat,
     Register,
@@ -241,7 +241,7 @@ class Registry:
         self, engine: EngineSession, header: Headers, arguments: Mapping[str, int]
     ) -> None:
         command_id = next(self.fleet.command_ids)
-        command = Command(header=header, command_id=command_id, arguments=arguments)
+        command = COMMAND_TYPES[header](command_id=command_id, arguments=arguments)
         self.context.send(engine, command)
 
     # ---- staying

@@ -69,7 +69,7 @@ class RequestLifecycle:
         limits = self._context.limits
         if not self.is_open:
             return EngineStateError("the engines are stopped; no request is taken any more")
-        if isinstance(message.prompt, str):
+        if message.prompt_tokens is None:
             return InvalidRequestError("the coordinator takes token ids; tokenize the prompt first")
         bounds = (
             (
@@ -94,7 +94,8 @@ class RequestLifecycle:
     def _take(
         self, client: ClientSession, message: SubmitRequest, samples: list[Sample], now: float
     ) -> None:
-        hashes = self._dispatcher.hash_prompt(message.prompt)
+        assert message.prompt_tokens is not None
+        hashes = self._dispatcher.hash_prompt(message.prompt_tokens)
         group = self._table.add(client, message, samples, hashes)
         self._context.counters.num_requests += len(samples)
         if message.deadline_s is not None:

@@ -166,7 +166,7 @@ class RequestTable:
         hashes: list[int],
     ) -> Group:
         """Enter these samples of a submission, waiting."""
-        tokens = np.asarray(message.prompt)
+        tokens = _NO_TOKENS if message.prompt_tokens is None else message.prompt_tokens
         group = Group(
             group_id=self._next_id,
             prompt_tokens=tokens,

@@ -130,7 +130,7 @@ def test_a_common_template_spreads_and_more_in_common_stays_together(template_to
     own = np.random.default_rng(5).integers(0, 50_000, (1000, 64))
     template = np.arange(template_tokens)
     prompts = [np.concatenate([template, row]).astype(np.int32) for row in own]
-    fleet.send(client, *(client.submission([16], prompt=prompt) for prompt in prompts))
+    fleet.send(client, *(client.submission([16], prompt_tokens=prompt) for prompt in prompts))
     fleet.run()
     outstanding = sizes(*engines)
     assert sum(outstanding) == 1000
@@ -138,7 +138,7 @@ def test_a_common_template_spreads_and_more_in_common_stays_together(template_to
     home = {request_id: engine for engine in engines for request_id in engine.held}
     fleet.finish()
     order = np.random.default_rng(6).permutation(1000)
-    fleet.send(client, *(client.submission([16], prompt=prompts[index]) for index in order))
+    fleet.send(client, *(client.submission([16], prompt_tokens=prompts[index]) for index in order))
     fleet.run()
     again = {request_id: engine for engine in engines for request_id in engine.held}
     num_at_home = sum(again[1000 + place] is home[index] for place, index in enumerate(order))
