@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.testing import assert_allclose
 
 from rollout import DynamicInferenceRequest, SamplingParams
@@ -351,6 +353,29 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     tell(agent, Rollback(command_id=4, version=6))
     assert isinstance(tell(agent, Commit(command_id=4, version=6))[-1], Nack)
     assert agent.registration().weights_checksum == announced
+
+
+def test_prompt_log_probs_are_there_after_the_engine_that_had_them_is_lost() -> None:
+    wanted = replace(params(0), skip_prompt_log_probs=False)
+    config = {"materialize_only_last_token_logits": False}
+    whole = generate_all(tiny_engine(model(), **config), [(PROMPT, wanted)])[0]
+    agent, sample = make_agent(**config), sample_of(wanted)
+    tell(agent, assign(sample))
+    begun = [m.tokens for m in steps(agent, 6) if isinstance(m, EngineReplyPartial)]
+    tell(other := make_agent(max_tokens=4, **config), assign(sample, join_runs(begun)))
+    request = requests_of(steps(other))[0]
+    assert request.generated_tokens == whole.generated_tokens
+    assert request.prompt_log_probs is not None
+    assert_allclose(request.prompt_log_probs, whole.prompt_log_probs, atol=1e-4)
+
+
+def sample_of(wanted: SamplingParams) -> Sample:
+    return Sample(request_id=0, sampling_params=pack_params(wanted), seed=wanted.seed)
+
+
+def assign(sample: Sample, resumed: TokenRun | None = None) -> AssignRequest:
+    sample = structs.replace(sample, resumed=resumed)
+    return AssignRequest(samples=(sample,), prompt_tokens=np.array(PROMPT, np.int32))
 
 
 def credit_in(messages: Iterable[Message]) -> list[int]:
