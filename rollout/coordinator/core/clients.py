@@ -60,6 +60,7 @@ class Clients:
             self._context.timers.set(("client", client.client_id), now + limits.client_lease_s)
         elif self.by_identity.get(client.identity) is client:
             del self.by_identity[client.identity]
+        is_moved = client.identity != identity
         client.identity, client.last_seen = identity, now
         self.by_identity[identity] = client
         ack = ConnectAck(
@@ -75,9 +76,9 @@ class Clients:
             is_resumed=is_resumed,
         )
         self._context.send(client, ack)
-        # Whatever was on its way over the former connection may be lost.
-        client.missed_answers = dict.fromkeys(client.answers)
-        client.missed_tokens = dict.fromkeys(client.server_ids, 0)
+        if is_moved:  # whatever was on its way over the former connection may be lost
+            client.missed_answers = dict.fromkeys(client.answers)
+            client.missed_tokens = dict.fromkeys(client.server_ids, 0)
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat) -> None:

@@ -150,6 +150,8 @@ class Dispatcher:
                 request.lost_attempts -= {held.attempt}
                 self._table.reclaim(request, engine)
                 self._leave_queue(request)
+                if self._is_last_chance(request):
+                    engine.last_chance_id = request.server_id
 
     def _leave_queue(self, request: Request) -> None:
         """A request waits no more."""

@@ -115,7 +115,9 @@ class LongestPrefixPolicy(RoundRobinPolicy):
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         owner = self._ownership.longest_match_owner(hashes)
-        return owner if owner in ranks else super().choose(hashes, ranks, num_tokens)
+        if owner is not None and owner in ranks:
+            return owner
+        return super().choose(hashes, ranks, num_tokens)
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         self._ownership.assign(rank, hashes)
