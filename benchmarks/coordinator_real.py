@@ -7,10 +7,22 @@ import time
 import uuid
 from multiprocessing.connection import Connection
 
-from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
+from benchmarks.coordinator_load import (
+    PARAMS,
+    Grants,
+    Timing,
+    next_load,
+    prompt,
+    registration,
+)
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.engine_side.link import EngineLink
-from rollout.coordinator.protocol.messages import AssignRequest, EngineReply, EngineStatus
+from rollout.coordinator.protocol.messages import (
+    AssignRequest,
+    EngineReply,
+    EngineStatus,
+    RegisterAck,
+)
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
@@ -29,14 +41,19 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
     ) as link:
         link.wait_registered(30.0)
         pipe.send("ready")
+        grants = Grants()
         while not pipe.poll():
             for message in link.receive(0.2):
-                if isinstance(message, AssignRequest):
-                    for sample in message.samples:
-                        reply = EngineReply(
-                            request_id=sample.request_id, attempt=sample.attempt, record=record
-                        )
-                        link.send(reply)
+                if isinstance(message, RegisterAck):
+                    grants = Grants()
+                samples = message.samples if isinstance(message, AssignRequest) else ()
+                for sample in samples:
+                    reply = EngineReply(
+                        request_id=sample.request_id, attempt=sample.attempt, record=record
+                    )
+                    link.send(reply)
+                if (credit := grants.take(len(samples))) is not None:
+                    link.send(credit)
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:

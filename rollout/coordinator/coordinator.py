@@ -1,4 +1,4 @@
-"""DataParallelInferenceCoordinator: the core with a socket, a clock and a tokenizer."""
+"""DataParallelInferenceCoordinator: the core with a socket and a clock."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from typing import Any, Protocol
 import zmq
 
 from rollout.config import PrefixCachingCoordinatorPolicy
+from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
-from rollout.coordinator.core.counters import Counters
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.messages import DEFAULT_MAX_FRAME_BYTES, encode
 from rollout.coordinator.router import CurveServerKeys, Router
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
-from rollout.coordinator.text_worker import TextWorker
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError
-from rollout.text import as_tokenizer
 
 logger = logging.getLogger(__name__)
 
 PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolicy]
 
-# Frames taken before timers, texts and the end have their turn.
+# Frames taken before timers and the end have their turn.
 _BATCH = 256
 # Messages that wait for each other, about a millisecond: the socket's thread, and who receives
 # them, wake once for what is sent at once.
@@ -58,13 +56,13 @@ class DataParallelInferenceCoordinator:
         self,
         pipe_connection: Connection | None,
         data_parallel_size: int,
-        tokenizer: Any,
+        tokenizer: Any = None,
         inference_coordinator_port: int | None = None,
         deterministic_mode: bool = False,
         block_size_tokens: int | None = None,
         enable_prefix_caching: bool = False,
         prefix_caching_coordinator_policy: PolicySource = (
-            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+            PrefixCachingCoordinatorPolicy.LOAD_BALANCED
         ),
         schedule_output_path: str | None = None,
         *,
@@ -78,7 +76,7 @@ class DataParallelInferenceCoordinator:
         """Bind, and send the address through the pipe. Engines and clients may come at any time.
 
         data_parallel_size: engines expected; in `deterministic_mode` none is taken before all are
-        there, and ranks follow their ids. tokenizer: None takes no text and gives none.
+        there, and ranks follow their ids. tokenizer: not used, since clients tokenize.
         block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
         Raises ConfigError.
         """
@@ -89,7 +87,6 @@ class DataParallelInferenceCoordinator:
         self._parent_pid: int | None = None
         self._stop_reason: str | None = None
         self._is_serving, self._has_ended, self._awake_at = False, False, math.inf
-        tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         with contextlib.ExitStack() as undo:
             self._waker = Waker()
             undo.callback(self._waker.close)
@@ -107,12 +104,10 @@ class DataParallelInferenceCoordinator:
                 limits=limits,
                 block_size_tokens=_routed_block_size(block_size_tokens, enable_prefix_caching),
                 deterministic_mode=deterministic_mode,
-                has_tokenizer=tokenizer is not None,
                 recorder=self._recorder,
             )
             if pipe_connection is not None:
                 pipe_connection.send(self.address)
-            self._text_worker = None if tokenizer is None else TextWorker(tokenizer, self._waker)
             undo.pop_all()
 
     @property
@@ -232,21 +227,18 @@ class DataParallelInferenceCoordinator:
                     self._send(outgoing, now)
                     outgoing = []
             self._send(outgoing, now)
-        if self._text_worker is not None:
-            for result in self._text_worker.take_results():
-                self._send(self._core.text_done(result, now), now)
         self._send(self._core.tick(now), now)
-        if self._text_worker is not None:
-            for job in self._core.take_text_jobs():
-                self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
+        unreachable: set[bytes] = set()  # what else is for these is not even encoded
         for identity, message in outgoing:
             fault = None
             try:
-                frame = encode(message, self._max_frame_bytes)
-                if self._router.send(identity, frame, keeps=self._core.is_engine):
-                    continue
+                if identity not in unreachable:
+                    frame = encode(message, self._max_frame_bytes)
+                    if self._router.send(identity, frame, keeps=self._core.is_engine):
+                        continue
+                    unreachable.add(identity)
             except ProtocolError as error:
                 fault = error
             if not self._has_ended:  # who has gone before needs no goodbye
@@ -260,8 +252,6 @@ class DataParallelInferenceCoordinator:
         self._has_ended = True
         self._send(self._core.close(reason), time.monotonic())
         self._router.close()
-        if self._text_worker is not None:
-            self._text_worker.close()
         if self._recorder is not None:
             self._recorder.close()
         self._waker.close()

@@ -288,6 +288,11 @@ class Engine:
 
     # ---- reports
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue; `stats` says more, and takes longer."""
+        return self._scheduler.num_waiting
+
     def stats(self) -> EngineStats:
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._telemetry.stats(self.state, self.weights_version, counts, num_captures)

@@ -22,6 +22,7 @@ class RunningRequest:
         "entry_time",
         "last_token_time",
         "log_probs",
+        "num_entered",
         "policy_spans",
         "record",
         "token_ids",
@@ -35,8 +36,12 @@ class RunningRequest:
     top_n: TopN | None
     tpot: array[float] | None
 
-    def __init__(self, record: DynamicInferenceRequestRecord, entry_time: float) -> None:
-        self.record, self.entry_time = record, entry_time
+    def __init__(
+        self, record: DynamicInferenceRequestRecord, entry_time: float, num_entered: int | None
+    ) -> None:
+        """`num_entered`: the tokens with which it came from another engine that has not left its
+        prompt's scores."""
+        self.record, self.entry_time, self.num_entered = record, entry_time, num_entered
         self.last_token_time: float | None = None
         self.begin_segment()
 

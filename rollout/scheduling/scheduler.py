@@ -177,11 +177,15 @@ class Scheduler:
         """No request is queued, running or paused; plans of ended ones may be in flight."""
         return not self._sequences
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._context.waiting)
+
     def counts(self) -> SchedulerCounts:
         """A snapshot."""
         num_paused = len(self._context.paused)
         return SchedulerCounts(
-            num_waiting=len(self._context.waiting),
+            num_waiting=self.num_waiting,
             num_running=len(self._context.active) - num_paused,
             num_paused=num_paused,
             num_blocks_used=self._blocks.num_used_blocks,

@@ -40,6 +40,7 @@ FLOORS = {
     "rollout.version_spans": 1,
     "rollout.text": 1,
     "rollout.telemetry": 1,
+    "rollout.lazy_names": 1,
 }
 # rollout/__init__.py lists the public names: above every package of rollout, below trainer_hooks.
 PUBLIC_DOOR = "rollout"

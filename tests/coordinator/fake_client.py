@@ -12,6 +12,7 @@ from rollout import SamplingParams
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
+    AbortRequest,
     Ack,
     Attempt,
     Command,
@@ -76,6 +77,9 @@ class FakeClient:
         message = SubmitRequest(samples=tuple(samples), streaming=streaming, **more)
         self.submitted.append(message)
         return message
+
+    def abort_all(self) -> AbortRequest:
+        return AbortRequest(attempts=tuple(Attempt(request_id=i) for i in self.asked))
 
     def command(self, header: Headers, **more: Any) -> Command:
         self.num_commands += 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.engine_side.commands import run_command
 from rollout.coordinator.engine_side.requests import EngineRequests
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
@@ -21,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Command,
     Commit,
+    Credit,
     EngineReply,
     EngineReplyPartial,
     EngineStatus,
@@ -71,6 +73,7 @@ class EngineAgent:
         self._checksum = engine.weights_checksum()
         self._report_interval = 1
         self._num_steps = self._reported_step = 0
+        self._num_granted = 0
         self.is_shut_down = False
 
     @property
@@ -114,8 +117,22 @@ class EngineAgent:
         self._num_steps += 1
         replies = self._requests.note_ended(records)
         if self._num_steps - self._reported_step < self._report_interval:
-            return [*self._requests.due_progress(), *replies]
-        return [*self._progress(), *replies]
+            return [*self._requests.due_progress(), *replies, *self._credit()]
+        return [*self._progress(), *replies, *self._credit()]
+
+    def _credit(self) -> Sequence[Message]:
+        """Accept further requests, where more of them have room than was said before: as many wait
+        here as a step may begin, and the others wait in the coordinator, for any engine."""
+        ahead, requests = num_ahead(self._max_requests), self._requests
+        room = min(
+            ahead - self._engine.num_waiting,
+            self._max_requests + ahead - requests.num_running,
+        )
+        num_granted = requests.num_received + max(0, room)
+        if num_granted <= self._num_granted:
+            return []
+        self._num_granted = num_granted
+        return [Credit(num_granted=num_granted)]
 
     def _progress(self) -> Sequence[Message]:
         self._reported_step = self._num_steps
@@ -124,11 +141,14 @@ class EngineAgent:
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Do what `message` asks; returns the answers.
+        """Do what `message` asks; returns the answers, and what more can be accepted then.
 
         Raises ProtocolError for a message that is not for an engine, and WeightUpdateError where
         the weights it must have to enter the fleet cannot be had.
         """
+        return [*self._handle(message), *self._credit()]
+
+    def _handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest):
             return self._requests.assign(message)
         if isinstance(message, AbortRequest):
@@ -211,6 +231,7 @@ class EngineAgent:
         engine = self._engine
         self._report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
+        self._requests.num_received = self._num_granted = 0
         if message.weights is not None and message.weights_version > engine.weights_version:
             if engine.state is EngineState.RUNNING:
                 engine.pause()

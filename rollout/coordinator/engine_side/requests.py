@@ -43,12 +43,19 @@ class _Running:
 
 
 class EngineRequests:
-    """Engine and coordinator name a request by the same id. An end is kept until acknowledged."""
+    """Engine and coordinator name a request by the same id. An end is kept until acknowledged.
+    `num_received`: samples assigned since the engine registered, whatever became of them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[int, _Running] = {}
         self._ended: dict[int, EngineReply] = {}
+        self.num_received = 0
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that have not ended, in the engine's queue or beyond."""
+        return len(self._running)
 
     def held(self) -> list[RunningAttempt]:
         """All attempts with the tokens told of them; those ended and not acknowledged included.
@@ -75,6 +82,7 @@ class EngineRequests:
 
         Returns the ends there are already: of those that cannot run here, and of repeated ones.
         """
+        self.num_received += len(message.samples)
         replies: list[EngineReply] = []
         new: list[Sample] = []
         for sample in message.samples:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.testing import assert_allclose
 
 from rollout import DynamicInferenceRequest, SamplingParams
@@ -21,6 +23,7 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Command,
     Commit,
+    Credit,
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
@@ -100,8 +103,9 @@ def over_the_wire(messages: Iterable[Message]) -> list[Message]:
 
 
 def tell(agent: EngineAgent, message: Message) -> list[Message]:
+    """What the agent answers; what it accepts besides is a test's own to ask for."""
     (received,) = over_the_wire([message])
-    return over_the_wire(agent.handle(received))
+    return [m for m in over_the_wire(agent.handle(received)) if not isinstance(m, Credit)]
 
 
 def steps(agent: EngineAgent, count: int = 10_000) -> list[Message]:
@@ -349,3 +353,51 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     tell(agent, Rollback(command_id=4, version=6))
     assert isinstance(tell(agent, Commit(command_id=4, version=6))[-1], Nack)
     assert agent.registration().weights_checksum == announced
+
+
+def test_prompt_log_probs_are_there_after_the_engine_that_had_them_is_lost() -> None:
+    wanted = replace(params(0), skip_prompt_log_probs=False)
+    config = {"materialize_only_last_token_logits": False}
+    whole = generate_all(tiny_engine(model(), **config), [(PROMPT, wanted)])[0]
+    agent, sample = make_agent(**config), sample_of(wanted)
+    tell(agent, assign(sample))
+    begun = [m.tokens for m in steps(agent, 6) if isinstance(m, EngineReplyPartial)]
+    tell(other := make_agent(max_tokens=4, **config), assign(sample, join_runs(begun)))
+    request = requests_of(steps(other))[0]
+    assert request.generated_tokens == whole.generated_tokens
+    assert request.prompt_log_probs is not None
+    assert_allclose(request.prompt_log_probs, whole.prompt_log_probs, atol=1e-4)
+
+
+def sample_of(wanted: SamplingParams) -> Sample:
+    return Sample(request_id=0, sampling_params=pack_params(wanted), seed=wanted.seed)
+
+
+def assign(sample: Sample, resumed: TokenRun | None = None) -> AssignRequest:
+    sample = structs.replace(sample, resumed=resumed)
+    return AssignRequest(samples=(sample,), prompt_tokens=np.array(PROMPT, np.int32))
+
+
+def credit_in(messages: Iterable[Message]) -> list[int]:
+    return [message.num_granted for message in messages if isinstance(message, Credit)]
+
+
+def test_an_agent_accepts_as_many_as_may_wait_and_more_as_they_begin_and_end() -> None:
+    agent = make_agent(max_requests=2)  # it says that it runs 8, and so holds 16
+    ack = RegisterAck(
+        coordinator_id=bytes(16),
+        rank=0,
+        state="RUNNING",
+        lease_s=9,
+        heartbeat_s=1,
+        progress_deadline_s=9,
+        report_interval_tokens=4,
+        weights_version=0,
+    )
+    assert credit_in(agent.handle(ack)) == [8]
+    assert credit_in(agent.handle(assignment(0, 1, 2, 3))) == []  # four wait, four may still come
+    assert credit_in(agent.step()) == [10]  # two of them have begun
+    agent.handle(AbortRequest(attempts=(Attempt(request_id=2),)))
+    outbox = steps(agent)
+    assert credit_in(outbox)[-1] == 4 + 8  # all have ended, or been aborted
+    assert credit_in(agent.handle(ack)) == [8], "a registration begins to count again"
