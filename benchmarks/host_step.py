@@ -35,8 +35,8 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
     Sample,
     encode,
-    pack_params,
 )
+from rollout.coordinator.protocol.packed import pack_params
 from rollout.models import CausalLM
 from rollout.scheduling.plan_builder import PlanBuilder
 from rollout.step.output import StepOutput

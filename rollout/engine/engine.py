@@ -5,7 +5,7 @@ of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
 from rollout.engine.counters import EngineTelemetry
@@ -17,7 +17,7 @@ from rollout.engine.served_weights import ServedWeights
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.kv.cache import KVCache
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -116,13 +116,12 @@ class Engine:
         """
         return self._desk.record(request_id, self.weights_version)
 
-    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
-        """The tokens that a running request has generated from `offset` on; costs as many.
-
-        None if there are none, and of a request that has ended: they come with its record. Raises
-        EngineStateError for an id that is not in the engine.
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
+        """The tokens that each running request has generated from an offset on, by (request id,
+        offset); costs as many. A request without any, that has ended, or that is not in the engine
+        is left out: once it has ended its tokens come with its record.
         """
-        return self._book.new_tokens(request_id, offset)
+        return self._book.new_tokens(wanted)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further step could bring something."""

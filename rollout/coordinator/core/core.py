@@ -31,6 +31,7 @@ from rollout.coordinator.protocol.messages import (
     Heartbeat,
     Message,
     Nack,
+    Progress,
     ProtocolVersionError,
     Register,
     ReplyAck,
@@ -242,7 +243,10 @@ class CoordinatorCore:
         self._notes.log_once(identity, f"sent a {type(message).__name__}, which it may not")
 
     def _from_engine(self, engine: EnginePeer, message: Message, now: float) -> None:
-        if isinstance(message, EngineReplyPartial):
+        if isinstance(message, Progress):
+            for partial in message.partials():
+                self._replies.progress(engine, partial)
+        elif isinstance(message, EngineReplyPartial):
             self._replies.progress(engine, message)
         elif isinstance(message, EngineReply):
             self._replies.end(engine, message)

@@ -24,8 +24,6 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Command,
     Commit,
-    EngineReply,
-    EngineReplyPartial,
     EngineStatus,
     Heartbeat,
     Message,
@@ -75,8 +73,7 @@ class EngineAgent:
         self._registered_vote: int | None = None  # as the latest registration named it
         self._entry: RegisterAck | None = None  # until the engine is what it says
         self._num_entry_failures, self._retry_at = 0, 0.0
-        self._report_interval = 1
-        self._num_steps = self._reported_step = 0
+        self._num_steps = 0
         self.is_shut_down = False
 
     @property
@@ -134,14 +131,8 @@ class EngineAgent:
         """One step of the engine; returns progress and ends. Whatever the step raises is raised."""
         records = self._engine.step()
         self._num_steps += 1
-        replies = self._requests.note_ended(records)
-        if self._num_steps - self._reported_step < self._report_interval:
-            return [*self._requests.due_progress(), *replies]
-        return [*self._progress(), *replies]
-
-    def _progress(self) -> Sequence[Message]:
-        self._reported_step = self._num_steps
-        return self._requests.progress()
+        replies = self._requests.ended(records)
+        return [*self._requests.due_progress(), *replies]
 
     # ---- messages
 
@@ -174,9 +165,11 @@ class EngineAgent:
         is_due = self._entry is not None and self._clock() >= self._retry_at
         return self._enter() if is_due and not self.is_staging else []
 
-    def refuse(self, reply: EngineReply | EngineReplyPartial, error: RolloutError) -> EngineReply:
-        """End the attempt that `reply` tells of, as that cannot be sent; returns what can."""
-        return self._requests.refuse(reply, error)
+    def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
+        """What to send instead of an answer that cannot be sent. What a request brought ends that
+        request, and nothing else. Raises `error` for other messages.
+        """
+        return self._requests.instead_of(message, error)
 
     def close(self) -> None:
         """Let no other thread use the engine any more."""
@@ -192,7 +185,7 @@ class EngineAgent:
         """
         answer = self._answers.get((type(message), message.command_id))
         if answer is not None:
-            return [*self._progress(), answer]
+            return [*self._requests.progress(), answer]
         if isinstance(message, Prepare):
             return self._prepare(message)
         votes = self._cancel_update() if self._ends_staging(message) else []
@@ -202,7 +195,7 @@ class EngineAgent:
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
-        return [*votes, *self._progress(), self._keep(message, answer)]
+        return [*votes, *self._requests.progress(), self._keep(message, answer)]
 
     def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
         self._answers[type(message), message.command_id] = answer
@@ -270,7 +263,7 @@ class EngineAgent:
 
     def _begin_session(self, message: RegisterAck) -> Sequence[Message]:
         """Hold the attempts that the coordinator names, and become what it says."""
-        self._report_interval = max(1, message.report_interval_tokens)
+        self._requests.report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
         if self._updates.voted_command_id != self._registered_vote:
             self._updates.drop()  # the coordinator does not know that it must decide

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.link import EngineLink
-from rollout.coordinator.protocol.messages import EngineReply, EngineReplyPartial, Message
+from rollout.coordinator.protocol.messages import Message
 from rollout.errors import ProtocolError
 
 _logger = logging.getLogger(__name__)
@@ -46,11 +46,8 @@ def serve(agent: EngineAgent, link: EngineLink) -> None:
 
 
 def _send_all(agent: EngineAgent, link: EngineLink, messages: Iterable[Message]) -> None:
-    """What a request brought and no frame can carry ends that request, and nothing else."""
     for message in messages:
         try:
             link.send(message)
         except ProtocolError as error:
-            if not isinstance(message, (EngineReply, EngineReplyPartial)):
-                raise
-            link.send(agent.refuse(message, error))
+            _send_all(agent, link, agent.instead_of(message, error))

@@ -89,8 +89,9 @@ class WeightUpdates:
     def voted_command_id(self) -> int | None:
         """Of the update that is staged and waits for Commit or Rollback. Any thread may ask."""
         order = self._order
-        is_update = self._staged is not None and isinstance(order, Prepare)
-        return order.command_id if is_update else None
+        if self._staged is None or not isinstance(order, Prepare):
+            return None
+        return order.command_id
 
     @property
     def is_staged_for_entry(self) -> bool:

@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     Prepare,
+    Progress,
     RegisterAck,
     ReplyAck,
     Rollback,
@@ -102,7 +103,11 @@ def make_agent(
 
 
 def over_the_wire(messages: Iterable[Message]) -> list[Message]:
-    return [decode(encode(message)) for message in messages]
+    """What is received: of a Progress its parts."""
+    received: list[Message] = []
+    for message in (decode(encode(message)) for message in messages):
+        received += message.partials() if isinstance(message, Progress) else [message]
+    return received
 
 
 def tell(agent: EngineAgent, message: Message) -> list[Message]:
@@ -223,8 +228,9 @@ def test_another_engine_goes_on_from_the_last_token_told(num_steps: int) -> None
     requests = requests_of(steps(second))
     assert sorted(requests) == [0, 1, 2, 3]
     assert_as_undisturbed(requests)
-    num_old = num_steps // 3 * 3
-    for request in requests.values():
+    for index, request in requests.items():
+        num_old = len(runs.get(index, ()))
+        assert num_steps - num_old < 3
         assert request.policy_versions.tolist() == [0] * num_old + [3] * (14 - num_old)
         assert request.completed_at_version == 3
 
@@ -280,8 +286,8 @@ def test_a_returning_engine_keeps_only_what_still_counts() -> None:
     agent = make_agent()
     tell(agent, assignment(0, 1, 2))
     steps(agent, 3)
-    held = {(a.request_id, a.attempt, a.num_tokens) for a in agent.registration().running}
-    assert held == {(0, 0, 3), (1, 0, 3), (2, 0, 3)}
+    held = {(a.request_id, a.attempt) for a in agent.registration().running}
+    assert held == {(0, 0), (1, 0), (2, 0)}
     tell(agent, entered(Attempt(request_id=1)))
     requests = requests_of(steps(agent))
     assert sorted(requests) == [1]
