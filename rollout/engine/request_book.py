@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.new_tokens import new_tokens
 from rollout.engine.running_request import RunningRequest
 from rollout.errors import EngineStateError, RequestAbortedError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.event import DynamicInferenceEventType
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.merging import segment_of_prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
@@ -74,10 +75,9 @@ class RequestBook:
         copied.observe_version(version)
         return copied
 
-    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
-        """The tokens from `offset` on of a request that has not ended, None if there are none."""
-        record = self[request_id]
-        return None if request_id in self._ended else GeneratedTokens.of(record, offset)
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
+        """The tokens from an offset on of requests that have not ended, by (request id, offset)."""
+        return new_tokens(self._running, wanted)
 
     def open(self, request: DynamicInferenceRequest) -> None:
         """Enter a new request, queued."""

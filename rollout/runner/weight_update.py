@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,10 @@ Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdateReport:
-    """A committed update. `stall_seconds` is the part during which no step could run."""
+    """A committed update. `seconds`: of staging and commit. `stall_seconds`: from the end of the
+    last step under the old version to the moment when the first one under the new version can
+    begin; if nothing could run, of the commit alone.
+    """
 
     version: int
     seconds: float
@@ -41,7 +44,7 @@ class StagedWeights:
     """A verified update: source tensors that fit the model, tied ones once.
 
     They are not copied. `packed` holds what had to be prepared of them, `backup` the weights that
-    were served after `num_writes` writes.
+    were served after `num_writes` writes. `started_at`: when staging began, of time.perf_counter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,6 +52,7 @@ class StagedWeights:
     backup: WeightBackup
     num_writes: int
     checksum: str
+    started_at: float
     seconds: float
 
 
@@ -61,12 +65,15 @@ class WeightUpdater:
         self._num_writes = 0
 
     @torch.no_grad()
-    def stage(self, named_tensors: NamedTensors) -> StagedWeights:
+    def stage(
+        self, named_tensors: NamedTensors, check: Callable[[], None] = lambda: None
+    ) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
         The host waits for each device once. Sharded tensors are gathered, in the order of their
-        names, which is a collective of all ranks that hold a part. Raises WeightUpdateError naming
-        the tensor at fault and what was expected of it.
+        names, which is a collective of all ranks that hold a part. `check` is called before each
+        tensor, and may raise to end staging. Raises WeightUpdateError naming the tensor at fault
+        and what was expected of it.
         """
         start = time.perf_counter()
         num_writes = self._num_writes
@@ -78,7 +85,7 @@ class WeightUpdater:
             with _blaming(f"checking {name!r}"):
                 _check_form(name, tensor, views[name])
         source = _gathered(source)
-        fingerprints = self._fingerprints(source, views)
+        fingerprints = self._fingerprints(source, views, check)
         chosen: dict[int, str] = {}
         for name in source:
             first = chosen.setdefault(views[name].data_ptr(), name)
@@ -87,10 +94,11 @@ class WeightUpdater:
         origins = {name: chosen[view.data_ptr()] for name, view in views.items()}
         return StagedWeights(
             tensors=tensors,
-            packed=self._pack({name: source[origin] for name, origin in origins.items()}),
+            packed=self._pack({name: source[origin] for name, origin in origins.items()}, check),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
             checksum=_checksum({name: fingerprints[o] for name, o in origins.items()}),
+            started_at=start,
             seconds=time.perf_counter() - start,
         )
 
@@ -125,7 +133,10 @@ class WeightUpdater:
         return _checksum(self._fingerprints(views, views))
 
     def _fingerprints(
-        self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]
+        self,
+        tensors: Mapping[str, Tensor],
+        views: Mapping[str, Tensor],
+        check: Callable[[], None] = lambda: None,
     ) -> dict[str, Fingerprint]:
         """Of each tensor as the view's dtype: computed where it is, fetched with one copy a device.
 
@@ -133,6 +144,7 @@ class WeightUpdater:
         """
         queued: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
+            check()
             with _blaming(f"checking {name!r}"):
                 fingerprint = self._ops.fingerprint(tensor, views[name].dtype)
                 queued.setdefault(tensor.device, {})[name] = fingerprint
@@ -158,12 +170,13 @@ class WeightUpdater:
                 "different values; send one of them, or equal ones"
             )
 
-    def _pack(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+    def _pack(self, tensors: Mapping[str, Tensor], check: Callable[[], None]) -> list[Any]:
         """What `refresh` will want, by layer; while the old weights still serve."""
         views = self._model.weight_views()
         by_address = {views[name].data_ptr(): tensor for name, tensor in tensors.items()}
         packed = []
         for path, layer in self._model.linear_layers().items():
+            check()
             with _blaming(f"packing {path!r}"):
                 parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
                 packed.append(layer.stage(parts))

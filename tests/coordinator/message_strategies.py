@@ -29,6 +29,7 @@ from rollout.coordinator.protocol.messages import (
     Sample,
     SubmitRequest,
     TokenRun,
+    TokenRuns,
     TopNRun,
     WireError,
 )
@@ -99,6 +100,8 @@ def array(dtype: str, size: int, low: int | None = None) -> st.SearchStrategy[np
     elements = None
     if dtype == "<i4":
         elements = st.integers(-(2**31) if low is None else low, 2**31 - 1)
+    if dtype == "<i8":
+        elements = st.integers(0, 2**63 - 1)
     return arrays.arrays(np.dtype(dtype), size, elements=elements)
 
 
@@ -174,10 +177,37 @@ def engine_replies() -> st.SearchStrategy[EngineReply]:
     )
 
 
+def token_runs_of_many() -> st.SearchStrategy[TokenRuns]:
+    def of_counts(shape: list[tuple[int, bool, bool]]) -> st.SearchStrategy[TokenRuns]:
+        counts, has_log_probs, has_top_n = ([row[i] for row in shape] for i in range(3))
+        ids = array("<i8", len(shape), low=0)
+        size = sum(counts)
+        num_log_probs = sum(c for c, has in zip(counts, has_log_probs, strict=True) if has)
+        num_top_n = sum(c for c, has in zip(counts, has_top_n, strict=True) if has)
+        given = {
+            **dict.fromkeys(("request_ids", "attempts", "offsets"), ids),
+            "counts": st.just(np.array(counts, np.int32)),
+            "entry_versions": array("<i4", len(shape)),
+            "token_ids": array("<i4", size, low=0),
+            "policy_versions": array("<i4", size),
+            "context_kv_version_min": array("<i4", size),
+            "context_kv_version_mean": array("<f8", size),
+            "has_log_probs": st.just(np.array(has_log_probs, np.uint8)),
+            "log_probs": array("<f4", num_log_probs),
+            "has_top_n": st.just(np.array(has_top_n, np.uint8)),
+            "top_n": top_n_runs(num_top_n),
+        }
+        return built(TokenRuns, **given)
+
+    row = st.tuples(st.integers(0, 4), st.booleans(), st.booleans())
+    return st.lists(row, max_size=4).flatmap(of_counts)
+
+
 _BY_HAND = types.MappingProxyType(
     {
         TopNRun: lambda: st.integers(0, MAX_TOKENS).flatmap(top_n_runs),
         TokenRun: token_runs,
+        TokenRuns: token_runs_of_many,
         Sample: samples,
         SubmitRequest: submissions,
         AssignRequest: lambda: built(AssignRequest, samples=groups(), prompt_tokens=token_ids),

@@ -33,6 +33,7 @@ from rollout.coordinator.protocol.messages import (
     Heartbeat,
     Message,
     Nack,
+    Progress,
     ProtocolVersionError,
     Register,
     ReplyAck,
@@ -229,7 +230,10 @@ class CoordinatorCore:
             self._from_stranger(identity, message, now)
 
     def _from_engine(self, engine: EngineSession, message: Message, now: float) -> None:
-        if isinstance(message, EngineReplyPartial):
+        if isinstance(message, Progress):
+            for partial in message.partials():
+                self._requests.progress(engine, partial)
+        elif isinstance(message, EngineReplyPartial):
             self._requests.progress(engine, message)
         elif isinstance(message, EngineReply):
             self._requests.end(engine, message)

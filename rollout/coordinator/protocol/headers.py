@@ -39,3 +39,4 @@ class Headers(IntEnum):
     ROLLBACK = 80
     STATS = 81
     CREDIT = 82
+    PROGRESS = 83

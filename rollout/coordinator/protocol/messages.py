@@ -9,7 +9,7 @@ changes its name, nothing else. Times are durations: no clock is shared.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType, new_class
 from typing import Annotated, ClassVar
@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.parts import TensorEntry as TensorEntry
 from rollout.coordinator.protocol.parts import WeightsSource as WeightsSource
 from rollout.coordinator.protocol.parts import WireError as WireError
 from rollout.coordinator.protocol.token_runs import TokenRun as TokenRun
+from rollout.coordinator.protocol.token_runs import TokenRuns as TokenRuns
 from rollout.coordinator.protocol.token_runs import TopNRun as TopNRun
 from rollout.coordinator.protocol.token_runs import join_runs as join_runs
 from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES as DEFAULT_MAX_FRAME_BYTES
@@ -195,11 +196,23 @@ class AssignRequest(Message, frozen=True, kw_only=True, tag=75):
 
 
 class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
-    """Progress: engine -> coordinator, and on to a client that streams."""
+    """Progress of one request: coordinator -> client, if it streams. An engine sends it only of a
+    Progress that is too long for one frame."""
 
     request_id: Count
     attempt: Count = 0
     tokens: TokenRun
+
+
+class Progress(Message, frozen=True, kw_only=True, tag=83):
+    """Engine -> coordinator: what many attempts have generated since it last told of them."""
+
+    runs: TokenRuns
+
+    def partials(self) -> Iterator[EngineReplyPartial]:
+        """Yield the same, one message an attempt."""
+        for request_id, attempt, run in self.runs.apart():
+            yield EngineReplyPartial(request_id=request_id, attempt=attempt, tokens=run)
 
 
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
@@ -369,7 +382,7 @@ ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
         Role.CLIENT: _COMMANDS
         | _PRESENCE
         | _classes(Connect, SubmitRequest, AbortRequest, ReplyAck, UpdateWeights),
-        Role.ENGINE: _ANSWERS | _PRESENCE | _classes(Register, Credit),
+        Role.ENGINE: _ANSWERS | _PRESENCE | _classes(Register, Credit, Progress),
         Role.COORDINATOR: _COMMANDS
         | _ANSWERS
         | _PRESENCE

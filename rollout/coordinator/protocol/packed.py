@@ -11,12 +11,12 @@ import torch
 from msgspec import Meta
 
 from rollout.coordinator.protocol.messages import Sample
-from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun
-from rollout.coordinator.protocol.wire import FAULTS, pack, unpack
+from rollout.coordinator.protocol.token_runs import TokenRuns, TopNRun
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES, FAULTS, pack, unpack
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
@@ -91,17 +91,22 @@ def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
         raise ProtocolError(f"not {what}: {fault!r:.200}") from fault
 
 
-def token_run(tokens: GeneratedTokens) -> TokenRun:
-    """The tokens as messages carry them."""
-    return TokenRun(
-        offset=tokens.offset,
-        entry_version=tokens.entry_version,
+def token_runs(tokens: GeneratedColumns, attempts: Sequence[int]) -> TokenRuns:
+    """The tokens as messages carry them, under the attempts of their requests."""
+    return TokenRuns(
+        request_ids=tokens.request_ids,
+        attempts=np.array(attempts, np.int64),
+        offsets=tokens.offsets,
+        counts=tokens.counts,
+        entry_versions=tokens.entry_versions,
         token_ids=tokens.token_ids,
         policy_versions=tokens.policy_versions,
         context_kv_version_min=tokens.context_kv_version_min,
         context_kv_version_mean=tokens.context_kv_version_mean,
+        has_log_probs=tokens.has_log_probs,
         log_probs=tokens.log_probs,
-        top_n=None if tokens.top_n is None else TopNRun.from_rows(tokens.top_n),
+        has_top_n=tokens.has_top_n,
+        top_n=TopNRun.from_rows(tokens.top_n) if tokens.has_top_n.any() else None,
     )
 
 

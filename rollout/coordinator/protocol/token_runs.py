@@ -1,8 +1,8 @@
-"""TokenRun: generated tokens with their provenance, cut and joined by offset."""
+"""Generated tokens with their provenance: of one request, cut and joined by offset; of many."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +11,18 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from rollout.coordinator.protocol.wire import (
+    FLAGS,
     FLOAT32,
     FLOAT64,
+    IDS,
     INT32,
     TOKEN_IDS,
     Count,
+    Flags,
     Float32s,
     Float64s,
     Int32s,
+    Int64s,
     Version,
     WireData,
     set_columns,
@@ -32,6 +36,17 @@ _COLUMNS = {
     "context_kv_version_min": INT32,
     "context_kv_version_mean": FLOAT64,
     "log_probs": FLOAT32,
+}
+
+
+_OF_REQUESTS = {
+    "request_ids": IDS,
+    "attempts": IDS,
+    "offsets": IDS,
+    "counts": TOKEN_IDS,
+    "entry_versions": INT32,
+    "has_log_probs": FLAGS,
+    "has_top_n": FLAGS,
 }
 
 
@@ -74,13 +89,15 @@ class TopNRun(WireData, frozen=True, kw_only=True):
             for count in self.counts.tolist()
         ]
 
-    def from_position(self, start: int) -> TopNRun:
-        """Return positions [start, n)."""
-        num_skipped = int(np.maximum(self.counts[:start], 0).sum())
+    def positions(self, start: int, end: int | None = None) -> TopNRun:
+        """Return positions [start, end), to the last one without an end."""
+        counts_n = self.counts[start:end]
+        first = int(np.maximum(self.counts[:start], 0).sum())
+        last = first + int(np.maximum(counts_n, 0).sum())
         return TopNRun(
-            counts=self.counts[start:],
-            token_ids=self.token_ids[num_skipped:],
-            log_probs=self.log_probs[num_skipped:],
+            counts=counts_n,
+            token_ids=self.token_ids[first:last],
+            log_probs=self.log_probs[first:last],
         )
 
 
@@ -135,8 +152,78 @@ class TokenRun(WireData, frozen=True, kw_only=True):
         for name in _COLUMNS:
             values = getattr(self, name)
             cut[name] = None if values is None else values[num_known:]
-        top_n = None if self.top_n is None else self.top_n.from_position(num_known)
+        top_n = None if self.top_n is None else self.top_n.positions(num_known)
         return replace(self, offset=offset, top_n=top_n, **cut)
+
+
+class TokenRuns(WireData, frozen=True, kw_only=True):
+    """A TokenRun of each of R attempts, one after the other: T tokens in one set of columns.
+
+    request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
+    entry_versions: int32 [R]. log_probs: float32, and top_n, of those that has_log_probs and
+    has_top_n, uint8 [R], say have them. The others as in TokenRun, [T].
+    """
+
+    request_ids: Int64s
+    attempts: Int64s
+    offsets: Int64s
+    counts: Int32s
+    entry_versions: Int32s
+    token_ids: Int32s
+    policy_versions: Int32s
+    context_kv_version_min: Int32s
+    context_kv_version_mean: Float64s
+    has_log_probs: Flags
+    log_probs: Float32s
+    has_top_n: Flags
+    top_n: TopNRun | None = None
+
+    def __post_init__(self) -> None:
+        set_columns(self, _OF_REQUESTS)
+        set_columns(self, _COLUMNS)
+        num_requests = len(self.request_ids)
+        if any(len(getattr(self, name)) != num_requests for name in _OF_REQUESTS):
+            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_requests} requests")
+        num_tokens, num_log_probs, num_top_n = (
+            int(self.counts.sum(dtype=np.int64)),
+            int(self.counts[self.has_log_probs != 0].sum(dtype=np.int64)),
+            int(self.counts[self.has_top_n != 0].sum(dtype=np.int64)),
+        )
+        if not (
+            len(self.token_ids) == len(self.policy_versions) == num_tokens
+            and len(self.context_kv_version_min) == len(self.context_kv_version_mean) == num_tokens
+            and len(self.log_probs) == num_log_probs
+            and (0 if self.top_n is None else len(self.top_n.counts)) == num_top_n
+        ):
+            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_tokens} tokens")
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
+        """Yield (request id, attempt, its run); the arrays are views."""
+        rows = zip(*(getattr(self, name).tolist() for name in _OF_REQUESTS), strict=True)
+        start = start_log_probs = start_top_n = 0
+        for request_id, attempt, offset, count, entry_version, has_log_probs, has_top_n in rows:
+            end, log_probs, top_n = start + count, None, None
+            if has_log_probs:
+                log_probs = self.log_probs[start_log_probs : start_log_probs + count]
+                start_log_probs += count
+            if has_top_n and self.top_n is not None:
+                top_n = self.top_n.positions(start_top_n, start_top_n + count)
+                start_top_n += count
+            run = TokenRun(
+                offset=offset,
+                entry_version=entry_version,
+                token_ids=self.token_ids[start:end],
+                policy_versions=self.policy_versions[start:end],
+                context_kv_version_min=self.context_kv_version_min[start:end],
+                context_kv_version_mean=self.context_kv_version_mean[start:end],
+                log_probs=log_probs,
+                top_n=top_n,
+            )
+            start = end
+            yield request_id, attempt, run
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:

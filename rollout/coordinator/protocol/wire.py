@@ -39,11 +39,13 @@ PlainMap = Mapping[str, Any]
 # and made arrays by `set_columns`. To type checkers MYPY is true, and they see what readers get.
 MYPY = False
 if MYPY:
+    Flags = npt.NDArray[np.uint8]
     Int32s = npt.NDArray[np.int32]
+    Int64s = npt.NDArray[np.int64]
     Float32s = npt.NDArray[np.float32]
     Float64s = npt.NDArray[np.float64]
 else:
-    Int32s = Float32s = Float64s = bytes
+    Flags = Int32s = Int64s = Float32s = Float64s = bytes
 
 
 class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
@@ -92,6 +94,8 @@ class Column:
 
 TOKEN_IDS = Column(np.dtype("<i4"), is_signed=False)
 INT32 = Column(np.dtype("<i4"))
+IDS = Column(np.dtype("<i8"), is_signed=False)
+FLAGS = Column(np.dtype("u1"))
 FLOAT32 = Column(np.dtype("<f4"))
 FLOAT64 = Column(np.dtype("<f8"))
 

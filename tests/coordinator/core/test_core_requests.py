@@ -15,11 +15,13 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
+    Progress,
     ReplyAck,
 )
 from rollout.errors import ProtocolError
 from tests.coordinator.fake_engine import FakeEngine, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+from tests.coordinator.protocol.test_token_runs import joined
 
 
 def assignments(engine: FakeEngine) -> list[AssignRequest]:
@@ -112,6 +114,25 @@ def test_progress_is_appended_by_offset_repeats_trimmed_and_gaps_refused() -> No
     assert client.asked[0].streamed == tokens_of(seed, 0, 7)
     assert fleet.core.counters.num_gaps == 1
     assert fleet.core.counters.num_duplicates == 2
+
+
+def test_progress_of_many_requests_goes_to_each_of_their_clients() -> None:
+    fleet = FakeFleet()
+    engine, clients = fleet.engine(), [fleet.client(), fleet.client()]
+    for client in clients:
+        fleet.send(client, client.submission([20], streaming=True))
+    fleet.run()
+    seeds = [client.asked[0].seed for client in clients]
+    ids = np.array([*engine.held, 10**9])  # and one that it should not have
+    for start, end in ((0, 3), (3, 5)):
+        runs = joined([token_run(seed, start, end) for seed in (*seeds, 1)])
+        runs = structs.replace(runs, request_ids=ids, attempts=np.zeros(3, np.int64))
+        fleet.send(engine, Progress(runs=runs))
+        fleet.run()
+    for client, seed in zip(clients, seeds, strict=True):
+        assert client.asked[0].streamed == tokens_of(seed, 0, 5)
+    (abort,) = [m for m in engine.seen if isinstance(m, AbortRequest)][:1]
+    assert [attempt.request_id for attempt in abort.attempts] == [10**9]
 
 
 def test_a_dead_engines_requests_go_on_elsewhere_from_the_last_reported_token() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from rollout import EngineState
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.protocol.messages import Credit, RegisterAck, WeightsSource
+from rollout.coordinator.protocol.messages import Credit, Heartbeat, RegisterAck, WeightsSource
+from tests.coordinator.engine_side.test_engine_agent import staged
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import tiny_engine, tiny_model
 
@@ -37,6 +38,8 @@ def test_newer_weights_are_taken_by_an_engine_that_had_released_its_own(
     engine.pause()
     engine.suspend(release=("kv_cache", "weights"), discard_weights=discard)
     assert agent.handle(acknowledged(state)) == [Credit(num_granted=8)]
+    (beat,) = staged(agent)
+    assert isinstance(beat, Heartbeat)
     assert (engine.state, engine.weights_version) == (EngineState[state], 1)
     if engine.state is EngineState.SUSPENDED:
         engine.resume()

@@ -73,7 +73,9 @@ LEGAL = {
     "Register.protocol_version": set(),
     "AssignRequest.prompt_tokens": _ARRAY - {"-1 in bytes"},
     "SubmitRequest.prompt_tokens": _ARRAY - {"-1 in bytes"},
+    "Flags": _NO_TOKENS,
     "Int32s": _NO_TOKENS,
+    "Int64s": _NO_TOKENS,
     "Float64s": _NO_TOKENS,
     "Float32s": _NO_TOKENS,
     "Float32s | None": _NO_TOKENS | {"none"},
@@ -86,6 +88,7 @@ LEGAL = {
     "Sample.sampling_params": _BYTES,
     "TopNRun.counts": _ARRAY,  # no or absent values at four positions
     "TokenRun": set(),
+    "TokenRuns": set(),
     "TokenRun | None": {"none"},
     "TopNRun | None": {"none"},
     "WeightsSource": set(),
@@ -105,6 +108,14 @@ RUN = wire.TokenRun(
     context_kv_version_min=NO_IDS,
     context_kv_version_mean=NO_IDS.astype(np.float64),
 )
+RUNS = wire.TokenRuns(
+    **dict.fromkeys(("request_ids", "attempts", "offsets"), NO_IDS.astype(np.int64)),
+    **dict.fromkeys(("counts", "entry_versions", "token_ids", "policy_versions"), NO_IDS),
+    context_kv_version_min=NO_IDS,
+    context_kv_version_mean=NO_IDS.astype(np.float64),
+    **dict.fromkeys(("has_log_probs", "has_top_n"), NO_IDS.astype(np.uint8)),
+    log_probs=NO_IDS.astype(np.float32),
+)
 SAMPLE = wire.Sample(request_id=1, sampling_params=pack_params(SamplingParams()))
 ERROR = wire.WireError(type_name="ConfigError", message="no")
 TENSOR = wire.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
@@ -116,6 +127,7 @@ SECONDS = {"lease_s": 2.0, "heartbeat_s": 0.5}
 EXAMPLES = [
     TOP_N,
     RUN,
+    RUNS,
     SAMPLE,
     ERROR,
     TENSOR,
@@ -156,6 +168,7 @@ EXAMPLES = [
     wire.Heartbeat(sequence=1, status=STATUS),
     wire.Disconnect(),
     wire.Credit(num_granted=5),
+    wire.Progress(runs=RUNS),
     wire.UpdateWeights(command_id=1, source=SOURCE),
     wire.Prepare(command_id=1, version=1, source=SOURCE),
     wire.Commit(command_id=1, version=1),

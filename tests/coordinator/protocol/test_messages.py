@@ -66,6 +66,7 @@ PARTS = [
     wire.Attempt,
     wire.Sample,
     wire.TokenRun,
+    wire.TokenRuns,
     wire.TopNRun,
     wire.RunningAttempt,
     wire.EngineStatus,
@@ -273,7 +274,14 @@ def test_every_message_has_a_sender_and_strangers_only_shake_hands():
 
 
 def test_no_client_speaks_as_an_engine_or_coordinator():
-    of_engines = {wire.EngineReply, wire.EngineReplyPartial, wire.Ack, wire.Nack, Register}
+    of_engines = {
+        wire.EngineReply,
+        wire.EngineReplyPartial,
+        wire.Progress,
+        wire.Ack,
+        wire.Nack,
+        Register,
+    }
     decisions = {wire.AssignRequest, wire.Prepare, wire.Commit, wire.Rollback, wire.RegisterAck}
     assert not ALLOWED[Role.CLIENT] & (of_engines | decisions)
     assert not ALLOWED[Role.ENGINE] & ({Command, wire.UpdateWeights, SubmitRequest} | decisions)
