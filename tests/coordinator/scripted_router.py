@@ -176,15 +176,17 @@ class ScriptedRouter:
         assert is_done.wait(BOUND_S)
 
     def _run(self) -> None:
-        while not self._is_done:
-            while not self._orders.empty():
-                self._orders.get()()
-            if self._router is None or self._router.closed:
-                time.sleep(0.002)
-            elif self._router.poll(2):
-                self._take()
-        if self._router is not None:
-            self._router.close()
+        try:
+            while not self._is_done:
+                while not self._orders.empty():
+                    self._orders.get()()
+                if self._router is None or self._router.closed:
+                    time.sleep(0.002)
+                elif self._router.poll(2):
+                    self._take()
+        finally:  # also if a script raises
+            if self._router is not None:
+                self._router.close()
 
     def _take(self) -> None:
         identity, *frames = self._router.recv_multipart()

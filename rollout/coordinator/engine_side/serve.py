@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
@@ -23,7 +23,7 @@ _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
 _MAX_MISSES = 20  # of the fleet's weights or state, about _IDLE_S apart
 
 
-def serve(agent: EngineAgent, link: EngineLink) -> None:
+def serve(agent: EngineAgent, link: Link) -> None:
     """Do what the coordinator asks, and step while the lease runs, until it says SHUTDOWN.
 
     Raises what steps raise if several in sequence do, what entering the fleet raises if it fails
@@ -56,7 +56,7 @@ def serve(agent: EngineAgent, link: EngineLink) -> None:
         _send_all(agent, link, outbox)
 
 
-def _send_all(agent: EngineAgent, link: EngineLink, messages: Iterable[Message]) -> None:
+def _send_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
     """What a request brought and no frame can carry ends that request, and nothing else."""
     for message in messages:
         try:
@@ -73,7 +73,7 @@ class _Entrance:
     `missed`: the entry to try again, if any.
     """
 
-    def __init__(self, agent: EngineAgent, link: EngineLink) -> None:
+    def __init__(self, agent: EngineAgent, link: Link) -> None:
         self._agent, self._link = agent, link
         self._num_misses = 0
         self.missed: list[Message] = []

@@ -20,10 +20,12 @@ class Connect(WireData):
 
 @wire_data
 class ConnectAck(WireData):
-    """Coordinator -> client. A changed `coordinator_id` is another life of the coordinator.
+    """Coordinator -> client. A changed `coordinator_id` is another coordinator.
 
     state: name of the coordinator's state. lease_s: a client unheard of for so long has vanished;
-    heartbeat_s: how often it should send one.
+    heartbeat_s: how often it should send one. max_requests, max_request_bytes: the most requests
+    of one client, and bytes of them, that are unfinished or whose replies are not acknowledged.
+    is_resumed: this client was connected before, and nothing of it is forgotten.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -33,6 +35,9 @@ class ConnectAck(WireData):
     weights_version: Version
     lease_s: Seconds
     heartbeat_s: Seconds
+    max_requests: Count = 2**16
+    max_request_bytes: Count = 2**30
+    is_resumed: bool = False
 
 
 @wire_data
