@@ -39,14 +39,16 @@ COORDINATOR_ID = bytes(range(16))
 
 
 def connect_ack(**changes: object) -> ConnectAck:
+    """Of a coordinator that knows its clients again, after however long."""
     fields = {
         "protocol_version": PROTOCOL_VERSION,
         "coordinator_id": COORDINATOR_ID,
         "state": "RUNNING",
         "data_parallel_size": 2,
         "weights_version": 3,
-        "lease_s": LEASE_S,
+        "lease_s": 60.0,
         "heartbeat_s": HEARTBEAT_S,
+        "is_resumed": True,
     }
     return ConnectAck(**{**fields, **changes})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource, decode, encode
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
@@ -106,11 +106,11 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher = WeightPublisher()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
-    manifest = {"w": dataclasses.replace(source.manifest["w"], **change)}
+    manifest = {"w": structs.replace(source.manifest["w"], **change)}
     with pytest.raises(WeightUpdateError, match="'w'"):
-        fetch_weights(dataclasses.replace(source, manifest=manifest))
+        fetch_weights(structs.replace(source, manifest=manifest))
     with pytest.raises(WeightUpdateError, match="kind 'carrier pigeon'"):
-        fetch_weights(dataclasses.replace(source, kind="carrier pigeon"))
+        fetch_weights(structs.replace(source, kind="carrier pigeon"))
     publisher.close()
 
 
@@ -135,7 +135,7 @@ sys.stdin.read()
         publisher = WeightPublisher()
         here = publisher.publish({"w": torch.arange(5.0)})
         publisher.close()
-        there = dataclasses.replace(here, address=address)
+        there = structs.replace(here, address=address)
         fetched = fetch_weights(there)["w"]
     finally:
         process.send_signal(signal.SIGKILL)

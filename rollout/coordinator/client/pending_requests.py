@@ -20,8 +20,8 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     Message,
     ReplyAck,
-    unpack_record,
 )
+from rollout.coordinator.protocol.packed import unpack_record
 from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
 from rollout.record_text import add_text
 from rollout.requests.record import DynamicInferenceRequestRecord

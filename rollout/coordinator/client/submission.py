@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.protocol.messages import Sample, SubmitRequest, pack_params
+from rollout.coordinator.protocol.messages import Sample, SubmitRequest
+from rollout.coordinator.protocol.packed import pack_params
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
@@ -49,7 +50,7 @@ class Submission:
         due_at = self.due_at
         return SubmitRequest(
             samples=samples,
-            prompt=self.prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             priority=self.priority,
             deadline_s=None if due_at is None else max(0.0, due_at - time.monotonic()),
             streaming=self.streaming,

@@ -24,9 +24,9 @@ from rollout.coordinator.client.inference_client import ClientStateError, Infere
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.protocol.framing import unpack
-from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     AbortRequest,
     Ack,
     Attempt,
@@ -45,8 +45,8 @@ from rollout.coordinator.protocol.messages import (
     WeightsSource,
     WireError,
     nack_of,
-    pack_record,
 )
+from rollout.coordinator.protocol.packed import pack_record, unpack_params
 from rollout.errors import (
     BlockOverflowError,
     DetokenizeError,
@@ -99,7 +99,7 @@ def reply_to(request_id: int, prompt: Sequence[int] = (1, 2), **changes: Any) ->
 def obedient(message: Message) -> Sequence[Message] | None:
     """Answers requests and commands at once."""
     if isinstance(message, SubmitRequest):
-        return [reply_to(sample.request_id, message.prompt) for sample in message.samples]
+        return [reply_to(sample.request_id, message.prompt_tokens) for sample in message.samples]
     if isinstance(message, (Command, UpdateWeights)):
         return [Ack(command_id=message.command_id, result={"0": {"seconds": 0.5}})]
     return polite(message)
@@ -170,7 +170,7 @@ async def becomes(condition: Callable[[], bool]) -> None:
 
 def test_a_client_says_who_it_is_and_learns_of_the_fleet():
     async def test(client, router):
-        assert router.received[0] == Connect(protocol_version=1, client_id=client.client_id)
+        assert router.received[0] == Connect(client_id=client.client_id)
         assert client.coordinator == connect_ack()
         assert not client.listener_task.done()
 
@@ -198,7 +198,8 @@ def test_another_version_is_refused_with_the_reason():
             await InferenceClient(router.port).start()
 
     run_alone(test(lambda m: [nack_of(None, reason)], ProtocolError))
-    run_alone(test(lambda m: [connect_ack(protocol_version=2)], ProtocolVersionError))
+    other = connect_ack(protocol_version=PROTOCOL_VERSION + 1)
+    run_alone(test(lambda m: [other], ProtocolVersionError))
 
 
 def test_a_client_is_of_one_start_and_one_loop():
@@ -248,7 +249,7 @@ def test_a_request_comes_back_under_the_id_of_its_client():
             assert record.merge().generated_text is None
         await becomes(lambda: acknowledged(router) == [0, 1, 2])
         submitted = router.wait_for(SubmitRequest, 3)[0]
-        assert submitted.prompt.tolist() == [1, 2]
+        assert submitted.prompt_tokens.tolist() == [1, 2]
         assert (submitted.priority, submitted.streaming) == (4, False)
         assert 20 < submitted.deadline_s <= 30
 
@@ -455,7 +456,7 @@ def text_of(message: Message) -> Sequence[Message] | None:
     """Answers with tokens 0 to 3, in two segments."""
     if not isinstance(message, SubmitRequest):
         return None
-    record = record_of(message.prompt, num_tokens=3)
+    record = record_of(message.prompt_tokens, num_tokens=3)
     record.current.sampling_params = PARAMS
     record.checkpoint()
     record.current.generated_tokens = [3]
@@ -473,11 +474,8 @@ def test_prompts_and_records_have_their_texts_from_the_clients_tokenizer():
         with_bos = SamplingParams(num_tokens_to_generate=8, add_BOS=True)
         await client.add_request("ab", with_bos)
         sent = router.wait_for(SubmitRequest, 2)
-        assert [m.prompt.tolist() for m in sent] == [[97, 98, 99], [1, 97, 98]]
-        assert (
-            "add_BOS" not in str(unpack(sent[1].samples[0].sampling_params))
-            or not (unpack(sent[1].samples[0].sampling_params)["add_BOS"])
-        )
+        assert [m.prompt_tokens.tolist() for m in sent] == [[97, 98, 99], [1, 97, 98]]
+        assert not unpack_params(sent[1].samples[0].sampling_params).add_BOS
         (*_, streamed) = [item async for item in client.stream([1, 2], PARAMS)]
         assert (streamed.merge().prompt, streamed.merge().generated_text) == (None, "abcd")
 
@@ -509,7 +507,7 @@ def test_a_prompt_that_the_tokenizer_raises_on_fails_alone():
 def test_a_text_that_cannot_be_written_is_missing_in_its_own_record_only():
     def script(message):
         if isinstance(message, SubmitRequest):
-            record = record_of(message.prompt)
+            record = record_of(message.prompt_tokens)
             record.current.sampling_params = PARAMS
             record.current.generated_tokens = [63, 1, 2]
             return [reply_to(message.samples[0].request_id, record=pack_record(record))]
@@ -548,7 +546,7 @@ def test_a_batch_with_a_malformed_prompt_is_not_sent_at_all():
             client.add_groups([([1], [PARAMS]), ([-1], [PARAMS])])
         assert not client.completion_futures
         await client.add_request([5], PARAMS)
-        assert [m.prompt.tolist() for m in router.wait_for(SubmitRequest)] == [[5]]
+        assert [m.prompt_tokens.tolist() for m in router.wait_for(SubmitRequest)] == [[5]]
 
     run(obedient, test)
 
@@ -830,8 +828,8 @@ def test_each_verb_sends_its_command_and_resolves_to_the_result():
         ]
         for index, (verb, arguments, header, sent) in enumerate(verbs):
             assert await verb(*arguments, deadline_s=9) == {"0": {"seconds": 0.5}}
-            assert router.wait_for(Command, index + 1)[-1] == Command(
-                header=header, command_id=index, arguments=sent, deadline_s=9.0
+            assert router.wait_for(Command, index + 1)[-1] == COMMAND_TYPES[header](
+                command_id=index, arguments=sent, deadline_s=9.0
             )
         assert await client.update_weights(SOURCE, version=8, in_flight=True)
         assert router.wait_for(UpdateWeights)[0] == UpdateWeights(
@@ -921,9 +919,8 @@ def run_over(
     run_alone(started())
 
 
-def patient(message: Message) -> Sequence[Message] | None:
-    """Knows its clients again, and gives them a long lease."""
-    return [connect_ack(lease_s=60.0, is_resumed=True)] if isinstance(message, Connect) else None
+def with_short_lease(message: Message) -> Sequence[Message] | None:
+    return [connect_ack(lease_s=LEASE_S)] if isinstance(message, Connect) else None
 
 
 def test_a_network_that_fails_for_a_while_loses_nothing():
@@ -950,7 +947,7 @@ def test_a_network_that_fails_for_a_while_loses_nothing():
         await asyncio.gather(*group, while_away)
         assert [m.command_id for m in router.wait_for(Command)] in ([0], [0, 0])
 
-    run_over(politely(patient), test)
+    run_over(polite, test)
 
 
 def test_a_coordinator_that_has_forgotten_its_client_is_lost():
@@ -958,7 +955,7 @@ def test_a_coordinator_that_has_forgotten_its_client_is_lost():
         request = client.add_request([1], PARAMS)
         await heard(router, SubmitRequest)
         router.script = politely(
-            lambda m: [connect_ack(lease_s=60.0)] if isinstance(m, Connect) else None
+            lambda m: [connect_ack(is_resumed=False)] if isinstance(m, Connect) else None
         )
         proxy.cut()
         proxy.mend()
@@ -967,7 +964,7 @@ def test_a_coordinator_that_has_forgotten_its_client_is_lost():
         with pytest.raises(CoordinatorLostError, match="has forgotten this client"):
             client.add_request([1], PARAMS)
 
-    run_over(politely(patient), test)
+    run_over(polite, test)
 
 
 def test_another_coordinator_at_the_address_is_none_of_this_client():
@@ -984,7 +981,7 @@ def test_another_coordinator_at_the_address_is_none_of_this_client():
                 await pending
         assert len(router.wait_for(SubmitRequest)) == 1
 
-    run_over(politely(patient), test)
+    run_over(polite, test)
 
 
 def test_a_client_that_is_not_known_any_more_connects_again():
@@ -996,7 +993,7 @@ def test_a_client_that_is_not_known_any_more_connects_again():
         router.send(reply_to(0))
         await request
 
-    run(politely(patient), test)
+    run(polite, test)
 
 
 def test_a_coordinator_that_is_out_of_reach_for_the_lease_is_lost():
@@ -1013,7 +1010,7 @@ def test_a_coordinator_that_is_out_of_reach_for_the_lease_is_lost():
         with pytest.raises(CoordinatorLostError):
             client.pause_engines()
 
-    run_over(polite, test)
+    run_over(politely(with_short_lease), test)
 
 
 def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
@@ -1028,7 +1025,7 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
             await request
         assert time.monotonic() - start > 2 * LEASE_S - 0.2
 
-    run(politely(lambda m: [] if is_silent.is_set() else None), test)
+    run(politely(lambda m: [] if is_silent.is_set() else with_short_lease(m)), test)
 
 
 def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
@@ -1042,7 +1039,7 @@ def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
                 await pending
         assert time.monotonic() - start < 30.0  # of a lease of 60
 
-    run(politely(patient), test)
+    run(polite, test)
 
 
 def test_a_goodbye_fails_what_is_pending_at_once():
@@ -1067,7 +1064,7 @@ def test_a_loop_that_is_blocked_for_several_leases_keeps_the_session():
         assert (await future).request_id == 0
         assert len(router.wait_for(Connect)) == 1
 
-    run(polite, test)
+    run(politely(with_short_lease), test)
 
 
 def test_garbage_is_dropped_and_logged_once(caplog):
@@ -1087,7 +1084,7 @@ def test_garbage_is_dropped_and_logged_once(caplog):
 
 
 def client_connect(client: InferenceClient) -> Connect:
-    return Connect(protocol_version=1, client_id=client.client_id)
+    return Connect(client_id=client.client_id)
 
 
 # ---- the end
@@ -1150,7 +1147,7 @@ def test_arrays_and_tensors_are_prompts_too():
     async def test(client, router):
         for prompt in (np.array([4, 5]), torch.tensor([4, 5]), (4, 5)):
             await client.add_request(prompt, PARAMS)
-        sent = [m.prompt.tolist() for m in router.wait_for(SubmitRequest, 3)]
+        sent = [m.prompt_tokens.tolist() for m in router.wait_for(SubmitRequest, 3)]
         assert sent == [[4, 5]] * 3
 
     run(obedient, test)
