@@ -25,7 +25,7 @@ from benchmarks.coordinator_load import (
     prompt,
     registration,
 )
-from rollout.coordinator.client.requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
+from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,

@@ -1,4 +1,4 @@
-"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on EngineLinks."""
+"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on Links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
     EngineReply,
@@ -26,7 +26,7 @@ from rollout.coordinator.protocol.messages import (
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
-    """Answer each assignment at once, through an EngineLink. Ends with the pipe."""
+    """Answer each assignment at once, through a Link. Ends with the pipe."""
     engine_id = uuid.uuid4().bytes
     status = EngineStatus(
         state="RUNNING",
@@ -36,9 +36,7 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
         num_blocks_free=0,
         weights_version=0,
     )
-    with EngineLink(
-        address, registration=lambda: registration(engine_id), status=lambda: status
-    ) as link:
+    with Link(address, handshake=lambda: registration(engine_id), status=lambda: status) as link:
         link.wait_registered(30.0)
         pipe.send("ready")
         grants = Grants()

@@ -75,8 +75,9 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
     long has vanished. heartbeat_s: how often it should send one. max_requests, max_request_bytes:
-    the most requests of one client, and bytes of them, that are unfinished or whose replies are not
-    acknowledged. is_resumed: this client was connected before, and nothing of it is forgotten."""
+    the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
+    is_resumed: this client was here before, and nothing of it is forgotten.
+    """
 
     protocol_version: Count = PROTOCOL_VERSION
     coordinator_id: Uuid

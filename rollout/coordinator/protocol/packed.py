@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from rollout.coordinator.protocol.messages import Sample
 from rollout.coordinator.protocol.token_runs import TokenRuns, TopNRun
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES, FAULTS, pack, unpack
+from rollout.coordinator.protocol.wire import FAULTS, pack, unpack
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
