@@ -78,7 +78,7 @@ class AsyncLLM:
             options=coordinator_options,
         )
         self._seed = recipe.config.seed
-        self._publisher = WeightPublisher()
+        self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None

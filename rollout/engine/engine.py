@@ -243,14 +243,17 @@ class Engine:
         self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 
-    def stage_weights(self, named_tensors: NamedTensors) -> StagedWeights:
+    def stage_weights(
+        self, named_tensors: NamedTensors, source_checksum: str = ""
+    ) -> StagedWeights:
         """Verify and prepare an update; another thread may do it while steps go on.
 
         `named_tensors` is a module, whose persistent buffers count, or (Hugging Face name, tensor)
         pairs or a mapping, and must not change until the commit. Sharded tensors are gathered in
-        the order of their names: a collective. Raises WeightUpdateError naming the tensor at fault.
+        the order of their names: a collective. `source_checksum`: what who sent them computed, if
+        that is known. Raises WeightUpdateError naming the tensor at fault.
         """
-        return self._weights.stage(named_tensors)
+        return self._weights.stage(named_tensors, source_checksum)
 
     def commit_weights(
         self, staged: StagedWeights, version: int | None = None, in_flight: bool = False

@@ -198,7 +198,7 @@ class EngineAgent:
 
     def _staged(self, source: WeightsSource) -> StagedWeights:
         """Raises WeightUpdateError if they cannot be had, or are not those that were announced."""
-        staged = self._engine.stage_weights(self._fetch(source))
+        staged = self._engine.stage_weights(self._fetch(source), source.tensors_checksum)
         if source.checksum not in ("", staged.checksum):
             raise WeightUpdateError(
                 f"the tensors at {source.address!r} have the checksum {staged.checksum}, "

@@ -111,13 +111,15 @@ class WeightsSource(WireData):
     """Where weights can be fetched; they never travel over these sockets.
 
     kind: how (a shared segment, a checkpoint directory). address: where. checksum: of all tensors,
-    as `engine.weights_checksum()` will report it once they are served.
+    as `engine.weights_checksum()` will report it once they are served. tensors_checksum: of the
+    tensors as they lie there, before any cast, for whoever reads them.
     """
 
     kind: Name
     address: Name
     manifest: Mapping[str, TensorEntry]
     checksum: Name
+    tensors_checksum: Name = ""
 
 
 @wire_data
