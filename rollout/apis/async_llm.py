@@ -45,7 +45,9 @@ class AsyncLLM:
 
     `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
     on all engines, and return when the last one has confirmed. `coordinator_options`: further
-    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits.
+    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits. Only
+    processes of the same user can join, unless a host or a port is given; over TCP everybody on
+    the machine can, or with `curve` in `coordinator_options` whose key is known.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class AsyncLLM:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
-                client = InferenceClient(self._fleet.address, seed=self._seed)
+                client = InferenceClient(
+                    self._fleet.address, seed=self._seed, curve=self._fleet.curve
+                )
                 await client.start()
                 self._client = client
                 if client.coordinator is not None:

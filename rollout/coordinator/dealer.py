@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from rollout.coordinator.protocol.messages import ALLOWED, Message, Role, decode
+from rollout.coordinator.security import CurveKeys as CurveKeys  # by its name here as well
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 
 LOOPBACK = "127.0.0.1"
@@ -23,19 +23,10 @@ class CoordinatorLostError(RolloutError):
     is_transient = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveKeys:
-    """Keys for a coordinator that others than this machine can reach, as zmq.curve_keypair() makes
-    them, in Z85: the coordinator's public one, and this peer's own two.
-    """
-
-    server_public: bytes
-    public: bytes
-    secret: bytes
-
-
 def address_of(port_or_address: int | str) -> str:
-    """Return the address of a port on loopback, or a full address as it is. Raises ConfigError."""
+    """Return the address of a port on loopback, or a full tcp:// or ipc:// address as it is. Raises
+    ConfigError.
+    """
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -66,6 +57,7 @@ def configure(socket: zmq.Socket[Any], max_frame_bytes: int, curve: CurveKeys | 
 def dial(socket: zmq.Socket[Any], address: str) -> None:
     """Connect. Raises ConfigError if `address` is none."""
     try:
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.connect(address)
     except zmq.ZMQError as fault:
         raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault

@@ -133,9 +133,9 @@ class WeightUpdater:
     def _fingerprints(
         self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Fingerprint]:
-        """Of each tensor cast to its dtype in `dtypes`: computed where it is, fetched with one copy a device.
-
-        A source may be elsewhere than the model. Raises WeightUpdateError naming the tensor.
+        """Of each tensor, cast to its dtype in `dtypes`: computed where it is, fetched with one
+        copy a device. A source may be elsewhere than the model. Raises WeightUpdateError naming the
+        tensor.
         """
         queued: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
