@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,10 @@ Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdateReport:
-    """A committed update. `stall_seconds` is the part during which no step could run."""
+    """A committed update. `seconds`: of staging and commit. `stall_seconds`: from the end of the
+    last step under the old version to the moment when the first one under the new version can
+    begin; if nothing could run, of the commit alone.
+    """
 
     version: int
     seconds: float
@@ -42,7 +45,7 @@ class StagedWeights:
     """A verified update: source tensors that fit the model, tied ones once.
 
     They are not copied. `packed` holds what had to be prepared of them, `backup` the weights that
-    were served after `num_writes` writes.
+    were served after `num_writes` writes. `started_at`: when staging began, of time.perf_counter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -50,6 +53,7 @@ class StagedWeights:
     backup: WeightBackup
     num_writes: int
     checksum: str
+    started_at: float
     seconds: float
 
 
@@ -62,13 +66,19 @@ class WeightUpdater:
         self._num_writes = 0
 
     @torch.no_grad()
-    def stage(self, named_tensors: NamedTensors, source_checksum: str = "") -> StagedWeights:
+    def stage(
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None] = lambda: None,
+        source_checksum: str = "",
+    ) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
-        source_checksum: what `checksum_of` must be of the tensors as they come, "" if not known.
         The host waits for each device once. Sharded tensors are gathered, in the order of their
-        names, which is a collective of all ranks that hold a part. Raises WeightUpdateError naming
-        the tensor at fault and what was expected of it.
+        names, which is a collective of all ranks that hold a part. `check` is called before each
+        tensor, and may raise to end staging. source_checksum: what `checksum_of` must be of the
+        tensors as they come, "" if not known. Raises WeightUpdateError naming the tensor at fault
+        and what was expected of it.
         """
         start = time.perf_counter()
         num_writes = self._num_writes
@@ -81,9 +91,9 @@ class WeightUpdater:
                 _check_form(name, tensor, views[name])
         source = _gathered(source)
         dtypes = {name: view.dtype for name, view in views.items()}
-        fingerprints = self._fingerprints(source, dtypes)
+        fingerprints = self._fingerprints(source, dtypes, check)
         if source_checksum:
-            self._check_source(source, fingerprints, dtypes, source_checksum)
+            self._check_source(source, fingerprints, dtypes, source_checksum, check)
         chosen: dict[int, str] = {}
         for name in source:
             first = chosen.setdefault(views[name].data_ptr(), name)
@@ -92,10 +102,11 @@ class WeightUpdater:
         origins = {name: chosen[view.data_ptr()] for name, view in views.items()}
         return StagedWeights(
             tensors=tensors,
-            packed=self._pack({name: source[origin] for name, origin in origins.items()}),
+            packed=self._pack({name: source[origin] for name, origin in origins.items()}, check),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
             checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
+            started_at=start,
             seconds=time.perf_counter() - start,
         )
 
@@ -131,7 +142,10 @@ class WeightUpdater:
         return checksum_of(self._fingerprints(views, dtypes))
 
     def _fingerprints(
-        self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+        self,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        check: Callable[[], None] = lambda: None,
     ) -> dict[str, Fingerprint]:
         """Of each tensor, cast to its dtype in `dtypes`: computed where it is, fetched with one
         copy a device. A source may be elsewhere than the model. Raises WeightUpdateError naming the
@@ -139,6 +153,7 @@ class WeightUpdater:
         """
         queued: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
+            check()
             with _blaming(f"checking {name!r}"):
                 fingerprint = self._ops.fingerprint(tensor, dtypes[name])
                 queued.setdefault(tensor.device, {})[name] = fingerprint
@@ -155,12 +170,13 @@ class WeightUpdater:
         fingerprints: Mapping[str, Fingerprint],
         dtypes: Mapping[str, torch.dtype],
         source_checksum: str,
+        check: Callable[[], None],
     ) -> None:
         """Refuse tensors other than those announced. Only those that are cast are read again."""
         own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
         cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
         checksum = checksum_of(
-            {name: fingerprints[name] for name in source} | self._fingerprints(cast, own)
+            {name: fingerprints[name] for name in source} | self._fingerprints(cast, own, check)
         )
         if checksum != source_checksum:
             raise WeightUpdateError(
@@ -183,12 +199,13 @@ class WeightUpdater:
                 "different values; send one of them, or equal ones"
             )
 
-    def _pack(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+    def _pack(self, tensors: Mapping[str, Tensor], check: Callable[[], None]) -> list[Any]:
         """What `refresh` will want, by layer; while the old weights still serve."""
         views = self._model.weight_views()
         by_address = {views[name].data_ptr(): tensor for name, tensor in tensors.items()}
         packed = []
         for path, layer in self._model.linear_layers().items():
+            check()
             with _blaming(f"packing {path!r}"):
                 parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
                 packed.append(layer.stage(parts))

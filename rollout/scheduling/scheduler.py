@@ -151,6 +151,10 @@ class Scheduler:
         """The request's blocks, also those it shares."""
         return self._sequences[request_id].blocks.copy()
 
+    def active_ids(self) -> list[int]:
+        """The requests that have rows: neither waiting nor ended."""
+        return [sequence.request_id for sequence in self._context.active]
+
     def kv_spans(self, request_id: int) -> VersionSpans:
         """Which version wrote the KV of each of the request's positions, so far."""
         return self._sequences[request_id].kv_spans.copy()

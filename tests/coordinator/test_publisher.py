@@ -123,12 +123,14 @@ def test_the_checksum_is_that_of_an_engine_which_reads_all_of_it() -> None:
     publisher = WeightPublisher()
     source = publisher.publish(weights | {"rotary_emb.inv_freq": torch.ones(3)})
     engine = tiny_engine(tiny_model(seed=4))
-    assert engine.stage_weights(fetch_weights(source), source.tensors_checksum).tensors
+    assert engine.stage_weights(
+        fetch_weights(source), source_checksum=source.tensors_checksum
+    ).tensors
     half = publisher.publish({name: weight.bfloat16() for name, weight in weights.items()})
     assert half.tensors_checksum not in ("", source.tensors_checksum)
-    assert engine.stage_weights(fetch_weights(half), half.tensors_checksum).tensors
+    assert engine.stage_weights(fetch_weights(half), source_checksum=half.tensors_checksum).tensors
     with pytest.raises(WeightUpdateError, match=f"not {source.tensors_checksum} as announced"):
-        engine.stage_weights(fetch_weights(half), source.tensors_checksum)
+        engine.stage_weights(fetch_weights(half), source_checksum=source.tensors_checksum)
     publisher.close()
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollout.coordinator.engine_side.queues import Inbox, Outbox
 from rollout.coordinator.engine_side.session import EngineSession
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
+    Attempt,
     Disconnect,
     EngineStatus,
     Message,
@@ -196,13 +197,21 @@ class EngineLink:
 
     # ---- the end
 
-    def close(self, reason: str = "the engine stops", *, is_fault: bool = False) -> None:
+    def close(
+        self,
+        reason: str = "the engine stops",
+        *,
+        is_fault: bool = False,
+        suspects: Sequence[Attempt] = (),
+    ) -> None:
         """Send what is queued, if somebody takes it, say goodbye, and end the thread. Twice is
-        fine. `is_fault`: what the engine ran may be why it goes.
+        fine. `is_fault`: what the engine ran may be why it goes, and `suspects` are what it ran.
         """
         self._end(LinkClosedError(f"the link to {self.address} is closed"))
         if not self._is_closing:
-            self._goodbye = Disconnect(reason=reason[:_MAX_REASON], is_fault=is_fault)
+            self._goodbye = Disconnect(
+                reason=reason[:_MAX_REASON], is_fault=is_fault, suspects=tuple(suspects)
+            )
         self._is_closing = True
         self._waker.wake()
         self._thread.join()

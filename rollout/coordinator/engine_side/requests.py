@@ -62,6 +62,14 @@ class EngineRequests:
         ]
         return running + ended
 
+    def attempts(self, request_ids: Iterable[int]) -> tuple[Attempt, ...]:
+        """Those of running requests, by their ids."""
+        return tuple(
+            Attempt(request_id=i, attempt=self._running[i].attempt)
+            for i in request_ids
+            if i in self._running
+        )
+
     def unacknowledged(self) -> list[EngineReply]:
         return list(self._ended.values())
 

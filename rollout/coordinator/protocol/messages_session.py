@@ -113,7 +113,10 @@ class Heartbeat(WireData):
 
 @wire_data
 class Disconnect(WireData):
-    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by what it ran."""
+    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by what it ran:
+    `suspects`, the attempts that were in the steps that failed.
+    """
 
     reason: Name = ""
     is_fault: bool = False
+    suspects: tuple[Attempt, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -82,13 +83,18 @@ def source_of(seed: int, checksum: str = "") -> WeightsSource:
     return WeightsSource(kind="test", address=str(seed), manifest={}, checksum=checksum)
 
 
-def make_agent(**config: Any) -> EngineAgent:
+def make_agent(
+    fetch: Callable[[WeightsSource], NamedTensors] = fetch,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
+) -> EngineAgent:
     return EngineAgent(
         tiny_engine(model(), **config),
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=8,
         fetch=fetch,
+        clock=clock,
     )
 
 
@@ -97,8 +103,20 @@ def over_the_wire(messages: Iterable[Message]) -> list[Message]:
 
 
 def tell(agent: EngineAgent, message: Message) -> list[Message]:
+    """The answers, those to what is staged beside the steps included."""
     (received,) = over_the_wire([message])
-    return over_the_wire(agent.handle(received))
+    return over_the_wire([*agent.handle(received), *staged(agent)])
+
+
+def staged(agent: EngineAgent) -> list[Message]:
+    """What is answered once nothing is being staged any more."""
+    answers: list[Message] = []
+    for _ in range(30_000):
+        answers += agent.poll()
+        if not agent.is_staging:
+            return answers
+        time.sleep(0.001)
+    raise AssertionError("staging does not end")
 
 
 def steps(agent: EngineAgent, count: int = 10_000) -> list[Message]:
