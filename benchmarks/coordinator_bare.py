@@ -30,6 +30,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     decode,
     encode,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.coordinator.router import Router
@@ -131,7 +133,7 @@ class _BareClient:
             encode(
                 SubmitRequest(
                     samples=(Sample(request_id=i, sampling_params=params, seed=i),),
-                    prompt=prompt(),
+                    prompt_tokens=prompt(),
                 )
             )
             for i in reversed(ids)

@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.coordinator.protocol.messages import Register, pack_record
+from rollout.coordinator.protocol.messages import (
+    Register,
+)
+from rollout.coordinator.protocol.packed import (
+    pack_record,
+)
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status

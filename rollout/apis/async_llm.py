@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from msgspec import structs
 
 from rollout.apis.fleet_processes import EngineRecipe, FleetProcesses
 from rollout.apis.fleet_reports import (
@@ -128,7 +129,7 @@ class AsyncLLM:
                 await client.start()
                 self._client = client
                 if client.coordinator is not None:
-                    self._told(asdict(client.coordinator))
+                    self._told(structs.asdict(client.coordinator))
             return self._client
 
     @contextmanager

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.coordinator.protocol.framing import pack
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -30,8 +29,11 @@ from rollout.coordinator.protocol.messages import (
     TokenRun,
     WeightsSource,
     nack_of,
+)
+from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
+from rollout.coordinator.protocol.wire import pack
 from rollout.engine.state import COMMANDS, EngineState
 from rollout.errors import EngineStateError, WeightUpdateError
 

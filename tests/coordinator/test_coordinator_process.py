@@ -21,7 +21,6 @@ import zmq
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import configure, dial
-from rollout.coordinator.protocol.framing import pack
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -35,6 +34,7 @@ from rollout.coordinator.protocol.messages import (
     decode,
     encode,
 )
+from rollout.coordinator.protocol.wire import pack
 from rollout.coordinator.security import CurveKeys, CurveServerKeys
 from rollout.errors import ConfigError
 from tests.coordinator.fake_client import FakeClient
@@ -318,7 +318,8 @@ def test_a_peer_of_another_protocol_version_is_told_so() -> None:
     context = zmq.Context()
     try:
         line = Line(context, coordinator.address, FakeClient(b"c", b"c" * 16))
-        line.send(Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16))
+        stranger = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
+        line.socket.send(pack(stranger))
         until(lambda: line.peer.seen, line)
         (nack,) = line.peer.seen
         assert isinstance(nack, Nack)

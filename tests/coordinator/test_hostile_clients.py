@@ -19,6 +19,8 @@ from rollout.coordinator.protocol.messages import (
     Sample,
     SubmitRequest,
     encode,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from tests.coordinator.fake_client import FakeClient
@@ -51,7 +53,8 @@ class SlowTokenizer:
 
 def submit(request_id: int, prompt: Any) -> SubmitRequest:
     sample = Sample(request_id=request_id, sampling_params=PARAMS, seed=1)
-    return SubmitRequest(samples=(sample,), prompt=prompt)
+    field = "prompt" if isinstance(prompt, str) else "prompt_tokens"
+    return SubmitRequest(samples=(sample,), **{field: prompt})
 
 
 def answered_s(line: Line, sequence: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import mmap
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource, decode, encode
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
@@ -169,7 +169,7 @@ def source_at(descriptor: int, name: str) -> Iterator[WeightsSource]:
     publisher = WeightPublisher()
     source = publisher.publish({"w": torch.ones(4)})
     try:
-        yield dataclasses.replace(source, address=f"/proc/{os.getpid()}/fd/{descriptor} {name}")
+        yield structs.replace(source, address=f"/proc/{os.getpid()}/fd/{descriptor} {name}")
     finally:
         publisher.close()
         os.close(descriptor)
@@ -194,15 +194,15 @@ def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
     path, _, name = source.address.partition(" ")
     for other in ("", "rollout-weights-", name[:-1], name + " (deleted)", f"{name} {name}"):
         with pytest.raises(WeightUpdateError, match="cannot be had"):
-            fetch_weights(dataclasses.replace(source, address=f"{path} {other}"))
+            fetch_weights(structs.replace(source, address=f"{path} {other}"))
     ordinary = tmp_path / name
     ordinary.write_bytes(bytes(16))
     with pytest.raises(WeightUpdateError, match="cannot be had"):
-        fetch_weights(dataclasses.replace(source, address=f"{ordinary} {name}"))
+        fetch_weights(structs.replace(source, address=f"{ordinary} {name}"))
     larger = publisher.publish({"w": torch.ones(4), "more": torch.ones(4)})
     manifest = {"w": larger.manifest["w"]}
     with pytest.raises(WeightUpdateError, match="has 80 bytes, not 16"):
-        fetch_weights(dataclasses.replace(larger, manifest=manifest))
+        fetch_weights(structs.replace(larger, manifest=manifest))
     publisher.close()
 
 
@@ -247,11 +247,11 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher = WeightPublisher()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
-    manifest = {"w": dataclasses.replace(source.manifest["w"], **change)}
+    manifest = {"w": structs.replace(source.manifest["w"], **change)}
     with pytest.raises(WeightUpdateError, match="'w'"):
-        fetch_weights(dataclasses.replace(source, manifest=manifest))
+        fetch_weights(structs.replace(source, manifest=manifest))
     with pytest.raises(WeightUpdateError, match="kind 'carrier pigeon'"):
-        fetch_weights(dataclasses.replace(source, kind="carrier pigeon"))
+        fetch_weights(structs.replace(source, kind="carrier pigeon"))
     publisher.close()
 
 
@@ -276,7 +276,7 @@ sys.stdin.read()
         publisher = WeightPublisher()
         here = publisher.publish({"w": torch.arange(5.0)})
         publisher.close()
-        there = dataclasses.replace(here, address=address)
+        there = structs.replace(here, address=address)
         fetched = fetch_weights(there)["w"]
     finally:
         process.send_signal(signal.SIGKILL)

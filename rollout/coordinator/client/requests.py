@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from rollout.coordinator.client.tokens import TokenSequencer, rest_of
 from rollout.coordinator.dealer import CoordinatorLostError
@@ -19,6 +21,8 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     SubmitRequest,
     TokenRun,
+)
+from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
 from rollout.coordinator.protocol.token_runs import join_runs

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.protocol.messages import Sample, SubmitRequest, pack_params
+from rollout.coordinator.protocol.messages import (
+    Sample,
+    SubmitRequest,
+)
+from rollout.coordinator.protocol.packed import (
+    pack_params,
+)
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
@@ -55,9 +61,11 @@ def submission_of(
         )
         for request_id, params, seed in zip(request_ids, sampling_params, given, strict=True)
     )
+    checked = _checked_prompt(prompt)
     return SubmitRequest(
         samples=samples,
-        prompt=_checked_prompt(prompt),
+        prompt=checked if isinstance(checked, str) else None,
+        prompt_tokens=None if isinstance(checked, str) else checked,
         priority=priority,
         deadline_s=None if deadline_s is None else float(deadline_s),
         streaming=streaming,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.placement import Placement

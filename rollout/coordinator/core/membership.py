@@ -15,8 +15,8 @@ from rollout.coordinator.core.request_table import Phase, Request
 from rollout.coordinator.core.sessions import EnginePeer
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     Attempt,
-    Command,
     Heartbeat,
     Register,
     RegisterAck,
@@ -216,7 +216,7 @@ class Membership:
 
     def _command(self, engine: EnginePeer, header: Headers, arguments: Mapping[str, int]) -> None:
         command_id = next(self._fleet.command_ids)
-        command = Command(header=header, command_id=command_id, arguments=arguments)
+        command = COMMAND_TYPES[header](command_id=command_id, arguments=arguments)
         self._books.send(engine, command)
 
     def _attempts_of(self, engine: EnginePeer) -> list[Attempt]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.command_rules import next_epoch, state_after
 from rollout.coordinator.core.fleet import CommittedWeights, Fleet
@@ -14,7 +16,14 @@ from rollout.coordinator.core.membership import Membership
 from rollout.coordinator.core.placement import Placement
 from rollout.coordinator.core.sessions import EnginePeer
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Command, Message, Nack, WireError
+from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    Ack,
+    Command,
+    Message,
+    Nack,
+    WireError,
+)
 from rollout.errors import EngineStateError
 
 logger = logging.getLogger(__name__)
@@ -152,7 +161,7 @@ class StateChange(Operation):
 
     def begin(self, now: float) -> Outcome | None:
         seconds_left = self.deadline_at - now
-        own = replace(self._command, command_id=self.command_id, deadline_s=seconds_left)
+        own = structs.replace(self._command, command_id=self.command_id, deadline_s=seconds_left)
         return self.ask_ready(own, now)
 
     def complete(self, now: float) -> Outcome:
@@ -186,8 +195,7 @@ class EpochChange(Operation):
         self._version = next_epoch(parts.fleet, command)
 
     def begin(self, now: float) -> Outcome | None:
-        command = Command(
-            header=Headers.SET_GENERATION_EPOCH,
+        command = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
             command_id=self.command_id,
             arguments={"version": self._version},
             deadline_s=self.deadline_at - now,
@@ -230,7 +238,7 @@ class Question(Operation):
 
     def begin(self, now: float) -> Outcome | None:
         seconds_left = self.deadline_at - now
-        own = replace(self._command, command_id=self.command_id, deadline_s=seconds_left)
+        own = structs.replace(self._command, command_id=self.command_id, deadline_s=seconds_left)
         return self.ask(self._asked(), own, now)
 
     def _asked(self) -> Iterable[EnginePeer]:
@@ -256,4 +264,4 @@ class Shutdown(Question):
 
 def _at_rank(rank: int, error: WireError) -> WireError:
     """The same error, saying whose it is."""
-    return replace(error, message=f"rank {rank}: {error.message or error.type_name}")
+    return structs.replace(error, message=f"rank {rank}: {error.message or error.type_name}")

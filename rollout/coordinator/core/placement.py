@@ -12,8 +12,8 @@ import torch
 from rollout.coordinator.core.books import Books
 from rollout.coordinator.core.request_table import Group, Phase, Request
 from rollout.coordinator.core.sessions import EnginePeer
-from rollout.coordinator.protocol.framing import unpack
 from rollout.coordinator.protocol.messages import AssignRequest, RunningAttempt, Sample
+from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError

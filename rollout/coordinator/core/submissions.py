@@ -53,7 +53,7 @@ class Submissions:
         limits, table = self._books.limits, self._books.requests
         if not self._desk.is_open:
             return EngineStateError("the engines are stopped; no request is taken any more")
-        if isinstance(message.prompt, str) and not self._has_tokenizer:
+        if message.prompt_tokens is None and not self._has_tokenizer:
             return InvalidRequestError("the coordinator has no tokenizer; send token ids")
         num_own = len(client.server_ids) + num_new
         if num_own > limits.max_client_requests or len(table) + num_new > limits.max_requests:
@@ -78,11 +78,11 @@ class Submissions:
         self, client: ClientPeer, message: SubmitRequest, samples: list[Sample], now: float
     ) -> None:
         table = self._books.requests
-        is_text = isinstance(message.prompt, str)
+        tokens, is_text = message.prompt_tokens, message.prompt_tokens is None
         group = Group(
             group_id=table.next_id(),
-            prompt=message.prompt if isinstance(message.prompt, str) else None,
-            prompt_tokens=np.empty(0, np.int32) if is_text else np.asarray(message.prompt),
+            prompt=message.prompt,
+            prompt_tokens=np.empty(0, np.int32) if tokens is None else tokens,
             priority=message.priority,
             is_streaming=message.streaming,
             num_bytes=_size_of(message),
@@ -132,8 +132,9 @@ class Submissions:
 
 def _size_of(message: SubmitRequest) -> int:
     """Bytes of prompt and params. A character has up to 4, and 4 more as a token of its own."""
-    prompt = message.prompt
-    num_bytes = 8 * len(prompt) if isinstance(prompt, str) else prompt.nbytes
+    num_bytes = 8 * len(message.prompt or "")
+    if message.prompt_tokens is not None:
+        num_bytes += message.prompt_tokens.nbytes
     for sample in message.samples:
         num_bytes += len(sample.sampling_params)
     return num_bytes

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.protocol.framing import unpack
-from rollout.coordinator.protocol.messages import WireError, pack_params, unpack_params
+from rollout.coordinator.protocol.messages import (
+    WireError,
+)
+from rollout.coordinator.protocol.packed import (
+    pack_params,
+    unpack_params,
+)
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES, unpack
 from rollout.errors import DetokenizeError, InvalidRequestError, ProtocolError, RolloutError
 from rollout.generated_text import shown_text
 from rollout.text import Tokenizer
@@ -94,7 +100,7 @@ def _detokenize(job: Detokenize, tokenizer: Tokenizer) -> Detokenized:
     router's loop may wait.
     """
     try:
-        record = unpack(job.record, max_items=_MAX_RECORD_ITEMS)
+        record = unpack(job.record, DEFAULT_MAX_FRAME_BYTES)
         return Detokenized(job.server_id, _text_of(record, tokenizer))
     except DetokenizeError as error:
         return Detokenized(job.server_id, None, WireError.of(error))

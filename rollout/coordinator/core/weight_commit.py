@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rollout.coordinator.core.command_rules import next_version
 from rollout.coordinator.core.fleet import CommittedWeights

@@ -14,10 +14,13 @@ from rollout.coordinator.protocol.messages import (
     RunningAttempt,
     Sample,
     WireError,
+)
+from rollout.coordinator.protocol.packed import (
     pack_record,
+    resumed_record,
+    token_run,
     unpack_params,
 )
-from rollout.coordinator.protocol.record_runs import resumed_record, token_run
 from rollout.engine.engine import Engine
 from rollout.errors import RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
-from rollout.coordinator.protocol.field_codecs import WireData, wire_data
-from rollout.coordinator.protocol.field_types import (
+from rollout.coordinator.protocol.wire import (
+    FLOAT32,
+    FLOAT64,
+    INT32,
+    TOKEN_IDS,
     Count,
-    Doubles,
-    LogProbs,
-    Tokens,
+    Float32s,
+    Float64s,
+    Int32s,
     Version,
-    Versions,
+    WireData,
+    set_columns,
 )
 from rollout.errors import ProtocolError
-from rollout.requests.codec import TopN
 
-# The arrays of a TokenRun.
-_PER_TOKEN = (
-    "token_ids",
-    "policy_versions",
-    "context_kv_version_min",
-    "context_kv_version_mean",
-    "log_probs",
-)
+_TOP_N_COLUMNS = {"counts": INT32, "token_ids": TOKEN_IDS, "log_probs": FLOAT32}
+_COLUMNS = {
+    "token_ids": TOKEN_IDS,
+    "policy_versions": INT32,
+    "context_kv_version_min": INT32,
+    "context_kv_version_mean": FLOAT64,
+    "log_probs": FLOAT32,
+}
 
 
-@wire_data
-class TopNRun(WireData):
+class TopNRun(WireData, frozen=True, kw_only=True):
     """The most probable tokens at each of n positions, one after the other.
 
     counts: int32 [n], how many each position has, -1 where there is no value. token_ids: int32,
     log_probs: float32, both [sum of the counts].
     """
 
-    counts: Versions
-    token_ids: Tokens
-    log_probs: LogProbs
+    counts: Int32s
+    token_ids: Int32s
+    log_probs: Float32s
 
     def __post_init__(self) -> None:
-        counts_n = np.asarray(self.counts, dtype=np.int64)
+        set_columns(self, _TOP_N_COLUMNS)
+        counts_n = self.counts.astype(np.int64)
         total = int(np.maximum(counts_n, 0).sum())
         if (counts_n < -1).any() or not total == len(self.token_ids) == len(self.log_probs):
             raise ProtocolError(
@@ -54,7 +57,7 @@ class TopNRun(WireData):
             )
 
     @classmethod
-    def from_rows(cls, rows: TopN) -> TopNRun:
+    def from_rows(cls, rows: Sequence[Mapping[int, float] | None]) -> TopNRun:
         """Return the run of the documents' form: a dictionary, or None, per position."""
         filled = [row for row in rows if row is not None]
         return cls(
@@ -63,7 +66,7 @@ class TopNRun(WireData):
             log_probs=np.array([row[key] for row in filled for key in row], dtype=np.float32),
         )
 
-    def rows(self) -> TopN:
+    def rows(self) -> list[dict[int, float] | None]:
         """Return the documents' form of it, in the same order."""
         pairs = zip(self.token_ids.tolist(), self.log_probs.tolist(), strict=True)
         return [
@@ -81,8 +84,7 @@ class TopNRun(WireData):
         )
 
 
-@wire_data
-class TokenRun(WireData):
+class TokenRun(WireData, frozen=True, kw_only=True):
     """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
 
     Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
@@ -93,19 +95,23 @@ class TokenRun(WireData):
 
     offset: Count
     entry_version: Version
-    token_ids: Tokens
-    policy_versions: Versions
-    context_kv_version_min: Versions
-    context_kv_version_mean: Doubles
-    log_probs: LogProbs | None = None
+    token_ids: Int32s
+    policy_versions: Int32s
+    context_kv_version_min: Int32s
+    context_kv_version_mean: Float64s
+    log_probs: Float32s | None = None
     top_n: TopNRun | None = None
 
     def __post_init__(self) -> None:
-        values = [getattr(self, name) for name in _PER_TOKEN]
-        values.append(None if self.top_n is None else self.top_n.counts)
-        lengths = [len(value) for value in values if value is not None]
-        if len(set(lengths)) != 1:
-            raise ProtocolError(f"TokenRun: arrays of different lengths: {lengths}")
+        set_columns(self, _COLUMNS)
+        num_tokens = len(self.token_ids)
+        if not (
+            len(self.policy_versions) == len(self.context_kv_version_min) == num_tokens
+            and len(self.context_kv_version_mean) == num_tokens
+            and (self.log_probs is None or len(self.log_probs) == num_tokens)
+            and (self.top_n is None or len(self.top_n.counts) == num_tokens)
+        ):
+            raise ProtocolError(f"TokenRun: arrays of different lengths, {num_tokens} token ids")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,11 +132,11 @@ class TokenRun(WireData):
         if num_known == 0:
             return self
         cut: dict[str, Any] = {}
-        for name in _PER_TOKEN:
+        for name in _COLUMNS:
             values = getattr(self, name)
             cut[name] = None if values is None else values[num_known:]
         top_n = None if self.top_n is None else self.top_n.from_position(num_known)
-        return dataclasses.replace(self, offset=offset, top_n=top_n, **cut)
+        return replace(self, offset=offset, top_n=top_n, **cut)
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
@@ -139,19 +145,20 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
     Raises ProtocolError if one does not start where the one before ends, or only some have
     log-probs or top-n.
     """
-    first = runs[0]
     for before, run in pairwise(runs):
         if run.offset != before.end:
             raise ProtocolError(f"a run from {run.offset} does not follow one up to {before.end}")
-    joined = {name: _joined(name, [getattr(run, name) for run in runs]) for name in _PER_TOKEN}
+    joined = {name: _joined(name, [getattr(run, name) for run in runs]) for name in _COLUMNS}
     parts = [run.top_n for run in runs]
     top_n = None
     if any(part is not None for part in parts):
-        names = ("counts", "token_ids", "log_probs")
         top_n = TopNRun(
-            **{name: _joined(name, [getattr(part, name, None) for part in parts]) for name in names}
+            **{
+                name: _joined(name, [getattr(part, name, None) for part in parts])
+                for name in _TOP_N_COLUMNS
+            }
         )
-    return dataclasses.replace(first, top_n=top_n, **joined)
+    return replace(runs[0], top_n=top_n, **joined)
 
 
 def _joined(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> Any:

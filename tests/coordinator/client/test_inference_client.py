@@ -24,8 +24,9 @@ from rollout.coordinator.client.inference_client import ClientStateError, Infere
 from rollout.coordinator.client.tokens import TokenSequencer, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     AbortRequest,
     Ack,
     Attempt,
@@ -44,6 +45,8 @@ from rollout.coordinator.protocol.messages import (
     WeightsSource,
     WireError,
     nack_of,
+)
+from rollout.coordinator.protocol.packed import (
     pack_record,
 )
 from rollout.errors import (
@@ -95,7 +98,7 @@ def reply_to(request_id: int, prompt: Sequence[int] = (1, 2), **changes: Any) ->
 def obedient(message: Message) -> Sequence[Message] | None:
     """Answers requests and commands at once."""
     if isinstance(message, SubmitRequest):
-        return [reply_to(sample.request_id, message.prompt) for sample in message.samples]
+        return [reply_to(sample.request_id, message.prompt_tokens) for sample in message.samples]
     if isinstance(message, (Command, UpdateWeights)):
         return [Ack(command_id=message.command_id, result={"0": {"seconds": 0.5}})]
     return polite(message)
@@ -162,7 +165,7 @@ async def becomes(condition: Callable[[], bool]) -> None:
 
 def test_a_client_says_who_it_is_and_learns_of_the_fleet():
     async def test(client, router):
-        assert router.received[0] == Connect(protocol_version=1, client_id=client.client_id)
+        assert router.received[0] == Connect(client_id=client.client_id)
         assert client.coordinator == connect_ack()
         assert not client.listener_task.done()
 
@@ -190,7 +193,8 @@ def test_another_version_is_refused_with_the_reason():
             await InferenceClient(router.port).start()
 
     run_alone(test(lambda m: [nack_of(None, reason)], ProtocolError))
-    run_alone(test(lambda m: [connect_ack(protocol_version=2)], ProtocolVersionError))
+    other = connect_ack(protocol_version=PROTOCOL_VERSION + 1)
+    run_alone(test(lambda m: [other], ProtocolVersionError))
 
 
 def test_a_client_is_of_one_start_and_one_loop():
@@ -245,7 +249,7 @@ def test_a_request_comes_back_under_the_id_of_its_client_with_its_text():
             assert record.merge().generated_tokens == [0, 1, 2]
         await becomes(lambda: acknowledged(router) == [0, 1, 2])
         submitted = router.wait_for(SubmitRequest, 3)[0]
-        assert submitted.prompt.tolist() == [1, 2]
+        assert submitted.prompt_tokens.tolist() == [1, 2]
         assert (submitted.priority, submitted.deadline_s, submitted.streaming) == (4, 30.0, False)
 
     run(politely(script), test)
@@ -607,8 +611,8 @@ def test_each_verb_sends_its_command_and_resolves_to_the_result():
         ]
         for index, (verb, arguments, header, sent) in enumerate(verbs):
             assert await verb(*arguments, deadline_s=9) == {"0": {"seconds": 0.5}}
-            assert router.wait_for(Command, index + 1)[-1] == Command(
-                header=header, command_id=index, arguments=sent, deadline_s=9.0
+            assert router.wait_for(Command, index + 1)[-1] == COMMAND_TYPES[header](
+                command_id=index, arguments=sent, deadline_s=9.0
             )
         assert await client.update_weights(SOURCE, version=8, in_flight=True)
         assert router.wait_for(UpdateWeights)[0] == UpdateWeights(
@@ -818,7 +822,7 @@ def test_garbage_is_dropped_and_logged_once(caplog):
 
 
 def client_connect(client: InferenceClient) -> Connect:
-    return Connect(protocol_version=1, client_id=client.client_id)
+    return Connect(client_id=client.client_id)
 
 
 # ---- the end
@@ -881,7 +885,7 @@ def test_arrays_and_tensors_are_prompts_too():
     async def test(client, router):
         for prompt in (np.array([4, 5]), torch.tensor([4, 5]), (4, 5)):
             await client.add_request(prompt, PARAMS)
-        sent = [m.prompt.tolist() for m in router.wait_for(SubmitRequest, 3)]
+        sent = [m.prompt_tokens.tolist() for m in router.wait_for(SubmitRequest, 3)]
         assert sent == [[4, 5]] * 3
 
     run(obedient, test)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -106,7 +107,7 @@ def test_progress_is_appended_by_offset_repeats_trimmed_and_gaps_refused() -> No
     engine.held[server_id].num_tokens = 6
     partial = engine.report(server_id, 0)
     runs = [(0, 4), (0, 4), (2, 6), (8, 10), (6, 7)]
-    fleet.send(engine, *(replace(partial, tokens=token_run(seed, *run)) for run in runs))
+    fleet.send(engine, *(structs.replace(partial, tokens=token_run(seed, *run)) for run in runs))
     fleet.run()
     assert client.asked[0].streamed == tokens_of(seed, 0, 7)
     assert fleet.core.counters.num_gaps == 1
@@ -285,8 +286,8 @@ def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
     (server_id,) = engine.held
     engine.held[server_id].num_tokens = 2
     partial = engine.report(server_id, 0)
-    stale = replace(partial, attempt=7)
-    fleet.send(engine, stale, replace(partial, request_id=99))
+    stale = structs.replace(partial, attempt=7)
+    fleet.send(engine, stale, structs.replace(partial, request_id=99))
     fleet.run()
     aborts = [m for m in engine.seen if isinstance(m, AbortRequest)]
     assert [a.attempts[0] for a in aborts] == [
@@ -462,6 +463,6 @@ def test_prompts_are_routed_by_their_blocks() -> None:
     fleet.run()
     prompts = [np.array(p, np.int32) for p in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9])]
     for prompt in prompts:
-        fleet.send(client, client.submission([3], prompt=prompt))
+        fleet.send(client, client.submission([3], prompt_tokens=prompt))
     fleet.run()
     assert [len(first.held), len(second.held)] == [2, 1]

@@ -22,6 +22,8 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Attempt,
     EngineReply,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
     pack_record,
     unpack_params,

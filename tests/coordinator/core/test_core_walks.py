@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
@@ -88,7 +89,7 @@ class FleetWalk(RuleBasedStateMachine):
         client = self.one_of(self.clients, number)
         tokens = np.array(prompt, np.int32)
         message = client.submission(
-            counts, streaming=streaming, prompt=tokens, deadline_s=deadline_s
+            counts, streaming=streaming, prompt_tokens=tokens, deadline_s=deadline_s
         )
         self.fleet.send(client, message)
 
@@ -114,7 +115,7 @@ class FleetWalk(RuleBasedStateMachine):
         for message in client.submitted:
             samples = tuple(s for s in message.samples if not client.asked[s.request_id].replies)
             if samples:
-                self.fleet.send(client, replace(message, samples=samples))
+                self.fleet.send(client, structs.replace(message, samples=samples))
         for _, command in [o for o in self.ordered if o[0] is client]:
             if client.answer(command) is None:
                 self.fleet.send(client, command)

@@ -15,6 +15,7 @@ from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -37,6 +38,8 @@ from rollout.coordinator.protocol.messages import (
     encode,
     error_from,
     join_runs,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_record,
 )
@@ -158,7 +161,7 @@ def entered(*keep: Attempt, state: str = "RUNNING", **changes: Any) -> RegisterA
 
 
 def command(header: Headers, command_id: int, **arguments: Any) -> Command:
-    return Command(header=header, command_id=command_id, arguments=arguments)
+    return COMMAND_TYPES[header](command_id=command_id, arguments=arguments)
 
 
 def requests_of(messages: Iterable[Message]) -> dict[int, DynamicInferenceRequest]:

@@ -12,13 +12,12 @@ from rollout import SamplingParams
 from rollout.coordinator.engine_side import serve as serving
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.link import LinkClosedError
-from rollout.coordinator.protocol.framing import pack
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
@@ -29,8 +28,11 @@ from rollout.coordinator.protocol.messages import (
     WeightsSource,
     encode,
     error_from,
+)
+from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
+from rollout.coordinator.protocol.wire import pack
 from rollout.errors import ProtocolError, RemoteError
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
@@ -282,7 +284,7 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
 def test_a_command_after_a_failed_one_is_done() -> None:
     engine = FaultyEngine(1, suspend=RuntimeError("the arena is broken"))
     commands = [
-        Command(header=header, command_id=i)
+        COMMAND_TYPES[header](command_id=i)
         for i, header in enumerate([Headers.PAUSE, Headers.SUSPEND, Headers.SUSPEND])
     ]
     link = ScriptedLink(register_ack(), *commands)

@@ -25,9 +25,9 @@ from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
 from rollout.coordinator.engine_side.queues import Inbox, Outbox
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     Ack,
     Attempt,
-    Command,
     Disconnect,
     EngineStatus,
     Heartbeat,
@@ -147,7 +147,7 @@ def test_messages_keep_their_order_both_ways():
         for message in acks(2000):
             link.send(message)
         assert router.wait_for(Ack, 2000) == acks(2000)
-        commands = [Command(header=Headers.PAUSE, command_id=i) for i in range(2000)]
+        commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(2000)]
         router.send(*commands)
         assert received(link, 2001)[1:] == commands
 
@@ -170,8 +170,8 @@ def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
         with caplog.at_level(logging.WARNING):
             router.send(b"", b"\xff", b"\x91\xcc\xff", connect_ack(), registration())
             router.send_frames(b"\x91\x00", b"")
-            router.send(Command(header=Headers.PAUSE, command_id=7))
-            assert received(link) == [Command(header=Headers.PAUSE, command_id=7)]
+            router.send(COMMAND_TYPES[Headers.PAUSE](command_id=7))
+            assert received(link) == [COMMAND_TYPES[Headers.PAUSE](command_id=7)]
         assert link.num_malformed == 6
         assert len([r for r in caplog.records if "garbage" in r.message]) == 1
         assert link.may_step()
@@ -219,7 +219,7 @@ def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
 
 
 def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
-    commands = [Command(header=Headers.PAUSE, command_id=i) for i in range(20)]
+    commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(20)]
     with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
         router.wait_for(Register)
         router.send(*commands)
@@ -339,7 +339,7 @@ def test_another_life_of_the_coordinator_gets_nothing_of_the_former_one():
 
 def test_what_an_engine_takes_at_once_is_of_one_session():
     inbox = Inbox(10, lambda: None)
-    pause = Command(header=Headers.PAUSE, command_id=1)
+    pause = COMMAND_TYPES[Headers.PAUSE](command_id=1)
     for message in (pause, register_ack(), pause, pause, register_ack()):
         inbox.put(message)
     assert inbox.take_all(0) == [pause]

@@ -8,7 +8,7 @@ import torch
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from rollout.coordinator.protocol.messages import TokenRun, TopNRun
-from rollout.coordinator.protocol.record_runs import token_run
+from rollout.coordinator.protocol.packed import token_run
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.version_spans import VersionSpans
 
