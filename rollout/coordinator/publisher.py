@@ -114,9 +114,10 @@ class WeightPublisher:
         region.close()  # what is mapped for writing cannot be sealed
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
         if bad and self._reject_non_finite:
+            more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
             raise WeightUpdateError(
-                f"{bad[0]!r} holds NaN or infinity, as do {len(bad) - 1} more; the serving weights "
-                "are kept. reject_non_finite_weights=False would let it pass"
+                f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
+                "reject_non_finite_weights=False would let it pass"
             )
         return checksum_of(fingerprints)
 
@@ -141,7 +142,8 @@ class WeightPublisher:
 def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
     """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do.
 
-    Raises WeightUpdateError if it is not there any more, or smaller than its manifest says.
+    Raises WeightUpdateError if it is not there any more, is no sealed file of a WeightPublisher, or
+    not of the size that its manifest says.
     """
     if source.kind != KIND:
         raise WeightUpdateError(
