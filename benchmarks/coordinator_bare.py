@@ -18,7 +18,7 @@ import msgpack
 import zmq
 
 from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
-from rollout.coordinator.client.requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
+from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,

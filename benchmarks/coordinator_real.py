@@ -1,4 +1,4 @@
-"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on EngineLinks."""
+"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on Links."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 
 from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import AssignRequest, EngineReply, EngineStatus
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
-    """Answer each assignment at once, through an EngineLink. Ends with the pipe."""
+    """Answer each assignment at once, through a Link. Ends with the pipe."""
     engine_id = uuid.uuid4().bytes
     status = EngineStatus(
         state="RUNNING",
@@ -24,9 +24,7 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
         num_blocks_free=0,
         weights_version=0,
     )
-    with EngineLink(
-        address, registration=lambda: registration(engine_id), status=lambda: status
-    ) as link:
+    with Link(address, handshake=lambda: registration(engine_id), status=lambda: status) as link:
         link.wait_registered(30.0)
         pipe.send("ready")
         while not pipe.poll():

@@ -22,9 +22,9 @@ from rollout.apis.fleet_reports import (
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.text_output import finished_request, streamed, text_to_stream
 from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.pending_commands import CommandFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.publisher import WeightPublisher
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
@@ -124,7 +124,10 @@ class AsyncLLM:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
                 client = InferenceClient(
-                    self._fleet.address, seed=self._seed, curve=self._fleet.curve
+                    self._fleet.address,
+                    tokenizer=self.tokenizer,
+                    seed=self._seed,
+                    curve=self._fleet.curve,
                 )
                 await client.start()
                 self._client = client

@@ -18,7 +18,7 @@ from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.prompts import Prompt
 from rollout.apis.text_output import finished_request
 from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError, InvalidRequestError

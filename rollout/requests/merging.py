@@ -105,8 +105,9 @@ def _routing(segments: Segments) -> torch.Tensor | None:
 
 
 def _text(segments: Segments) -> str | None:
-    """Return the generated text, or None if a segment with tokens has none."""
-    texts = [segment.generated_text for segment in segments if segment.generated_tokens]
-    if not texts or any(text is None for text in texts):
+    """Return the generated text, or None if a segment with tokens, or the only one, has none."""
+    written = [segment for segment in segments if segment.generated_tokens] or segments[-1:]
+    texts = [segment.generated_text for segment in written]
+    if any(text is None for text in texts):
         return None
     return "".join(text for text in texts if text is not None)

@@ -14,7 +14,7 @@ import pytest
 
 from rollout import LLM, SamplingParams
 from rollout.apis import async_llm
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord

@@ -26,6 +26,7 @@ FLOORS = {
     "rollout.models": 5,
     "rollout.layers": 4,
     "rollout.kv": 4,
+    "rollout.record_text": 4,
     "rollout.scheduling": 4,
     "rollout.journal": 4,
     "rollout.config": 3,

@@ -20,7 +20,7 @@ import zmq
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import configure, dial
+from rollout.coordinator.dealer import dial
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -80,8 +80,7 @@ class Line:
         self.peer = peer
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        configure(self.socket, DEFAULT_MAX_FRAME_BYTES, keys)
-        dial(self.socket, address)
+        dial(self.socket, address, DEFAULT_MAX_FRAME_BYTES, keys)
 
     def send(self, *messages: Message) -> None:
         for message in messages:

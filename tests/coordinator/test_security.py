@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,9 @@ import zmq
 import zmq.auth
 from zmq.utils.monitor import recv_monitor_message
 
-from rollout.coordinator.dealer import configure, dial
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.dealer import dial
+from rollout.coordinator.link import Link
 from rollout.coordinator.router import Router
 from rollout.coordinator.security import (
     HANDSHAKE_FAULTS,
@@ -33,6 +37,7 @@ from rollout.coordinator.security import (
     server_keys_in,
 )
 from rollout.errors import ConfigError
+from tests.coordinator.test_link import registration, status
 
 MAX_FRAME_BYTES = 2**20
 WAIT_S = 30.0
@@ -54,9 +59,8 @@ def peer(address: str, keys: CurveKeys | None = None) -> Iterator[zmq.Socket[byt
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
-        configure(dealer, MAX_FRAME_BYTES, keys)
         dealer.get_monitor_socket(HANDSHAKE_FAULTS)
-        dial(dealer, address)
+        dial(dealer, address, MAX_FRAME_BYTES, keys)
         dealer.send(b"hello")
         yield dealer
     finally:
@@ -189,6 +193,34 @@ def test_a_peer_of_another_coordinator_or_without_keys_is_told_so() -> None:
             assert fault is not None
             assert "not those given here" in fault
         assert not made.socket.poll(0)
+
+
+def test_a_client_and_an_engine_with_foreign_keys_hear_why() -> None:
+    keys, _ = server_keys().with_client()
+    _, foreign = keys.with_client()
+    with router("127.0.0.1", curve=keys) as made:
+
+        async def connect() -> None:
+            async with InferenceClient(made.address, curve=foreign):
+                pass
+
+        with pytest.raises(ConfigError, match="does not know the key"):
+            asyncio.run(connect())
+        link = Link(made.address, handshake=registration, status=status, curve=foreign)
+        with link, pytest.raises(ConfigError, match="does not know the key"):
+            link.wait_registered(WAIT_S)
+        assert not made.socket.poll(0)
+
+
+def test_an_engine_without_keys_hears_why_in_the_end() -> None:
+    with router("127.0.0.1", curve=server_keys()) as made:
+        link = Link(made.address, handshake=registration, status=status)
+        with link:
+            end = time.monotonic() + WAIT_S
+            while link.refusal is None and time.monotonic() < end:
+                time.sleep(0.01)
+            with pytest.raises(ConfigError, match="not those given here"):
+                link.wait_registered(0.0)
 
 
 def test_keys_work_on_a_private_socket_too() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.dealer import CurveKeys
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
 from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.link import Link
 from rollout.coordinator.publisher import fetch_weights
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.text import Tokenizer, tokenizer_of
@@ -51,9 +51,7 @@ def run_engine(
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
         fetch=fetch_weights,
     )
-    with EngineLink(
-        address, registration=agent.registration, status=agent.status, curve=curve
-    ) as link:
+    with Link(address, handshake=agent.registration, status=agent.status, curve=curve) as link:
         link.wait_registered(register_timeout_s)
         on_registered()
         serve(agent, link)

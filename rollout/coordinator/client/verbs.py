@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture
+from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,

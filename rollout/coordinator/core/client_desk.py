@@ -43,6 +43,7 @@ class ClientDesk:
         if isinstance(here, ClientPeer) and here.client_id != message.client_id:
             self.part(here)
         client = sessions.clients.get(message.client_id)
+        is_resumed = client is not None
         if client is None:
             if len(sessions.clients) >= limits.max_clients:
                 refusal = RolloutError(f"{limits.max_clients} clients are there, no more are taken")
@@ -68,6 +69,9 @@ class ClientDesk:
             weights_version=self._fleet.weights_version,
             lease_s=limits.client_lease_s,
             heartbeat_s=limits.heartbeat_s,
+            max_requests=limits.max_client_requests,
+            max_request_bytes=limits.max_client_request_bytes,
+            is_resumed=is_resumed,
         )
         self._books.send(client, ack)
         self.tell_again(client)

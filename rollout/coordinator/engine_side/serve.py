@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import EngineReply, EngineReplyPartial, Message
 from rollout.errors import ProtocolError
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
 
 
-def serve(agent: EngineAgent, link: EngineLink) -> None:
+def serve(agent: EngineAgent, link: Link) -> None:
     """Do what the coordinator asks, and step while the lease runs, until it says SHUTDOWN.
 
     Raises what steps raise if several in sequence do, what entering the fleet raises if it fails
@@ -45,7 +45,7 @@ def serve(agent: EngineAgent, link: EngineLink) -> None:
         agent.close()
 
 
-def _send_all(agent: EngineAgent, link: EngineLink, messages: Iterable[Message]) -> None:
+def _send_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
     """What a request brought and no frame can carry ends that request, and nothing else."""
     for message in messages:
         try:

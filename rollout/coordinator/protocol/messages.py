@@ -73,7 +73,10 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
-    long has vanished. heartbeat_s: how often it should send one."""
+    long has vanished. heartbeat_s: how often it should send one. max_requests, max_request_bytes:
+    the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
+    is_resumed: this client was here before, and nothing of it is forgotten.
+    """
 
     protocol_version: Count = PROTOCOL_VERSION
     coordinator_id: Uuid
@@ -82,6 +85,9 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     weights_version: Version
     lease_s: Seconds
     heartbeat_s: Seconds
+    max_requests: Count = 2**16
+    max_request_bytes: Count = 2**30
+    is_resumed: bool = False
 
 
 class Register(Message, frozen=True, kw_only=True, tag=73):

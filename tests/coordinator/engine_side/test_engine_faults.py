@@ -11,7 +11,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.engine_side import serve as serving
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import LinkClosedError
+from rollout.coordinator.link import LinkClosedError
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,

@@ -1,4 +1,4 @@
-"""EngineLink against a scripted coordinator: registration, heartbeats, the lease, what waits."""
+"""An engine's Link against a scripted coordinator: handshake, heartbeats, lease, what waits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.engine_side.lease import EngineLease
-from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
-from rollout.coordinator.engine_side.queues import Inbox, Outbox
+from rollout.coordinator.link import Link, LinkClosedError
+from rollout.coordinator.link_queues import Inbox, Lease, Outbox
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -46,7 +45,7 @@ from tests.coordinator.scripted_router import (
     register_ack,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def registration() -> Register:
@@ -72,11 +71,11 @@ def status() -> EngineStatus:
     )
 
 
-def link_to(router: ScriptedRouter, **options: object) -> EngineLink:
-    return EngineLink(router.port, **{"registration": registration, "status": status, **options})
+def link_to(router: ScriptedRouter, **options: object) -> Link:
+    return Link(router.port, **{"handshake": registration, "status": status, **options})
 
 
-def received(link: EngineLink, num: int = 1) -> list[Message]:
+def received(link: Link, num: int = 1) -> list[Message]:
     messages: list[Message] = []
     deadline = time.monotonic() + BOUND_S
     while len(messages) < num:
@@ -134,9 +133,9 @@ def test_a_refusal_is_raised_with_its_class_and_tried_again():
 def test_no_address_is_refused():
     for address in ("nowhere", 0, -1, 70000, True):
         with pytest.raises(ConfigError, match="port"):
-            EngineLink(address, registration=registration, status=status)
+            Link(address, handshake=registration, status=status)
     with pytest.raises(ConfigError, match="cannot be dialled"):
-        EngineLink("tcp://nowhere", registration=registration, status=status)
+        Link("tcp://nowhere", handshake=registration, status=status)
 
 
 # ---- messages
@@ -293,12 +292,15 @@ def test_an_engine_that_is_no_longer_known_stops_at_once_and_registers_again():
         assert link.may_step()
 
 
-def test_a_goodbye_of_the_coordinator_ends_the_lease():
+def test_a_goodbye_of_the_coordinator_ends_the_link_behind_its_last_words():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
-        router.script = lambda m: []
-        router.send(Disconnect(reason="done"))
-        assert becomes(lambda: not link.may_step())
+        router.send(ReplyAck(attempts=()), Disconnect(reason="done"))
+        assert received(link) == [ReplyAck(attempts=())]
+        with pytest.raises(CoordinatorLostError, match="it has gone: done"):
+            link.receive(BOUND_S)
+        assert not link.may_step()
+        link.send(Ack(command_id=0))  # to nobody
 
 
 def test_messages_wait_while_the_coordinator_is_away_and_follow_the_registration():
@@ -319,26 +321,47 @@ def test_messages_wait_while_the_coordinator_is_away_and_follow_the_registration
             assert link.may_step()
 
 
-def test_another_life_of_the_coordinator_gets_nothing_of_the_former_one():
+def test_another_coordinator_at_the_address_ends_the_link():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
         router.vanish()
         router.received.clear()
-        for message in acks(3):
-            link.send(message)
+        link.send(Ack(command_id=0))
         another = register_ack(coordinator_id=bytes(16))
         router.script = politely(lambda m: [another] if isinstance(m, Register) else None)
         router.come_back()
-        router.wait_for(Heartbeat)
-        link.send(Ack(command_id=3))  # the engine has not taken the new life's entry yet
-        assert received(link) == [another]
-        link.send(Ack(command_id=4))
-        assert router.wait_for(Ack) == [Ack(command_id=4)]
-        assert link.may_step()
+        with pytest.raises(CoordinatorLostError, match="another one has taken its place"):
+            link.receive(BOUND_S)
+        link.send(Ack(command_id=1))  # to nobody
+        assert not link.may_step()
+        assert not [m for m in router.received if isinstance(m, Ack)]
+
+
+def test_an_engine_gives_up_a_coordinator_that_stays_away():
+    with ScriptedRouter() as router, link_to(router, give_up_s=0.5) as link:
+        received(link)
+        start = time.monotonic()
+        router.vanish()
+        with pytest.raises(CoordinatorLostError, match=r"out of reach for 0\.5"):
+            link.receive(BOUND_S)
+        assert 0.5 <= time.monotonic() - start < BOUND_S / 2
+        assert not link.may_step()
+        with pytest.raises(CoordinatorLostError):
+            link.receive()
+
+
+def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router, give_up_s=0.05) as link:
+            with pytest.raises(CoordinatorLostError, match="no coordinator"):
+                link.wait_registered(0.5)
+            router.come_back()
+            assert received(link) == [register_ack()]
 
 
 def test_what_an_engine_takes_at_once_is_of_one_session():
-    inbox = Inbox(10, lambda: None)
+    inbox = Inbox(10, lambda: None, lambda: None)
     pause = COMMAND_TYPES[Headers.PAUSE](command_id=1)
     for message in (pause, register_ack(), pause, pause, register_ack()):
         inbox.put(message)
@@ -377,7 +400,7 @@ def test_answers_to_nothing_that_was_asked_are_dropped():
     )
 )
 def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(events):
-    lease, now, lease_s = EngineLease(), 0.0, 5.0
+    lease, now, lease_s = Lease(), 0.0, 5.0
     sent: list[tuple[int, float]] = []
     confirmed, alive = float("-inf"), False
     for what, amount in events:
@@ -413,7 +436,7 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
     sequence = 0
     for what in [*events, "send", "beat", "hear", "hear"]:
         if what == "put":
-            outbox.put(str(num_put).encode(), 0)
+            outbox.put(str(num_put).encode())
             num_put += 1
         elif what == "send":
             outbox.send_all(partial(takes, connection))
@@ -442,10 +465,10 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
 
 CHILD = """
     import time
-    from rollout.coordinator.engine_side.link import EngineLink
-    from tests.coordinator.engine_side.test_engine_link import received, registration, status
+    from rollout.coordinator.link import Link
+    from tests.coordinator.test_link import received, registration, status
 
-    link = EngineLink({port}, registration=registration, status=status)
+    link = Link({port}, handshake=registration, status=status)
     received(link)
     last = time.monotonic()
     print("stepping", flush=True)  # and may be stopped at once
