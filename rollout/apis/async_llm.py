@@ -46,7 +46,9 @@ class AsyncLLM:
 
     `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
     on all engines, and return when the last one has confirmed. `coordinator_options`: further
-    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits.
+    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits. Only
+    processes of the same user can join, unless a host or a port is given; over TCP everybody on
+    the machine can, or with `curve` in `coordinator_options` whose key is known.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class AsyncLLM:
             options=coordinator_options,
         )
         self._seed = recipe.config.seed
-        self._publisher = WeightPublisher()
+        self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None
@@ -122,7 +124,10 @@ class AsyncLLM:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
                 client = InferenceClient(
-                    self._fleet.address, tokenizer=self.tokenizer, seed=self._seed
+                    self._fleet.address,
+                    tokenizer=self.tokenizer,
+                    seed=self._seed,
+                    curve=self._fleet.curve,
                 )
                 await client.start()
                 self._client = client

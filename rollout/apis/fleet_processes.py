@@ -22,7 +22,9 @@ from rollout.apis.engine_process import run_engine
 from rollout.backends.limits import num_usable_cpus
 from rollout.config import InferenceConfig
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.dealer import LOOPBACK
 from rollout.coordinator.routing.policies import find_policy
+from rollout.coordinator.security import CurveKeys, remove_private_address
 from rollout.errors import ConfigError, EngineStateError
 from rollout.text import Tokenizer
 
@@ -56,6 +58,8 @@ class FleetProcesses:
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
         self._processes: list[BaseProcess] = []
+        self.address = ""
+        self.curve: CurveKeys | None = None  # of the fleet's own engines and client
         try:
             # All at once: most of a start is imports, which need no address.
             arguments = _arguments_for_coordinator(recipe.config, options or {})
@@ -63,8 +67,11 @@ class FleetProcesses:
                 "data_parallel_size": data_parallel_size,
                 "tokenizer": recipe.tokenizer,
                 "inference_coordinator_port": port,
-                **({} if host is None else {"host": host}),
+                # Over TCP only if the user says where.
+                "host": LOOPBACK if host is None and port is not None else host,
             }
+            if "curve" in arguments:
+                arguments["curve"], self.curve = arguments["curve"].with_client()
             coordinator = self._start(
                 "coordinator", _coordinator_process, arguments, imports_main=needs_main(arguments)
             )
@@ -91,7 +98,7 @@ class FleetProcesses:
         threads = recipe.config.num_threads or max(1, num_usable_cpus() // count)
         # Pickled here, tensors are copied; multiprocessing would have all processes write to the
         # same ones.
-        pickled = pickle.dumps(recipe)
+        pickled = pickle.dumps((recipe, self.curve))
         imports_main = mentions_main(pickled)
         return [
             self._start(
@@ -129,6 +136,7 @@ class FleetProcesses:
             process.join()
             process.close()
         self._processes = []
+        remove_private_address(self.address)  # a coordinator that was killed has left it
 
     def _join(self, timeout_s: float) -> None:
         """Wait for all of them, not for each."""
@@ -190,13 +198,14 @@ def _coordinator_process(pipe: Connection, arguments: dict[str, Any]) -> None:
 def _engine_process(pipe: Connection, pickled: bytes, num_threads: int) -> None:
     _end_with_the_parent()
     with pipe, _told(pipe):
-        recipe: EngineRecipe = pickle.loads(pickled)
+        recipe, curve = pickle.loads(pickled)
         run_engine(
             pipe.recv(),
             recipe.model,
             recipe.tokenizer,
             recipe.config.replace(num_threads=num_threads),
             recipe.weights_version,
+            curve=curve,
             on_registered=partial(pipe.send, "ready"),
         )
 
@@ -221,6 +230,8 @@ def _end_with_the_parent() -> None:
 
     def watch() -> None:
         wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)  # the coordinator removes its socket's directory
+        time.sleep(_END_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

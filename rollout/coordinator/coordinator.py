@@ -22,9 +22,10 @@ from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.messages import DEFAULT_MAX_FRAME_BYTES, encode
-from rollout.coordinator.router import CurveServerKeys, Router
+from rollout.coordinator.router import Router
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
+from rollout.coordinator.security import CurveServerKeys
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError
 
@@ -50,7 +51,13 @@ class Event(Protocol):
 
 
 class DataParallelInferenceCoordinator:
-    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent."""
+    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent.
+
+    block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
+    host: a name or an address; 0.0.0.0 for all interfaces; None for a socket in a directory that
+    only this user can enter. advertise_host: what others shall dial in its place. curve: its keys;
+    without any a host that other machines can reach is refused, unless `insecure`.
+    """
 
     def __init__(
         self,
@@ -67,7 +74,8 @@ class DataParallelInferenceCoordinator:
         schedule_output_path: str | None = None,
         *,
         policy_options: Mapping[str, Any] | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = "127.0.0.1",
+        advertise_host: str | None = None,
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
         limits: CoordinatorLimits | None = None,
@@ -90,7 +98,7 @@ class DataParallelInferenceCoordinator:
         with contextlib.ExitStack() as undo:
             self._waker = Waker()
             undo.callback(self._waker.close)
-            where = (host, inference_coordinator_port)
+            where = (host, inference_coordinator_port, advertise_host)
             self._router = Router(
                 *where, max_frame_bytes=max_frame_bytes, curve=curve, insecure=insecure
             )
@@ -121,6 +129,10 @@ class DataParallelInferenceCoordinator:
     @property
     def state(self) -> CoordinatorState:
         return self._core.state
+
+    @property
+    def num_refused_keys(self) -> int:
+        return self._router.num_refused_keys
 
     @property
     def counters(self) -> Counters:

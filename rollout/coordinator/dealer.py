@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from rollout.coordinator.security import HANDSHAKE_FAULTS
+from rollout.coordinator.security import CurveKeys as CurveKeys  # by its name here as well
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, RolloutError
 
@@ -21,19 +22,10 @@ class CoordinatorLostError(RolloutError):
     is_transient = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveKeys:
-    """Keys for a coordinator that others than this machine can reach, as zmq.curve_keypair() makes
-    them, in Z85: the coordinator's public one, and this peer's own two.
-    """
-
-    server_public: bytes
-    public: bytes
-    secret: bytes
-
-
 def address_of(port_or_address: int | str) -> str:
-    """Return the address of a port on loopback, or a full address as it is. Raises ConfigError."""
+    """Return the address of a port on loopback, or a full tcp:// or ipc:// address as it is. Raises
+    ConfigError.
+    """
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -69,15 +61,13 @@ class Dealer:
         self._monitor = context.socket(zmq.PAIR)
         self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
         try:
-            for option, value in _options(address, max_frame_bytes, curve):
-                self.socket.setsockopt(option, value)
             watch = f"inproc://dealer-{id(self)}"
-            self.socket.monitor(watch, CONNECTED | DISCONNECTED | REFUSED)
+            self.socket.monitor(watch, CONNECTED | DISCONNECTED | REFUSED | HANDSHAKE_FAULTS)
             self._monitor.connect(watch)
-            self.socket.connect(address)
-        except zmq.ZMQError as fault:
+            dial(self.socket, address, max_frame_bytes, curve)
+        except ConfigError:
             self.close()
-            raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+            raise
         self._poller.register(waker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
@@ -119,7 +109,10 @@ class Dealer:
             self._poller.register(self._waker, zmq.POLLIN)
 
 
-def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:
+def dial(
+    socket: zmq.Socket[Any], address: str, max_frame_bytes: int, curve: CurveKeys | None
+) -> None:
+    """Set the options of a DEALER, and connect it. Raises ConfigError if `address` is none."""
     options: list[tuple[int, Any]] = [
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
@@ -134,4 +127,9 @@ def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> lis
     if curve is not None:
         options += [(zmq.CURVE_SERVERKEY, curve.server_public)]
         options += [(zmq.CURVE_PUBLICKEY, curve.public), (zmq.CURVE_SECRETKEY, curve.secret)]
-    return options
+    for option, value in options:
+        socket.setsockopt(option, value)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as fault:
+        raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault

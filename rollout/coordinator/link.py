@@ -48,8 +48,9 @@ from rollout.coordinator.protocol.messages import (
     encode,
     error_from,
 )
+from rollout.coordinator.security import handshake_fault
 from rollout.coordinator.waker import Waker
-from rollout.errors import ProtocolError, RolloutError
+from rollout.errors import ConfigError, ProtocolError, RolloutError
 
 _logger = logging.getLogger(__name__)
 
@@ -262,6 +263,8 @@ class Link:
         for event in self._dealer.events():
             if event == CONNECTED:
                 self._greet()
+            elif fault := handshake_fault(event):
+                self._not_let_in(fault, is_certain=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
             else:
                 self._receive(None)  # its last words
                 self._disconnected(is_refused=event == REFUSED)
@@ -296,6 +299,16 @@ class Link:
             max_frame_bytes=self._max_frame_bytes,
             curve=self._curve,
         )
+
+    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
+        """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
+        else in the end, for the coordinator may have died amid the handshake.
+        """
+        if self.refusal is None:
+            self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
+            _logger.warning("%s", self.refusal)
+        if is_certain:
+            self._has_answer.set()
 
     def _disconnected(self, *, is_refused: bool) -> None:
         now = time.monotonic()

@@ -248,7 +248,10 @@ class Engine:
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 
     def stage_weights(
-        self, named_tensors: NamedTensors, check: Callable[[], None] = lambda: None
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None] = lambda: None,
+        source_checksum: str = "",
     ) -> StagedWeights:
         """Verify and prepare an update; another thread may do it while steps go on, but not while
         the weights' memory is released or brought back.
@@ -256,9 +259,10 @@ class Engine:
         `named_tensors` is a module, whose persistent buffers count, or (Hugging Face name, tensor)
         pairs or a mapping, and must not change until the commit. Sharded tensors are gathered in
         the order of their names: a collective. `check` is called before each tensor, and may raise
-        to end staging. Raises WeightUpdateError naming the tensor at fault.
+        to end staging. `source_checksum`: what their publisher computed, if it did. Raises
+        WeightUpdateError naming the tensor at fault.
         """
-        return self._weights.stage(named_tensors, check)
+        return self._weights.stage(named_tensors, check, source_checksum)
 
     def commit_weights(
         self, staged: StagedWeights, version: int | None = None, in_flight: bool = False

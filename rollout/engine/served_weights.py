@@ -27,10 +27,12 @@ class ServedWeights:
         self.require_values("compute a checksum")
         return self._updater.checksum()
 
-    def stage(self, named_tensors: NamedTensors, check: Callable[[], None]) -> StagedWeights:
+    def stage(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
+    ) -> StagedWeights:
         """Verify and prepare an update. Raises WeightUpdateError naming the tensor at fault."""
         self.require_resident("stage an update")
-        return self._updater.stage(named_tensors, check)
+        return self._updater.stage(named_tensors, check, source_checksum)
 
     def check_version(self, version: int | None) -> int:
         """The version an update would get. Raises WeightUpdateError unless above the served one."""

@@ -20,8 +20,10 @@ import zmq
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.credit import num_ahead
+from rollout.coordinator.dealer import dial
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    DEFAULT_MAX_FRAME_BYTES,
     Ack,
     AssignRequest,
     Connect,
@@ -33,7 +35,7 @@ from rollout.coordinator.protocol.messages import (
     encode,
 )
 from rollout.coordinator.protocol.wire import pack
-from rollout.coordinator.router import CurveServerKeys
+from rollout.coordinator.security import CurveKeys, CurveServerKeys
 from rollout.errors import ConfigError
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
@@ -52,17 +54,12 @@ class Line:
         address: str,
         peer: FakeEngine | FakeClient,
         *,
-        server_public: bytes | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         self.peer = peer
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        if server_public is not None:
-            public, secret = zmq.curve_keypair()
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self.socket.connect(address)
+        dial(self.socket, address, DEFAULT_MAX_FRAME_BYTES, keys)
 
     def send(self, *messages: Message) -> None:
         for message in messages:
@@ -306,7 +303,8 @@ def is_running(pid: int) -> bool:
     [
         {"data_parallel_size": 0},
         {"host": "0.0.0.0"},
-        {"host": "nowhere"},
+        {"host": "n" * 64},
+        {"host": None, "inference_coordinator_port": 5555},
         {"enable_prefix_caching": True},
         {"prefix_caching_coordinator_policy": "round"},
         {"schedule_output_path": "/nowhere/at/all.json"},
@@ -322,7 +320,7 @@ def test_illegal_options_are_refused_and_nothing_stays_bound(options: dict[str, 
 def test_other_machines_are_let_in_where_that_is_asked_for() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", insecure=True)
     coordinator.stop()
-    assert coordinator.address.startswith("tcp://0.0.0.0:")
+    assert coordinator.address.startswith("tcp://127.0.0.1:"), "which can be dialled from here"
 
 
 def test_a_peer_of_another_protocol_version_is_told_so() -> None:
@@ -362,21 +360,26 @@ def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
 
 
-def test_with_keys_only_those_who_know_the_public_one_are_heard() -> None:
+def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
     public, secret = zmq.curve_keypair()
-    keys = CurveServerKeys(public=public, secret=secret)
+    keys = CurveServerKeys(public=public, secret=secret, clients=frozenset())
+    _, unknown = keys.with_client()
+    keys, known = keys.with_client()
     coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", curve=keys)
     thread = threading.Thread(target=coordinator.start)
     thread.start()
-    address = coordinator.address.replace("0.0.0.0", "127.0.0.1")
-    context = zmq.Context()
+    context, address = zmq.Context(), coordinator.address
     try:
-        outsider = Line(context, address, FakeClient(b"o", b"o" * 16))
-        outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
-        insider = Line(context, address, FakeClient(b"i", b"i" * 16), server_public=public)
+        outsiders = [
+            Line(context, address, FakeClient(b"o", b"o" * 16), keys=own) for own in (None, unknown)
+        ]
+        for outsider in outsiders:
+            outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
+        until(lambda: coordinator.num_refused_keys, *outsiders)
+        insider = Line(context, address, FakeClient(b"i", b"i" * 16), keys=known)
         insider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"i" * 16))
-        until(lambda: insider.peer.seen, insider, outsider)
-        assert not outsider.peer.seen
+        until(lambda: insider.peer.seen, insider, *outsiders)
+        assert not any(outsider.peer.seen for outsider in outsiders)
         assert coordinator.counters.num_frames == 1
     finally:
         context.destroy()

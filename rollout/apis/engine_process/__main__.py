@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from rollout.apis.engine_process.run import run_engine
 from rollout.config import InferenceConfig
-from rollout.errors import RolloutError
+from rollout.coordinator.security import CurveKeys, client_keys_in
+from rollout.errors import ConfigError, RolloutError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.model,
             inference_config=given.config,
             weights_version=given.weights_version,
+            curve=_keys(given),
         )
     except RolloutError as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -38,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rollout.apis.engine_process",
         description="Serve a coordinator with one engine, until it shuts its engines down.",
     )
-    parser.add_argument("address", help="of the coordinator: tcp://host:port, or a port here")
+    parser.add_argument("address", help="of the coordinator: ipc:// or tcp://host:port, or a port")
     parser.add_argument("model", help="a Hugging Face model directory")
     parser.add_argument(
         "--weights-version", type=int, default=0, help="of the weights in that directory (0)"
@@ -49,7 +51,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="fields of InferenceConfig, as '{\"block_size_tokens\": 16}'",
     )
+    parser.add_argument("--key", help="file with this engine's secret key, of mode 0600")
+    parser.add_argument("--server-key", help="file with the coordinator's public key")
     return parser
+
+
+def _keys(given: argparse.Namespace) -> CurveKeys | None:
+    if (given.key is None) != (given.server_key is None):
+        raise ConfigError("--key and --server-key need each other")
+    return None if given.key is None else client_keys_in(given.key, given.server_key)
 
 
 def _config(text: str) -> InferenceConfig:

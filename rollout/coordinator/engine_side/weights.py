@@ -41,7 +41,7 @@ class _Staging:
             tensors = self._fetch(source)
             with self._turn:
                 self._check()
-                staged = self._engine.stage_weights(tensors, self._check)
+                staged = self._engine.stage_weights(tensors, self._check, source.tensors_checksum)
             if source.checksum not in ("", staged.checksum):
                 raise WeightUpdateError(
                     f"the tensors at {source.address!r} have the checksum {staged.checksum}, "

@@ -115,10 +115,12 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     """Where weights can be fetched; they never travel over these sockets.
 
     kind: how (a shared segment, a checkpoint directory). address: where. checksum: of all tensors,
-    as `engine.weights_checksum()` will report it once they are served.
+    as `engine.weights_checksum()` will report it once they are served. tensors_checksum: of the
+    tensors as they lie there, before any cast.
     """
 
     kind: Name
     address: Name
     manifest: Annotated[Mapping[str, TensorEntry], Meta(max_length=2**16)]
     checksum: Name
+    tensors_checksum: Name = ""

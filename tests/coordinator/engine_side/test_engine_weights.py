@@ -231,7 +231,7 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
     engine, log = agent._engine, []
     stage, begun = engine.stage_weights, threading.Event()
 
-    def slow(tensors: NamedTensors, check: Any) -> Any:
+    def slow(tensors: NamedTensors, check: Any, checksum: str) -> Any:
         log.append("begin")
         if not begun.is_set():
             begun.set()
@@ -241,7 +241,7 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
                 except WeightUpdateError:
                     log.append("end")
                     raise
-        return stage(tensors, check)
+        return stage(tensors, check, checksum)
 
     engine.stage_weights = slow  # type: ignore[method-assign]
     for seed in (21, 22):
@@ -261,7 +261,7 @@ def test_no_thread_reads_weights_whose_memory_goes(sources: HeldSources, header:
     agent.handle(command(Headers.PAUSE, 7))
     engine, begun, log = agent._engine, threading.Event(), []
 
-    def endless(_: NamedTensors, check: Any) -> None:
+    def endless(_: NamedTensors, check: Any, checksum: str) -> None:
         begun.set()
         try:
             while True:
