@@ -124,6 +124,7 @@ class Link:
         # ---- of the session; `num_sessions` counts those that were put into the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
+        self._possible_fault = ""  # of a handshake that may have failed for its keys
         self._has_answer = threading.Event()  # a first answer to a handshake, or the end
         self._num_sessions = self._num_taken = 0
         self._is_in_session = False
@@ -175,7 +176,7 @@ class Link:
         if not self._num_sessions:
             raise self._inbox.end or CoordinatorLostError(
                 f"no coordinator answers at {self.address} after {timeout_s:g} s; is it running, "
-                "and is this its address?"
+                f"and is this its address?{self._possible_fault}"
             )
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
@@ -304,10 +305,11 @@ class Link:
         """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
         else in the end, for the coordinator may have died amid the handshake.
         """
-        if self.refusal is None:
+        if not is_certain:
+            self._possible_fault = f" If it is: {fault}"
+        elif self.refusal is None:
             self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
             _logger.warning("%s", self.refusal)
-        if is_certain:
             self._has_answer.set()
 
     def _disconnected(self, *, is_refused: bool) -> None:

@@ -138,7 +138,10 @@ class EngineAgent:
 
     def _credit(self) -> Sequence[Message]:
         """Accept further requests, where more of them have room than was said before: as many wait
-        here as a step may begin, and the others wait in the coordinator, for any engine."""
+        here as a step may begin, and the others wait in the coordinator, for any engine. None
+        before the engine has entered the fleet."""
+        if self._entry is not None:
+            return []
         ahead, requests = num_ahead(self._max_requests), self._requests
         room = min(
             ahead - self._engine.num_waiting,
@@ -176,6 +179,9 @@ class EngineAgent:
 
     def poll(self) -> Sequence[Message]:
         """Return the answers that have come about beside the steps. Raises as `handle`."""
+        return [*self._poll(), *self._credit()]
+
+    def _poll(self) -> Sequence[Message]:
         ended = self._updates.poll(self._clock())
         if ended is not None:
             order, error = ended

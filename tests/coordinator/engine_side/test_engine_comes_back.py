@@ -37,9 +37,10 @@ def test_newer_weights_are_taken_by_an_engine_that_had_released_its_own(
     )
     engine.pause()
     engine.suspend(release=("kv_cache", "weights"), discard_weights=discard)
-    assert agent.handle(acknowledged(state)) == [Credit(num_granted=8)]
-    (beat,) = staged(agent)
+    assert not agent.handle(acknowledged(state))
+    beat, credit = staged(agent)
     assert isinstance(beat, Heartbeat)
+    assert credit == Credit(num_granted=8)
     assert (engine.state, engine.weights_version) == (EngineState[state], 1)
     if engine.state is EngineState.SUSPENDED:
         engine.resume()
