@@ -274,7 +274,7 @@ class Registry:
         else:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
-    def probe(self, now: float) -> None:
+    def probe(self, _: int, now: float) -> None:
         """Send each engine a heartbeat that answers nothing: the system knows at once that a
         process has ended, but says so only to whoever sends to it."""
         for engine in self.engines.values():
