@@ -33,8 +33,8 @@ class Clients:
         context: Context,
         requests: RequestLifecycle,
         fleet: Fleet,
-        *,
         coordinator_id: bytes,
+        *,
         data_parallel_size: int,
     ) -> None:
         self._context, self._requests, self._fleet = context, requests, fleet

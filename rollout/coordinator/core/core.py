@@ -75,21 +75,18 @@ class CoordinatorCore:
         `deterministic_mode`: engines are taken once all are there, ranked by their ids.
         """
         self._context = context = Context(limits or CoordinatorLimits())
-        self._fleet, self._table = Fleet(), RequestTable()
-        self._dispatcher = Dispatcher(
-            *(context, self._table, policy), block_size_tokens=block_size_tokens, recorder=recorder
+        self._fleet, self._table = fleet, table = Fleet(), RequestTable()
+        self._dispatcher = dispatcher = Dispatcher(
+            *(context, table, policy), block_size_tokens=block_size_tokens, recorder=recorder
         )
-        self._requests = RequestLifecycle(context, self._table, self._dispatcher)
+        self._requests = requests = RequestLifecycle(context, table, dispatcher)
+        num_awaited = data_parallel_size if deterministic_mode else 1
         self._registry = Registry(
-            *(context, self._table, self._dispatcher, self._requests, self._fleet),
-            coordinator_id=coordinator_id,
-            num_awaited=data_parallel_size if deterministic_mode else 1,
+            *(context, table, dispatcher, requests, fleet, coordinator_id), num_awaited=num_awaited
         )
-        self._commands = PendingCommands(self._registry, self._requests)
+        self._commands = PendingCommands(self._registry, requests)
         self._clients = Clients(
-            *(context, self._requests, self._fleet),
-            coordinator_id=coordinator_id,
-            data_parallel_size=data_parallel_size,
+            *(context, requests, fleet, coordinator_id), data_parallel_size=data_parallel_size
         )
         self._from_engine = self._handlers_of_engines()
         self._from_client = self._handlers_of_clients()

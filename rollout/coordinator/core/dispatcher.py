@@ -169,8 +169,8 @@ class Dispatcher:
         yield from {request.group.group_id for request in self._last_chances.values()}
 
     def _watch_orphans(self, group_id: int, now: float) -> None:
-        timers, key = self._context.timers, ("orphan", group_id)
-        if key not in timers:
+        timers = self._context.timers
+        if ("orphan", group_id) not in timers:
             timers.set(("orphan", group_id), now + self._context.limits.orphan_deadline_s)
 
     def suspects(self, engine: EngineSession) -> list[Request]:

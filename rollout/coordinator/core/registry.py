@@ -50,8 +50,8 @@ class Registry:
         dispatcher: Dispatcher,
         requests: RequestLifecycle,
         fleet: Fleet,
-        *,
         coordinator_id: bytes,
+        *,
         num_awaited: int,
     ) -> None:
         """`num_awaited`: engines to wait for before the first is admitted, so that ranks follow the
