@@ -33,8 +33,8 @@ class Clients:
         context: Context,
         requests: RequestLifecycle,
         fleet: Fleet,
-        *,
         coordinator_id: bytes,
+        *,
         data_parallel_size: int,
     ) -> None:
         self._context, self._requests, self._fleet = context, requests, fleet
@@ -81,7 +81,7 @@ class Clients:
             client.missed_tokens = dict.fromkeys(client.server_ids, 0)
         self._resend_missed(client)
 
-    def heartbeat(self, client: ClientSession, message: Heartbeat) -> None:
+    def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
         """Answer, and try again what could not be delivered. Not with each of its messages: a slow
         client's acknowledgements would all bring all of it."""
         self._resend_missed(client)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rollout.coordinator.core.clients import Clients
 from rollout.coordinator.core.context import Context, Counters
@@ -21,10 +23,9 @@ from rollout.coordinator.core.sessions import (
     Session,
 )
 from rollout.coordinator.protocol.messages import (
-    ALLOWED,
+    COMMAND_TYPES,
     AbortRequest,
     Ack,
-    Command,
     Connect,
     Credit,
     Disconnect,
@@ -37,7 +38,6 @@ from rollout.coordinator.protocol.messages import (
     ProtocolVersionError,
     Register,
     ReplyAck,
-    Role,
     SubmitRequest,
     UpdateWeights,
     WireError,
@@ -51,7 +51,8 @@ from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
 logger = logging.getLogger(__name__)
 
 Outgoing = list[tuple[bytes, Message]]
-_FROM_ENGINES, _FROM_CLIENTS = ALLOWED[Role.ENGINE], ALLOWED[Role.CLIENT]
+# Takes a session, its message and the time.
+Handler = Callable[[Any, Any, float], None]
 
 
 class CoordinatorCore:
@@ -75,24 +76,61 @@ class CoordinatorCore:
         `deterministic_mode`: engines are taken once all are there, ranked by their ids.
         """
         self._context = context = Context(limits or CoordinatorLimits())
-        self._fleet, self._table = Fleet(), RequestTable()
-        self._dispatcher = Dispatcher(
-            *(context, self._table, policy), block_size_tokens=block_size_tokens, recorder=recorder
+        self._fleet, self._table = fleet, table = Fleet(), RequestTable()
+        self._dispatcher = dispatcher = Dispatcher(
+            *(context, table, policy), block_size_tokens=block_size_tokens, recorder=recorder
         )
-        self._requests = RequestLifecycle(context, self._table, self._dispatcher)
+        self._requests = requests = RequestLifecycle(context, table, dispatcher)
+        num_awaited = data_parallel_size if deterministic_mode else 1
         self._registry = Registry(
-            *(context, self._table, self._dispatcher, self._requests, self._fleet),
-            coordinator_id=coordinator_id,
-            num_awaited=data_parallel_size if deterministic_mode else 1,
+            *(context, table, dispatcher, requests, fleet, coordinator_id), num_awaited=num_awaited
         )
-        self._commands = PendingCommands(self._registry, self._requests)
+        self._commands = PendingCommands(self._registry, requests)
         self._clients = Clients(
-            *(context, self._requests, self._fleet),
-            coordinator_id=coordinator_id,
-            data_parallel_size=data_parallel_size,
+            *(context, requests, fleet, coordinator_id), data_parallel_size=data_parallel_size
         )
+        self._from_engine = self._handlers_of_engines()
+        self._from_client = self._handlers_of_clients()
+        self._when_due: Mapping[str, Callable[[Any, float], None]] = {
+            "client": self._clients.check,
+            "engine": self._registry.check,
+            "probe": self._registry.probe,
+            "deadline": self._requests.deadline_passed,
+            "orphan": self._requests.orphaned,
+            "grace": self._requests.grace_passed,
+            "command": self._commands.deadline_passed,
+        }
         self._logged: RecentIds[bytes] = RecentIds(context.limits.max_noted_peers)
         self._answered_at: OrderedDict[bytes, float] = OrderedDict()  # strangers
+
+    def _handlers_of_engines(self) -> Mapping[type[Message], Handler]:
+        """What an engine may send, and who takes it."""
+        requests, registry, commands = self._requests, self._registry, self._commands
+        return {
+            Progress: requests.progress_of_many,
+            EngineReplyPartial: requests.progress,
+            EngineReply: requests.end,
+            Credit: self._dispatcher.credit,
+            Heartbeat: registry.heartbeat,
+            Ack: commands.answered,
+            Nack: commands.answered,
+            Register: lambda engine, message, now: registry.register(engine.identity, message, now),
+            Disconnect: registry.disconnect,
+        }
+
+    def _handlers_of_clients(self) -> Mapping[type[Message], Handler]:
+        """What a client may send, and who takes it."""
+        requests, clients, commands = self._requests, self._clients, self._commands
+        return {
+            SubmitRequest: requests.submit,
+            ReplyAck: requests.acknowledged,
+            Heartbeat: clients.heartbeat,
+            AbortRequest: requests.abort,
+            **dict.fromkeys(COMMAND_TYPES.values(), commands.submit),
+            UpdateWeights: commands.submit,
+            Connect: lambda client, message, now: clients.connect(client.identity, message, now),
+            Disconnect: lambda client, message, now: clients.remove(client),
+        }
 
     # ---- what can be read
 
@@ -150,21 +188,8 @@ class CoordinatorCore:
     def tick(self, now: float) -> Outgoing:
         """Do what is due, and end the turn; returns what to send."""
         while (key := self._context.timers.pop_due(now)) is not None:
-            match key:
-                case ("client", bytes(client_id)):
-                    self._clients.check(client_id, now)
-                case ("engine", bytes(engine_id)):
-                    self._registry.check(engine_id, now)
-                case ("probe", _):
-                    self._registry.probe(now)
-                case ("deadline", int(group_id)):
-                    self._requests.deadline_passed(group_id, now)
-                case ("orphan", int(group_id)):
-                    self._requests.orphaned(group_id)
-                case ("grace", int(server_id)):
-                    self._requests.grace_passed(server_id)
-                case ("command", int(number)):
-                    self._commands.deadline_passed(number, now)
+            kind, number = key
+            self._when_due[kind](number, now)
             self._settle(now)
         self._context.end_turn()
         return self._settled(now)
@@ -212,60 +237,27 @@ class CoordinatorCore:
     def _dispatch(self, identity: bytes, message: Message, now: float) -> None:
         """Raises ProtocolError for what a peer may send, but not so."""
         session = self._session(identity)
-        if session is not None:
-            session.last_seen = now
-            is_engine = isinstance(session, EngineSession)
-            if type(message) not in (_FROM_ENGINES if is_engine else _FROM_CLIENTS):
-                self.counters.num_unexpected += 1
-                self._log_once(identity, f"sent a {type(message).__name__}, which it may not")
-            elif isinstance(session, EngineSession):
-                self._from_engine(session, message, now)
-            else:
-                self._from_client(session, message, now)
-        elif isinstance(message, Connect):
-            self._clients.connect(identity, message, now)
-        elif isinstance(message, Register):
-            self._registry.register(identity, message, now)
-        else:
+        if session is None:
             self._from_stranger(identity, message, now)
-
-    def _from_engine(self, engine: EngineSession, message: Message, now: float) -> None:
-        if isinstance(message, Progress):
-            for partial in message.partials():
-                self._requests.progress(engine, partial)
-        elif isinstance(message, EngineReplyPartial):
-            self._requests.progress(engine, message)
-        elif isinstance(message, EngineReply):
-            self._requests.end(engine, message)
-        elif isinstance(message, Credit):
-            self._dispatcher.credit(engine, message.num_granted)
-        elif isinstance(message, Heartbeat):
-            self._registry.heartbeat(engine, message, now)
-        elif isinstance(message, (Ack, Nack)):
-            self._commands.answered(engine, message, now)
-        elif isinstance(message, Register):
-            self._registry.register(engine.identity, message, now)
-        elif isinstance(message, Disconnect):
-            self._registry.disconnect(engine, message, now)
-
-    def _from_client(self, client: ClientSession, message: Message, now: float) -> None:
-        if isinstance(message, SubmitRequest):
-            self._requests.submit(client, message, now)
-        elif isinstance(message, ReplyAck):
-            self._requests.acknowledged(client, message)
-        elif isinstance(message, Heartbeat):
-            self._clients.heartbeat(client, message)
-        elif isinstance(message, AbortRequest):
-            self._requests.abort(client, message, now)
-        elif isinstance(message, (Command, UpdateWeights)):
-            self._commands.submit(client, message, now)
-        elif isinstance(message, Connect):
-            self._clients.connect(client.identity, message, now)
-        elif isinstance(message, Disconnect):
-            self._clients.remove(client)
+            return
+        session.last_seen = now
+        handlers = self._from_client if isinstance(session, ClientSession) else self._from_engine
+        handler = handlers.get(type(message))
+        if handler is None:
+            self.counters.num_unexpected += 1
+            self._log_once(identity, f"sent a {type(message).__name__}, which it may not")
+        else:
+            handler(session, message, now)
 
     def _from_stranger(self, identity: bytes, message: Message, now: float) -> None:
-        """It may be a peer that was taken for dead: say so, but not for each of its messages."""
+        """Take its handshake. Else it may be a peer that was taken for dead: say so, but not for
+        each of its messages."""
+        if isinstance(message, Connect):
+            self._clients.connect(identity, message, now)
+            return
+        if isinstance(message, Register):
+            self._registry.register(identity, message, now)
+            return
         self.counters.num_strangers += 1
         name, limits = type(message).__name__, self._context.limits
         self._log_once(identity, f"sent a {name} without having shaken hands")

@@ -12,7 +12,7 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.indexed_heap import IndexedHeap
 from rollout.coordinator.core.request_table import Group, Phase, Request, RequestTable
 from rollout.coordinator.core.sessions import EngineSession
-from rollout.coordinator.protocol.messages import AssignRequest, RunningAttempt, Sample
+from rollout.coordinator.protocol.messages import AssignRequest, Credit, RunningAttempt, Sample
 from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
@@ -94,9 +94,9 @@ class Dispatcher:
             if engine.is_ready:
                 self._policy.weights_changed(engine.rank)
 
-    def credit(self, engine: EngineSession, num_granted: int) -> None:
+    def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
         """The engine accepts so many requests since it registered; the latest number counts."""
-        engine.num_granted = num_granted
+        engine.num_granted = message.num_granted
         self._update_room(engine)
 
     def _update_room(self, engine: EngineSession) -> None:
@@ -169,8 +169,8 @@ class Dispatcher:
         yield from {request.group.group_id for request in self._last_chances.values()}
 
     def _watch_orphans(self, group_id: int, now: float) -> None:
-        timers, key = self._context.timers, ("orphan", group_id)
-        if key not in timers:
+        timers = self._context.timers
+        if ("orphan", group_id) not in timers:
             timers.set(("orphan", group_id), now + self._context.limits.orphan_deadline_s)
 
     def suspects(self, engine: EngineSession) -> list[Request]:

@@ -79,6 +79,10 @@ class Fleet:
 _QUIET = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 
+def name_of(message: Command | UpdateWeights) -> str:
+    return message.header.name if isinstance(message, Command) else "UPDATE_WEIGHTS"
+
+
 def legal_now(state: CoordinatorState) -> list[str]:
     """The commands that are answered in `state`."""
     commands = legal_commands(state.engine_state)

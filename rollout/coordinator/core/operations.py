@@ -10,7 +10,12 @@ from typing import Any
 
 from msgspec import structs
 
-from rollout.coordinator.core.fleet import CommittedWeights, next_epoch, state_after
+from rollout.coordinator.core.fleet import (
+    CommittedWeights,
+    name_of,
+    next_epoch,
+    state_after,
+)
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.sessions import EngineSession
 from rollout.coordinator.protocol.headers import Headers
@@ -20,6 +25,7 @@ from rollout.coordinator.protocol.messages import (
     Command,
     Message,
     Nack,
+    UpdateWeights,
     WireError,
 )
 from rollout.errors import EngineStateError
@@ -28,15 +34,21 @@ logger = logging.getLogger(__name__)
 
 
 class Operation:
-    """`outcome` is None until it has ended, then its result or the error to raise at the client.
+    """The same command to every engine, which changes nothing by itself: STATS. Others build on it.
 
+    `outcome` is None until it has ended, then its result or the error to raise at the client.
     `members` are the engines asked, by id; `waiting` those that have not answered. An engine that
     is removed meanwhile is neither, and its rank is among `lost_ranks`.
     """
 
-    def __init__(self, registry: Registry, name: str, deadline_at: float) -> None:
-        self.registry, self.fleet, self.name = registry, registry.fleet, name
-        self.deadline_at = deadline_at
+    ending = "ask again"
+
+    def __init__(
+        self, registry: Registry, message: Command | UpdateWeights, deadline_at: float
+    ) -> None:
+        self.registry, self.fleet = registry, registry.fleet
+        self.message, self.deadline_at = message, deadline_at
+        self.name = name_of(message)
         self.command_id = next(self.fleet.command_ids)
         self.outcome: Mapping[str, Any] | WireError | None = None
         self.members: dict[bytes, EngineSession] = {}
@@ -47,15 +59,17 @@ class Operation:
 
     def begin(self, now: float) -> None:
         """Ask the engines."""
-        raise NotImplementedError
+        seconds_left = self.deadline_at - now
+        own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
+        self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
         """All members have answered."""
-        raise NotImplementedError
+        self.end()
 
     def timed_out(self, now: float) -> None:
         """The deadline has passed, with members that have not answered."""
-        raise NotImplementedError
+        self.end_unanswered(self.stop_waiting_for_all(now), self.ending)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         """A member that was waited for has answered."""
@@ -88,21 +102,6 @@ class Operation:
         if not self.waiting:
             self.complete(now)
 
-    def ask_command(
-        self,
-        engines: Iterable[EngineSession],
-        header: Headers,
-        arguments: Mapping[str, Any],
-        now: float,
-    ) -> None:
-        """Ask for a command that has the time until the deadline."""
-        own = COMMAND_TYPES[header](
-            command_id=self.command_id,
-            arguments=arguments,
-            deadline_s=self.deadline_at - now,
-        )
-        self.ask(engines, own, now)
-
     def stop_waiting(self, engine: EngineSession, now: float) -> None:
         """It has answered, or its answer counts no more."""
         del self.waiting[engine.engine_id]
@@ -116,24 +115,29 @@ class Operation:
             self.stop_waiting(engine, now)
         return silent
 
-    def done(self) -> None:
-        """End with the report of all engines. Map keys travel as strings."""
-        self.outcome = {
+    def end(self) -> None:
+        """With the first refusal, or the report of all engines. Map keys travel as strings."""
+        self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
             "ranks": {str(rank): result for rank, result in sorted(self.results.items())},
             "lost_ranks": self.lost_ranks,
         }
 
-    def refused(self) -> None:
-        """End with the first refusal."""
-        self.outcome = next(iter(self.refusals.values()))
-
-    def unanswered(self, silent: list[EngineSession], ending: str) -> None:
-        """End since the deadline has passed."""
+    def end_unanswered(self, silent: list[EngineSession], ending: str) -> None:
         ranks = ", ".join(str(engine.rank) for engine in silent)
         error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
         self.outcome = WireError.of(error)
+
+
+class Shutdown(Operation):
+    """The end, in whatever state the engines are, and whatever they answer."""
+
+    ending = "the coordinator ends all the same"
+
+    def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
+        """Also those that have no work yet: they would look for the coordinator for ever."""
+        super().ask(self.registry.engines.values(), message, now)
 
 
 class StateChange(Operation):
@@ -143,32 +147,25 @@ class StateChange(Operation):
     reverse given, and engines that are there already answer done.
     """
 
-    def __init__(self, registry: Registry, command: Command, deadline_at: float) -> None:
-        super().__init__(registry, command.header.name, deadline_at)
-        self._command = command
-
-    def begin(self, now: float) -> None:
-        command = self._command
-        self.ask_command(self.registry.ready_engines(), command.header, command.arguments, now)
+    message: Command
 
     def complete(self, now: float) -> None:
         fleet = self.fleet
         if self.refusals:
             fleet.is_diverged |= bool(self.results)
-            self.refused()
-            return
-        before = fleet.state
-        fleet.state, fleet.released = state_after(fleet, self._command)
-        if self._command.header is not Headers.SUSPEND:
-            # What engines that were suspended before have released, a repetition does not say.
-            fleet.is_diverged = False
-        logger.info("%s -> %s", before.name, fleet.state.name)
-        self.done()
+        else:
+            before = fleet.state
+            fleet.state, fleet.released = state_after(fleet, self.message)
+            if self.message.header is not Headers.SUSPEND:
+                # What engines that were suspended before have released, a repetition does not say.
+                fleet.is_diverged = False
+            logger.info("%s -> %s", before.name, fleet.state.name)
+        self.end()
 
     def timed_out(self, now: float) -> None:
-        silent = self.stop_waiting_for_all(now)
         self.fleet.is_diverged = True
-        self.unanswered(silent, f"the fleet stays {self.fleet.state.name}")
+        silent = self.stop_waiting_for_all(now)
+        self.end_unanswered(silent, f"the fleet stays {self.fleet.state.name}")
 
 
 class EpochChange(Operation):
@@ -178,28 +175,28 @@ class EpochChange(Operation):
     removed, and gets it when it comes again.
     """
 
-    def __init__(self, registry: Registry, command: Command, deadline_at: float) -> None:
+    def __init__(self, registry: Registry, message: Command, deadline_at: float) -> None:
         """Raises InvalidRequestError unless the number is above the current one."""
-        super().__init__(registry, command.header.name, deadline_at)
-        self._version = next_epoch(registry.fleet, command)
+        super().__init__(registry, message, deadline_at)
+        self._version = next_epoch(registry.fleet, message)
 
     def begin(self, now: float) -> None:
-        arguments = {"version": self._version}
-        engines = self.registry.ready_engines()
-        self.ask_command(engines, Headers.SET_GENERATION_EPOCH, arguments, now)
+        own = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
+            command_id=self.command_id,
+            arguments={"version": self._version},
+            deadline_s=self.deadline_at - now,
+        )
+        self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
         if not self.refusals or self.results or self.lost_ranks:
             self._take(now)
-        if self.refusals:
-            self.refused()
-        else:
-            self.done()
+        self.end()
 
     def timed_out(self, now: float) -> None:
         silent = self.stop_waiting_for_all(now)
         self._take(now)
-        self.unanswered(silent, f"it was removed; the version is {self._version}")
+        self.end_unanswered(silent, f"it was removed; the version is {self._version}")
 
     def _take(self, now: float) -> None:
         old = self.fleet.weights or CommittedWeights(0, "", None)
@@ -211,38 +208,3 @@ class EpochChange(Operation):
                 reason = f"{self.name} was not confirmed"
                 self.registry.remove(engine, reason, now, suspects=())
         self.registry.dispatcher.weights_changed(self.members.values())
-
-
-class Question(Operation):
-    """STATS: the same command to every engine, in whatever state, which changes nothing."""
-
-    ending = "ask again"
-
-    def __init__(self, registry: Registry, command: Command, deadline_at: float) -> None:
-        super().__init__(registry, command.header.name, deadline_at)
-        self._command = command
-
-    def begin(self, now: float) -> None:
-        self.ask_command(self._asked(), self._command.header, self._command.arguments, now)
-
-    def _asked(self) -> Iterable[EngineSession]:
-        return self.registry.ready_engines()
-
-    def complete(self, now: float) -> None:
-        if self.refusals:
-            self.refused()
-        else:
-            self.done()
-
-    def timed_out(self, now: float) -> None:
-        self.unanswered(self.stop_waiting_for_all(now), self.ending)
-
-
-class Shutdown(Question):
-    """The end, in whatever state the engines are, and whatever they answer."""
-
-    ending = "the coordinator ends all the same"
-
-    def _asked(self) -> Iterable[EngineSession]:
-        """Those that have no work yet, too: they would look for the coordinator for ever."""
-        return self.registry.engines.values()

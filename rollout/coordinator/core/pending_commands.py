@@ -12,13 +12,13 @@ from rollout.coordinator.core.fleet import (
     EPOCH_COMMANDS,
     CoordinatorState,
     is_done,
+    name_of,
     require_legal,
     require_readable,
 )
 from rollout.coordinator.core.operations import (
     EpochChange,
     Operation,
-    Question,
     Shutdown,
     StateChange,
 )
@@ -49,11 +49,6 @@ class _Pending:
     message: Command | UpdateWeights
     deadline_at: float
     operation: Operation | None = None
-
-    @property
-    def name(self) -> str:
-        message = self.message
-        return message.header.name if isinstance(message, Command) else "UPDATE_WEIGHTS"
 
     @property
     def is_question(self) -> bool:
@@ -193,12 +188,12 @@ class PendingCommands:
         if message.header is Headers.SHUTDOWN:
             return Shutdown(registry, message, deadline_at)
         if message.header is Headers.STATS:
-            return Question(registry, message, deadline_at)
+            return Operation(registry, message, deadline_at)
         if message.header in EPOCH_COMMANDS:
             return EpochChange(registry, message, deadline_at)
         operation = StateChange(registry, message, deadline_at)
         if is_done(registry.fleet, message.header):
-            operation.done()
+            operation.end()
         return operation
 
     def _go_on(self, pending: _Pending) -> None:
@@ -224,7 +219,7 @@ class PendingCommands:
         if isinstance(outcome, WireError):
             self._context.counters.num_commands_refused += 1
             answer = Nack(command_id=command_id, error=outcome)
-            logger.info("%s of %s: %s", pending.name, client, outcome.message)
+            logger.info("%s of %s: %s", name_of(pending.message), client, outcome.message)
         else:
             answer = Ack(command_id=command_id, result=outcome)
         client.answers[command_id] = answer
@@ -240,5 +235,5 @@ class PendingCommands:
 def _not_begun(pending: _Pending) -> WireError:
     """The outcome where the deadline passed while others ran."""
     return WireError.of(
-        EngineStateError(f"{pending.name}: not begun in time, others ran before it")
+        EngineStateError(f"{name_of(pending.message)}: not begun in time, others ran before it")
     )

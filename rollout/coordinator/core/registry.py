@@ -50,8 +50,8 @@ class Registry:
         dispatcher: Dispatcher,
         requests: RequestLifecycle,
         fleet: Fleet,
-        *,
         coordinator_id: bytes,
+        *,
         num_awaited: int,
     ) -> None:
         """`num_awaited`: engines to wait for before the first is admitted, so that ranks follow the
@@ -274,7 +274,7 @@ class Registry:
         else:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
-    def probe(self, now: float) -> None:
+    def probe(self, _: int, now: float) -> None:
         """Send each engine a heartbeat that answers nothing: the system knows at once that a
         process has ended, but says so only to whoever sends to it."""
         for engine in self.engines.values():

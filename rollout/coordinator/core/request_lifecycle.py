@@ -21,6 +21,7 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
     Message,
+    Progress,
     ReplyAck,
     Sample,
     SubmitRequest,
@@ -105,7 +106,12 @@ class RequestLifecycle:
 
     # ---- what engines report
 
-    def progress(self, engine: EngineSession, message: EngineReplyPartial) -> None:
+    def progress_of_many(self, engine: EngineSession, message: Progress, now: float) -> None:
+        """As `progress`, of many attempts."""
+        for partial in message.partials():
+            self.progress(engine, partial, now)
+
+    def progress(self, engine: EngineSession, message: EngineReplyPartial, now: float) -> None:
         """Keep the new tokens, and pass them on to a client that streams.
 
         Raises ProtocolError for a run that cannot follow the earlier ones.
@@ -134,7 +140,7 @@ class RequestLifecycle:
             partial = EngineReplyPartial(request_id=request.client_request_id, tokens=new)
             self._context.send(request.client, partial)
 
-    def end(self, engine: EngineSession, message: EngineReply) -> None:
+    def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
         """Answer the request. The engine may forget the attempt, whether it counts or not."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         self._context.acknowledge(engine, attempt)
@@ -212,7 +218,7 @@ class RequestLifecycle:
         for request in self._unfinished(group_id):
             self._abort(request, error, now, is_overdue=True)
 
-    def orphaned(self, group_id: int) -> None:
+    def orphaned(self, group_id: int, now: float) -> None:
         """No engine came for what waits of a group."""
         wait_s = self._context.limits.orphan_deadline_s
         error = WireError.of(RolloutError(f"no engine was there for {wait_s:g} s"))
@@ -220,7 +226,7 @@ class RequestLifecycle:
             if request.phase is Phase.WAITING:
                 self.fail(request, error)
 
-    def grace_passed(self, server_id: int) -> None:
+    def grace_passed(self, server_id: int, now: float) -> None:
         """An engine has not answered an abort in time: the client need not wait for it."""
         request = self._table.requests.get(server_id)
         if request is not None and request.phase is Phase.ASSIGNED:
@@ -304,7 +310,7 @@ class RequestLifecycle:
         if request.abort_error is not None:
             timers.discard(("grace", request.server_id))
 
-    def acknowledged(self, client: ClientSession, message: ReplyAck) -> None:
+    def acknowledged(self, client: ClientSession, message: ReplyAck, now: float) -> None:
         """These replies have arrived."""
         for named in message.attempts:
             server_id = client.server_ids.get(named.request_id)

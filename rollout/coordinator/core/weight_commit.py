@@ -30,10 +30,11 @@ class WeightCommit(Operation):
     comes again.
     """
 
+    message: UpdateWeights
+
     def __init__(self, registry: Registry, message: UpdateWeights, deadline_at: float) -> None:
         """Raises WeightUpdateError if the version is not above the current one."""
-        super().__init__(registry, "UPDATE_WEIGHTS", deadline_at)
-        self._message = message
+        super().__init__(registry, message, deadline_at)
         self._version = next_version(registry.fleet, message)
         self._is_decided = False
 
@@ -41,8 +42,8 @@ class WeightCommit(Operation):
         prepare = Prepare(
             command_id=self.command_id,
             version=self._version,
-            source=self._message.source,
-            in_flight=self._message.in_flight,
+            source=self.message.source,
+            in_flight=self.message.in_flight,
             deadline_s=self.deadline_at - now,
         )
         self.ask(self.registry.ready_engines(), prepare, now)
@@ -70,7 +71,7 @@ class WeightCommit(Operation):
     def complete(self, now: float) -> None:
         if self._is_decided:
             self.registry.dispatcher.weights_changed(self.members.values())
-            self.done()
+            self.end()
         elif self.refusals:
             self._roll_back(next(iter(self.refusals.values())), now)
         elif not self.members:
@@ -103,8 +104,8 @@ class WeightCommit(Operation):
     def _agreed_checksum(self) -> tuple[str, str]:
         """The checksum that source and members name, and what is wrong if they name several."""
         named: dict[str, str] = {}
-        if self._message.source.checksum:
-            named[self._message.source.checksum] = "the source"
+        if self.message.source.checksum:
+            named[self.message.source.checksum] = "the source"
         for rank, vote in sorted(self.results.items()):
             checksum = vote.get("checksum") or ""
             if not isinstance(checksum, str):
@@ -121,7 +122,7 @@ class WeightCommit(Operation):
         self.results = {}
         context = self.registry.context
         # Whoever comes later must have fetched what the members have.
-        source = replace(self._message.source, checksum=checksum)
+        source = replace(self.message.source, checksum=checksum)
         self.fleet.weights = CommittedWeights(self._version, checksum, source)
         context.counters.num_weight_commits += 1
         logger.info("version %d is committed on %d engines", self._version, len(self.members))

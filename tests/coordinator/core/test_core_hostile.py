@@ -86,3 +86,9 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
     core = fleet.core
     assert len(core._logged) == len(core._answered_at) == LIMITS.max_noted_peers
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
+
+
+def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
+    core = FakeFleet().core
+    assert set(core._from_client) == ALLOWED[Role.CLIENT]
+    assert set(core._from_engine) == ALLOWED[Role.ENGINE]
