@@ -1,12 +1,16 @@
-"""The DEALER of a client or an engine: the address that it dials, its keys and its options."""
+"""Dealer: one connection of a client or an engine to the coordinator; addresses and keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from rollout.coordinator.security import HANDSHAKE_FAULTS
 from rollout.coordinator.security import CurveKeys as CurveKeys  # by its name here as well
+from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, RolloutError
 
 LOOPBACK = "127.0.0.1"
@@ -33,24 +37,93 @@ def address_of(port_or_address: int | str) -> str:
     return f"tcp://{LOOPBACK}:{text}"
 
 
-def dial(
-    socket: zmq.Socket[Any], address: str, max_frame_bytes: int, curve: CurveKeys | None
-) -> None:
-    """Set the options of a DEALER, and connect it. Raises ConfigError if `address` is none."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    # A socket has one connection: what comes over the next one answers what is sent over that.
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    # A machine that is gone without a word must not leave a connection that never ends.
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+# What became of a connection: one that was there is disconnected, one that never was is closed.
+CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+REFUSED = zmq.EVENT_CLOSED
+
+
+class Dealer:
+    """One connection to a coordinator. What comes over it answers what was sent over it: after a
+    connection is lost the next one is another Dealer.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        waker: Waker,
+        *,
+        max_frame_bytes: int,
+        curve: CurveKeys | None,
+    ) -> None:
+        """Dial. Raises ConfigError if `address` is none."""
+        self.socket = context.socket(zmq.DEALER)
+        self._monitor = context.socket(zmq.PAIR)
+        self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
+        try:
+            for option, value in _options(address, max_frame_bytes, curve):
+                self.socket.setsockopt(option, value)
+            watch = f"inproc://dealer-{id(self)}"
+            self.socket.monitor(watch, CONNECTED | DISCONNECTED | REFUSED | HANDSHAKE_FAULTS)
+            self._monitor.connect(watch)
+            self.socket.connect(address)
+        except zmq.ZMQError as fault:
+            self.close()
+            raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+        self._poller.register(waker, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int | None, *, for_messages: bool) -> bool:
+        """Wait for messages, if they are wanted, for an event, or for the waker. Returns whether
+        there are messages.
+        """
+        if for_messages != self._is_listening and not self.socket.closed:
+            self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
+            self._is_listening = for_messages
+        ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
+        if self._waker.fileno() in ready:  # how a poller names what is no ZeroMQ socket
+            self._waker.drain()
+        return self.socket in ready
+
+    def events(self) -> Iterator[int]:
+        """What has become of the connection since the last call."""
+        while not self._monitor.closed and self._monitor.poll(0):
+            yield recv_monitor_message(self._monitor)["event"]
+
+    def send(self, frame: bytes) -> None:
+        """Never waits: what may be on its way is bounded by who sends."""
+        self.socket.send(frame, zmq.NOBLOCK)
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of the next message; None if there is none, or the connection is closed."""
+        try:
+            return None if self.socket.closed else self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Then only the waker is waited for. Twice is fine."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close()
+            self.socket.close(linger=linger_ms)
+            self._poller = zmq.Poller()
+            self._poller.register(self._waker, zmq.POLLIN)
+
+
+def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:
+    options: list[tuple[int, Any]] = [
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 0),
+        (zmq.MAXMSGSIZE, max_frame_bytes),
+        (zmq.RECONNECT_IVL, -1),
+        (zmq.IPV6, int("[" in address)),
+        # A machine that is gone without a word must not leave a connection that never ends.
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+    ]
     if curve is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
-    socket.setsockopt(zmq.IPV6, int("[" in address))
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as fault:
-        raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+        options += [(zmq.CURVE_SERVERKEY, curve.server_public)]
+        options += [(zmq.CURVE_PUBLICKEY, curve.public), (zmq.CURVE_SECRETKEY, curve.secret)]
+    return options

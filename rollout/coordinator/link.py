@@ -8,16 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from rollout.coordinator.dealer import CoordinatorLostError, CurveKeys, address_of, dial
+from rollout.coordinator.dealer import (
+    CONNECTED,
+    REFUSED,
+    CoordinatorLostError,
+    CurveKeys,
+    Dealer,
+    address_of,
+)
 from rollout.coordinator.link_queues import Inbox, Lease, Outbox
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    ALLOWED,
     DEFAULT_MAX_FRAME_BYTES,
     AbortRequest,
     Ack,
@@ -39,13 +43,12 @@ from rollout.coordinator.protocol.messages import (
     Register,
     RegisterAck,
     ReplyAck,
-    Role,
     Rollback,
     decode,
     encode,
     error_from,
 )
-from rollout.coordinator.security import HANDSHAKE_FAULTS, handshake_fault
+from rollout.coordinator.security import KEY_IS_UNKNOWN, handshake_fault
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 
@@ -67,10 +70,6 @@ _REFUSED_S = 0.25
 GIVE_UP_S = 30.0
 # How long a closing socket may take to hand over its last frames.
 _LINGER_MS = 500
-
-# What became of a connection: one that was never there is closed, one that was is disconnected.
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-_EVENTS |= HANDSHAKE_FAULTS
 
 
 class LinkClosedError(RolloutError):
@@ -132,17 +131,14 @@ class Link:
         self._lease_s = self._heartbeat_s = math.inf
         self._next_heartbeat = self._lost_at = self._give_up_at = math.inf
         # ---- of the connection
-        self._context = zmq.Context()
-        self._monitor: zmq.Socket[bytes] | None = None  # None while there is no connection
-        self._poller, self._polled = zmq.Poller(), 0
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._greeted_at: float | None = None  # when the handshake over this connection was sent
-        self._is_full = False  # the socket took no frame at the last try
         self._redial_at = math.inf
         try:
-            self._dial()
+            self._dealer = self._dial()
         except BaseException:
             self._waker.close()
-            self._context.term()
+            self.context.term()
             raise
         name = "client-link" if self._is_client else "engine-link"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -165,13 +161,9 @@ class Link:
     # ---- the owner's thread
 
     @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        return self._context
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether messages are sent at once."""
-        return self._is_in_session
+    def socket(self) -> zmq.Socket[bytes]:
+        """Of the latest connection; to look at, it is the link's thread's."""
+        return self._dealer.socket
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if
@@ -245,8 +237,8 @@ class Link:
             while self._goodbye is None and not self._has_ended:
                 self._turn()
             if self._is_in_session and self._goodbye is not None:
-                self._outbox.send_all(self._send)
-                self._send(encode(self._goodbye))
+                self._outbox.send_all(self._dealer.send)
+                self._dealer.send(encode(self._goodbye))
         except Exception as fault:
             _logger.exception("the link to the coordinator failed")
             self._end(RolloutError(f"the link to {self.address} failed: {fault!r}"))
@@ -255,29 +247,30 @@ class Link:
             # Here, not in `close`, which several threads may call at once: a context ends once.
             self._is_in_session = False
             self._lease.end()
-            self._hang_up(_LINGER_MS)
+            self._dealer.close(_LINGER_MS)
             self._waker.close()
-            self._context.term()
+            self.context.term()
 
     def _turn(self) -> None:
         """Wait until there is something to do, and do it."""
-        due_at = self._redial_at
+        due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:
             due_at = min(self._next_heartbeat, self._lease.until)
-        due_at = min(due_at, self._give_up_at)
         left_s = due_at - time.monotonic()
         timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
-        self._choose_events()
-        ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
-        if self._waker.fileno() in ready:  # how a poller names what is no ZeroMQ socket
-            self._waker.drain()
-        if ready.get(self.socket, 0) & zmq.POLLIN:
+        if self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room):
             self._receive(_BATCH)
-        if self._monitor in ready:
-            self._follow_connection()
+        for event in self._dealer.events():
+            if event == CONNECTED:
+                self._greet()
+            elif fault := handshake_fault(event):
+                self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
+            else:
+                self._receive(None)  # its last words
+                self._disconnected(is_refused=event == REFUSED)
         self._do_due(time.monotonic())
         if self._is_in_session:
-            self._is_full = not self._outbox.send_all(self._send)
+            self._outbox.send_all(self._dealer.send)
 
     def _do_due(self, now: float) -> None:
         if self._is_in_session and now >= self._lease.until:
@@ -288,65 +281,36 @@ class Link:
         elif now >= self._give_up_at:
             self._lose(f"it was out of reach for {now - self._lost_at:.3g} s")
         elif now >= self._redial_at:
-            self._hang_up()
-            self._dial()
+            self._dealer.close()
+            self._dealer = self._dial()
 
     def _send_heartbeat(self, now: float) -> None:
         self._next_heartbeat = now + self._heartbeat_s
-        sequence = self._lease.heartbeat(now)
+        sequence = self._lease.heartbeat(now, self._outbox.num_sent)
         status = None if self._status is None else self._status()
-        if self._send(encode(Heartbeat(sequence=sequence, status=status))):
-            self._outbox.mark(sequence)
+        self._dealer.send(encode(Heartbeat(sequence=sequence, status=status)))
 
     # ---- the connection
 
-    def _dial(self) -> None:
-        """Each connection has a socket of its own."""
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._monitor = self._context.socket(zmq.PAIR)
-        try:
-            watch = f"inproc://link-{id(self)}-{self.socket.fd}"
-            self.socket.monitor(watch, _EVENTS)
-            self._monitor.connect(watch)
-            dial(self.socket, self.address, self._max_frame_bytes, self._curve)
-        except ConfigError:
-            self._hang_up()
-            raise
-        self._poller, self._polled = zmq.Poller(), zmq.POLLIN
-        self._poller.register(self._waker, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self.socket, self._polled)
-        self._redial_at = time.monotonic() + _ANSWER_S
+    def _dial(self) -> Dealer:
+        self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
+        return Dealer(
+            *(self.context, self.address, self._waker),
+            max_frame_bytes=self._max_frame_bytes,
+            curve=self._curve,
+        )
 
-    def _hang_up(self, linger_ms: int = 0) -> None:
-        if self._monitor is not None:
-            self.socket.disable_monitor()
-            self._monitor.close()
-            self.socket.close(linger=linger_ms)
-            self._poller = zmq.Poller()
-            self._poller.register(self._waker, zmq.POLLIN)
-        self._monitor = self._greeted_at = None
-        self._is_full = False
-
-    def _choose_events(self) -> None:
-        """Listen for what a turn can use."""
-        events = zmq.POLLIN if self._inbox.has_room else 0
-        if self._is_full:
-            events |= zmq.POLLOUT
-        if self._monitor is not None and events != self._polled:
-            self._polled = events
-            self._poller.modify(self.socket, events)
-
-    def _follow_connection(self) -> None:
-        while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._greet()
-            elif fault := handshake_fault(event):
-                self._not_let_in(fault, is_certain=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            else:
-                self._receive(None)  # its last words
-                self._disconnected(is_refused=event == zmq.EVENT_CLOSED)
+    def _disconnected(self, *, is_refused: bool) -> None:
+        now = time.monotonic()
+        if self._has_ended:
+            return
+        if self._is_in_session:
+            self._leave("the connection is lost", now)
+            return
+        self._dealer.close()
+        self._redial_at = now + _REDIAL_S
+        if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
+            self._lose("its process has ended, connections are refused")
 
     def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
         """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
@@ -358,24 +322,12 @@ class Link:
         if is_certain:
             self._has_answer.set()
 
-    def _disconnected(self, *, is_refused: bool) -> None:
-        now = time.monotonic()
-        if self._has_ended:
-            return
-        if self._is_in_session:
-            self._leave("the connection is lost", now)
-            return
-        self._hang_up()
-        self._redial_at = now + _REDIAL_S
-        if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
-            self._lose("its process has ended, connections are refused")
-
     # ---- the session
 
     def _greet(self) -> None:
-        now = time.monotonic()
-        if self._send(encode(self._handshake(), self._max_frame_bytes)):
-            self._greeted_at, self._redial_at = now, now + _ANSWER_S
+        self._dealer.send(encode(self._handshake(), self._max_frame_bytes))
+        self._greeted_at = time.monotonic()
+        self._redial_at = self._greeted_at + _ANSWER_S
 
     def _enter(self, ack: ConnectAck | RegisterAck) -> None:
         """The handshake is answered."""
@@ -406,7 +358,7 @@ class Link:
         """The session is over: begin another one."""
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
-        self._hang_up()
+        self._dealer.close()
         self._outbox.rewind()
         give_up_s = min(self._give_up_s, self._lease_s) if self._is_client else self._give_up_s
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
@@ -441,43 +393,26 @@ class Link:
 
     # ---- messages
 
-    def _send(self, frame: bytes) -> bool:
-        """Whether the socket took it: not while the coordinator is too slow."""
-        try:
-            self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
     def _receive(self, max_messages: int | None) -> None:
         num_left = math.inf if max_messages is None else max_messages
-        while num_left > 0 and self._inbox.has_room and self._monitor is not None:
+        while num_left > 0 and self._inbox.has_room:
             num_left -= 1
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if (frames := self._dealer.receive()) is None:
                 return
             try:
-                self._take(self._decoded(frames))
+                if len(frames) != 1:
+                    raise ProtocolError(f"a message is one frame, got {len(frames)}")
+                self._take(decode(frames[0], self._max_frame_bytes))
             except ProtocolError as fault:
                 self.num_malformed += 1
                 if self.num_malformed == 1:
                     _logger.warning("coordinator %s sent garbage: %s", self.address, fault)
 
-    def _decoded(self, frames: list[bytes]) -> Message:
-        if len(frames) != 1:
-            raise ProtocolError(f"a message is one frame, got {len(frames)}")
-        message = decode(frames[0], self._max_frame_bytes)
-        if type(message) not in ALLOWED[Role.COORDINATOR]:
-            raise ProtocolError(f"{type(message).__name__} is no message of a coordinator")
-        return message
-
     def _take(self, message: Message) -> None:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            self._lease.answered(message.sequence, time.monotonic())
-            self._outbox.confirm(message.sequence)
+            self._outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
             self._enter(message)
         elif isinstance(message, Nack) and message.command_id is None:
@@ -487,4 +422,4 @@ class Link:
         elif isinstance(message, _FOR_CLIENTS if self._is_client else _FOR_ENGINES):
             self._inbox.put(message)
         else:
-            raise ProtocolError(f"{type(message).__name__} is for another kind of peer")
+            raise ProtocolError(f"{type(message).__name__} is no message for this peer")

@@ -1,4 +1,4 @@
-"""What a link's thread and its owner share: messages, frames that may be lost, and the lease."""
+"""What a link's thread shares with its owner: messages, frames that may be lost, and the lease."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from rollout.errors import RolloutError
 
 
 class Lease:
-    """For how long the coordinator surely counts on this peer. Counted from when what was answered
-    was *sent*, so that it ends no later than the coordinator thinks it does. Times in seconds of
-    one clock. One thread writes, any may read `until`.
+    """For how long the coordinator surely counts on this peer, from when what it answered was
+    *sent*: so it ends no later than the coordinator thinks. Times in seconds of one clock. One
+    thread writes, any may read `until`.
     """
 
     def __init__(self) -> None:
         self.until = -math.inf
         self._lease_s = 0.0
         self._sequence = 0
-        self._sent_at: dict[int, float] = {}
+        self._unanswered: dict[int, tuple[float, int]] = {}  # heartbeat -> when, how many frames
 
     def begin(self, lease_s: float, sent_at: float) -> None:
         """A handshake that was sent at `sent_at` is answered."""
-        self._lease_s = lease_s
-        self._sent_at.clear()
-        self.until = sent_at + lease_s
+        self._lease_s, self.until = lease_s, sent_at + lease_s
+        self._unanswered.clear()
 
     def end(self) -> None:
         """It counts no more; only a handshake begins another."""
         self.until = -math.inf
-        self._sent_at.clear()
+        self._unanswered.clear()
 
-    def heartbeat(self, now: float) -> int:
-        """Return the sequence number of a heartbeat that is sent now."""
+    def heartbeat(self, now: float, num_sent: int = 0) -> int:
+        """Return the sequence number of a heartbeat that is sent now, behind `num_sent` frames."""
         self._sequence += 1
-        self._sent_at[self._sequence] = now
+        self._unanswered[self._sequence] = (now, num_sent)
         return self._sequence
 
-    def answered(self, sequence: int, now: float) -> None:
-        """A heartbeat's answer is here. One that comes after the end is too late, whatever it was
-        an answer to: meanwhile this peer may have been given up.
+    def answered(self, sequence: int, now: float) -> int:
+        """A heartbeat's answer is here. Returns how many frames have arrived for sure.
+
+        One that comes after the end is too late, whatever it was an answer to: meanwhile this peer
+        may have been given up.
         """
-        sent_at = self._sent_at.pop(sequence, None)
-        if sent_at is None or now >= self.until:
-            return
-        for earlier in [s for s in self._sent_at if s < sequence]:
-            del self._sent_at[earlier]
-        self.until = max(self.until, sent_at + self._lease_s)
+        if sequence not in self._unanswered:
+            return 0
+        sent_at, num_sent = self._unanswered[sequence]
+        self._unanswered = {s: sent for s, sent in self._unanswered.items() if s > sequence}
+        if now < self.until:
+            self.until = max(self.until, sent_at + self._lease_s)
+        return num_sent
 
 
 class Inbox:
@@ -62,7 +64,7 @@ class Inbox:
     ) -> None:
         self._max_messages, self._on_news, self._on_room = max_messages, on_news, on_room
         self._messages: deque[Message] = deque()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self.end: RolloutError | None = None
 
     @property
@@ -70,10 +72,10 @@ class Inbox:
         return self._max_messages is None or len(self._messages) < self._max_messages
 
     def put(self, message: Message) -> None:
-        with self._news:
+        with self._changed:
             self._messages.append(message)
             is_first = len(self._messages) == 1
-            self._news.notify()
+            self._changed.notify()
         if is_first:
             self._on_news()
 
@@ -81,9 +83,9 @@ class Inbox:
         """Return the messages of one session, waiting for the first one: the answer to a handshake,
         which begins a session, is the first of those returned. Raises the end, once all are taken.
         """
-        with self._news:
+        with self._changed:
             if timeout_s > 0.0:
-                self._news.wait_for(lambda: self._messages or self.end is not None, timeout_s)
+                self._changed.wait_for(lambda: self._messages or self.end is not None, timeout_s)
             was_full = not self.has_room
             taken: list[Message] = []
             while self._messages:
@@ -97,9 +99,9 @@ class Inbox:
         return taken
 
     def close(self, end: RolloutError) -> None:
-        with self._news:
+        with self._changed:
             self.end = self.end or end
-            self._news.notify_all()
+            self._changed.notify_all()
         self._on_news()
 
 
@@ -113,18 +115,18 @@ class Outbox:
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
         self._num_confirmed = 0  # of all that were ever sent
-        self._marks: dict[int, int] = {}  # heartbeat -> how many had been sent before it
         self._lock = threading.Lock()
-        self._is_lost = False
         self._end: RolloutError | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        self._is_lost = False
 
     @property
     def num_kept(self) -> int:
         return len(self._waiting) + len(self._sent)
+
+    @property
+    def num_sent(self) -> int:
+        """Of all, confirmed or not, over this connection or one before."""
+        return self._num_confirmed + len(self._sent)
 
     def put(self, frame: bytes) -> None:
         """Raises RolloutError if it is full, or the end. Drops it if nobody is left to get it."""
@@ -143,42 +145,31 @@ class Outbox:
         if is_first:
             self._on_first()
 
-    def send_all(self, send: Callable[[bytes], bool]) -> bool:
-        """Give what waits to `send`, in order, until it takes one no more; whether it took all."""
+    def send_all(self, send: Callable[[bytes], object]) -> None:
+        """Give what waits to `send`, in order."""
         while self._waiting:
-            if not send(self._waiting[0]):
-                return False
+            send(self._waiting[0])
             with self._lock:
                 self._sent.append(self._waiting.popleft())
-        return True
 
-    def mark(self, sequence: int) -> None:
-        """A heartbeat has been sent, after all that was sent before."""
-        self._marks[sequence] = self._num_confirmed + len(self._sent)
-
-    def confirm(self, sequence: int) -> None:
-        """A heartbeat is answered: what was sent before it on its connection has arrived."""
-        num_arrived = self._marks.get(sequence, 0)
+    def confirm(self, num_sent: int) -> None:
+        """So many, of all that were ever sent, have arrived."""
         with self._lock:
-            while self._num_confirmed < num_arrived:
+            while self._num_confirmed < num_sent:
                 self._sent.popleft()
                 self._num_confirmed += 1
-        self._marks = {s: num for s, num in self._marks.items() if s > sequence}
 
     def rewind(self) -> None:
         """The connection is gone: what may be lost with it waits again, before all else."""
         with self._lock:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
-        self._marks.clear()
 
     def lose(self) -> None:
         """The coordinator is lost: nobody is left to get what waits, nor what comes."""
         with self._lock:
             self._is_lost = True
             self._waiting.clear()
-            self._sent.clear()
-        self._marks.clear()
 
     def close(self, end: RolloutError) -> None:
         with self._lock:

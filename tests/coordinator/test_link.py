@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -382,7 +381,7 @@ def test_a_connection_that_breaks_at_any_time_loses_no_message():
             router.come_back()
         expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
         assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
-        assert becomes(lambda: link._outbox.num_waiting == 0)
+        assert becomes(lambda: link._outbox.num_kept == 0)
 
 
 def test_answers_to_nothing_that_was_asked_are_dropped():
@@ -423,30 +422,23 @@ def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(even
         assert lease.until > float("-inf") or not alive
 
 
-def takes(connection: list[object], frame: bytes) -> bool:
-    connection.append(frame)
-    return True
-
-
 @given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
 def test_what_is_sent_is_kept_until_it_has_arrived(events):
-    outbox, arrived, num_put = Outbox(1000, lambda: None), [], 0
+    outbox, lease, arrived, num_put = Outbox(1000, lambda: None), Lease(), [], 0
+    lease.begin(1.0, 0.0)
     connection: list[object] = []  # frames and heartbeats on their way
     answers: list[int] = []
-    sequence = 0
     for what in [*events, "send", "beat", "hear", "hear"]:
         if what == "put":
             outbox.put(str(num_put).encode())
             num_put += 1
         elif what == "send":
-            outbox.send_all(partial(takes, connection))
+            outbox.send_all(connection.append)
         elif what == "beat":
-            sequence += 1
-            connection.append(sequence)
-            outbox.mark(sequence)
+            connection.append(lease.heartbeat(0.0, outbox.num_sent))
         elif what == "hear":
             for answer in answers:
-                outbox.confirm(answer)
+                outbox.confirm(lease.answered(answer, 0.0))
             answers = [item for item in connection if isinstance(item, int)]
             arrived += [int(item) for item in connection if isinstance(item, bytes)]
             connection = []
@@ -454,13 +446,12 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
             arrived += [int(f) for f in connection[: len(connection) // 2] if isinstance(f, bytes)]
             connection, answers = [], []
             outbox.rewind()
+            lease.begin(1.0, 0.0)
     assert set(arrived) == set(range(num_put))
     assert list(dict.fromkeys(arrived)) == list(range(num_put))
-    assert not outbox.num_waiting
     for answer in answers:
-        outbox.confirm(answer)
-    outbox.rewind()
-    assert not outbox.num_waiting  # all of it is known to have arrived
+        outbox.confirm(lease.answered(answer, 0.0))
+    assert not outbox.num_kept  # all of it is known to have arrived
 
 
 CHILD = """

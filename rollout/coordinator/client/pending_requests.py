@@ -180,9 +180,9 @@ class PendingRequests:
     def _deadline_passed(self, request: _Request, seconds: float) -> None:
         """The coordinator keeps the deadline of what was sent; it may have gone meanwhile."""
         if not request.is_sent:
-            error = RequestAbortedError("the request's deadline has passed")
             self._remove(request)
-            _set_exception(request.future, error)
+            aborted = RequestAbortedError("the request's deadline has passed")
+            _set_exception(request.future, aborted)
             return
         limit_s = seconds + self._grace_s
         what = f"request {request.future.request_id} has no reply after {limit_s:g} s"

@@ -142,17 +142,18 @@ def _encoded(
     add_bos = {params.add_BOS for params in sampling_params}
     if len(add_bos) > 1:
         raise InvalidRequestError("add_BOS must be the same for all samples of one prompt")
-    if True in add_bos and tokenizer.bos_id is None:
+    first = [tokenizer.bos_id] if True in add_bos else []
+    if None in first:
         raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
     try:
         tokens = tokenizer.encode(text)
     except Exception as fault:  # the tokenizer is the user's: it may raise anything
         reason = f"the tokenizer cannot encode the prompt {text[:40]!r}: {fault!r}"
         return np.empty(0, np.int32), InvalidRequestError(reason)
-    return _checked_ids([tokenizer.bos_id, *tokens] if True in add_bos else tokens), None
+    return _checked_ids([*first, *tokens]), None
 
 
-def _checked_ids(prompt: Sequence[int]) -> npt.NDArray[np.int32]:
+def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
     """As int32 [n]. The vocabulary is known to the engines only."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
