@@ -61,13 +61,15 @@ class Dealer:
         self._monitor = context.socket(zmq.PAIR)
         self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
         try:
+            for option, value in _options(address, max_frame_bytes, curve):
+                self.socket.setsockopt(option, value)
             watch = f"inproc://dealer-{id(self)}"
             self.socket.monitor(watch, CONNECTED | DISCONNECTED | REFUSED | HANDSHAKE_FAULTS)
             self._monitor.connect(watch)
-            dial(self.socket, address, max_frame_bytes, curve)
-        except ConfigError:
+            self.socket.connect(address)
+        except zmq.ZMQError as fault:
             self.close()
-            raise
+            raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
         self._poller.register(waker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
@@ -109,10 +111,7 @@ class Dealer:
             self._poller.register(self._waker, zmq.POLLIN)
 
 
-def dial(
-    socket: zmq.Socket[Any], address: str, max_frame_bytes: int, curve: CurveKeys | None
-) -> None:
-    """Set the options of a DEALER, and connect it. Raises ConfigError if `address` is none."""
+def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:
     options: list[tuple[int, Any]] = [
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
@@ -127,9 +126,4 @@ def dial(
     if curve is not None:
         options += [(zmq.CURVE_SERVERKEY, curve.server_public)]
         options += [(zmq.CURVE_PUBLICKEY, curve.public), (zmq.CURVE_SECRETKEY, curve.secret)]
-    for option, value in options:
-        socket.setsockopt(option, value)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as fault:
-        raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+    return options

@@ -48,7 +48,7 @@ from rollout.coordinator.protocol.messages import (
     encode,
     error_from,
 )
-from rollout.coordinator.security import handshake_fault
+from rollout.coordinator.security import KEY_IS_UNKNOWN, handshake_fault
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 
@@ -265,7 +265,7 @@ class Link:
             if event == CONNECTED:
                 self._greet()
             elif fault := handshake_fault(event):
-                self._not_let_in(fault, is_certain=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+                self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
             else:
                 self._receive(None)  # its last words
                 self._disconnected(is_refused=event == REFUSED)
@@ -301,17 +301,6 @@ class Link:
             curve=self._curve,
         )
 
-    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
-        """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
-        else in the end, for the coordinator may have died amid the handshake.
-        """
-        if not is_certain:
-            self._possible_fault = f" If it is: {fault}"
-        elif self.refusal is None:
-            self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
-            _logger.warning("%s", self.refusal)
-            self._has_answer.set()
-
     def _disconnected(self, *, is_refused: bool) -> None:
         now = time.monotonic()
         if self._has_ended:
@@ -324,7 +313,16 @@ class Link:
         if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
             self._lose("its process has ended, connections are refused")
 
-    # ---- the session
+    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
+        """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
+        else in the end, for the coordinator may have died amid the handshake.
+        """
+        if not is_certain:
+            self._possible_fault = f" If it is: {fault}"
+        elif self.refusal is None:
+            self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
+            _logger.warning("%s", self.refusal)
+            self._has_answer.set()
 
     def _greet(self) -> None:
         self._dealer.send(encode(self._handshake(), self._max_frame_bytes))

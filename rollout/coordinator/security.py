@@ -30,10 +30,9 @@ _ZAP_DOMAIN = b"rollout"
 _MAX_LOGGED_KEYS = 64
 _KEY_LINE = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 # A socket's monitor reports these of a handshake that failed.
+KEY_IS_UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 HANDSHAKE_FAULTS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    KEY_IS_UNKNOWN | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -203,7 +202,7 @@ def serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
 
 def handshake_fault(event: int) -> str | None:
     """What one of HANDSHAKE_FAULTS says to the peer that dialled; None for another event."""
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+    if event == KEY_IS_UNKNOWN:
         return "it does not know the key of this peer: its CurveServerKeys.clients must have it"
     if event & HANDSHAKE_FAULTS:
         return "its CURVE keys are not those given here, or one side has none"

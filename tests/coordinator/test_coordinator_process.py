@@ -20,10 +20,8 @@ import zmq
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.credit import num_ahead
-from rollout.coordinator.dealer import dial
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
-    DEFAULT_MAX_FRAME_BYTES,
     Ack,
     AssignRequest,
     Connect,
@@ -59,7 +57,11 @@ class Line:
         self.peer = peer
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        dial(self.socket, address, DEFAULT_MAX_FRAME_BYTES, keys)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self.socket.connect(address)
 
     def send(self, *messages: Message) -> None:
         for message in messages:

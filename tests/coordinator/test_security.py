@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 import zmq
 import zmq.auth
-from zmq.utils.monitor import recv_monitor_message
 
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.dealer import CoordinatorLostError, dial
+from rollout.coordinator.dealer import CoordinatorLostError, Dealer
 from rollout.coordinator.link import Link
 from rollout.coordinator.router import Router
 from rollout.coordinator.security import (
-    HANDSHAKE_FAULTS,
     CurveKeys,
     CurveServerKeys,
     client_keys_in,
@@ -36,6 +34,7 @@ from rollout.coordinator.security import (
     remove_private_address,
     server_keys_in,
 )
+from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError
 from tests.coordinator.test_link import registration, status
 
@@ -54,18 +53,17 @@ def router(host: str | None, port: int | None = None, **options: Any) -> Iterato
 
 
 @contextmanager
-def peer(address: str, keys: CurveKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """A dealer that has sent `hello`, with the monitor of its failed handshakes as `monitor_`."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
+def peer(address: str, keys: CurveKeys | None = None) -> Iterator[Dealer]:
+    """A dealer that has sent `hello`."""
+    context, waker = zmq.Context(), Waker()
+    dealer = Dealer(context, address, waker, max_frame_bytes=MAX_FRAME_BYTES, curve=keys)
     try:
-        dealer.get_monitor_socket(HANDSHAKE_FAULTS)
-        dial(dealer, address, MAX_FRAME_BYTES, keys)
         dealer.send(b"hello")
         yield dealer
     finally:
-        dealer.disable_monitor()
-        context.destroy(linger=0)
+        dealer.close()
+        context.term()
+        waker.close()
 
 
 def heard_by(made: Router) -> list[bytes]:
@@ -74,11 +72,10 @@ def heard_by(made: Router) -> list[bytes]:
     return [frame for _, frame in made.receive(9)]
 
 
-def fault_of(dealer: zmq.Socket[bytes]) -> str | None:
-    """Why the handshake failed, as the dealer's monitor says."""
-    monitor = dealer.get_monitor_socket()
-    assert monitor.poll(WAIT_S * 1000)
-    return handshake_fault(recv_monitor_message(monitor)["event"])
+def fault_of(dealer: Dealer) -> str | None:
+    """Why the handshake failed, as the dealer is told."""
+    dealer.wait(int(WAIT_S * 1000), for_messages=False)
+    return handshake_fault(next(iter(dealer.events())))
 
 
 def server_keys() -> CurveServerKeys:
