@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,17 @@ from torch import nn
 from rollout.apis.prompts import Prompt
 from rollout.apis.text_output import finished_request
 from rollout.apis.turn_lock import TurnLock
-from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.config import InferenceConfig
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
+
+# Verbs that move the weights, or give them another version: not while an update is staged.
+_USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch")
 
 
 class InProcessRuntime:
@@ -83,32 +85,14 @@ class InProcessRuntime:
     def weights_version(self) -> int:
         return self.engine.weights_version
 
-    def pause(self) -> None:
-        with self._turn:
-            self.engine.pause()
+    def order(self, verb: str, *arguments: Any) -> Any:
+        """Do a control verb between two steps."""
+        if verb == "update_weights":
+            return self._update_weights(*arguments)
+        with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:
+            return getattr(self.engine, verb)(*arguments)
 
-    def unpause(self) -> None:
-        with self._turn:
-            self.engine.unpause()
-
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None,
-        release: Sequence[str],
-        discard_weights: bool,
-    ) -> SuspendReport:
-        with self._weights_turn, self._turn:
-            return self.engine.suspend(mode, release, discard_weights)
-
-    def resume(self, only: str | None) -> ResumeReport:
-        with self._weights_turn, self._turn:
-            return self.engine.resume(only)
-
-    def set_generation_epoch(self, version: int) -> None:
-        with self._weights_turn, self._turn:
-            self.engine.set_generation_epoch(version)
-
-    def update_weights(
+    def _update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         """Only the copies themselves keep steps waiting."""
@@ -118,10 +102,6 @@ class InProcessRuntime:
             staged = self.engine.stage_weights(named_tensors)
             with self._turn:
                 return self.engine.commit_weights(staged, version, in_flight)
-
-    def stats(self) -> EngineStats:
-        with self._turn:
-            return self.engine.stats()
 
     def shutdown(self) -> None:
         with self._turn:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.apis.prompts import Prompt
-from rollout.config import KVCacheManagementMode
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
 
 class Runtime(Protocol):
-    """One thread calls `submit`, `advance`, `abort` and `drop`; any may call the control verbs,
-    which are those of LLM.
-    """
+    """One thread calls `submit`, `advance`, `abort` and `drop`; any may call `order`."""
 
     tokenizer: Tokenizer | None
 
@@ -49,25 +44,8 @@ class Runtime(Protocol):
     @property
     def weights_version(self) -> int: ...
 
-    def pause(self) -> None: ...
-
-    def unpause(self) -> None: ...
-
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None,
-        release: Sequence[str],
-        discard_weights: bool,
-    ) -> SuspendReport: ...
-
-    def resume(self, only: str | None) -> ResumeReport: ...
-
-    def set_generation_epoch(self, version: int) -> None: ...
-
-    def update_weights(
-        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
-    ) -> WeightUpdateReport: ...
-
-    def stats(self) -> EngineStats: ...
+    def order(self, verb: str, *arguments: Any) -> Any:
+        """Do the control verb of LLM that has this name; returns what it returns."""
+        ...
 
     def shutdown(self) -> None: ...
