@@ -26,7 +26,7 @@ from rollout.errors import ConfigError, decode_error, encode_error
 
 CHILD_FLAG = "--child"
 _PATH = "PYTHONPATH"
-_PARENT_CHECK_S = 0.2
+_PARENT_CHECK_S, _END_S = 0.2, 5.0
 
 
 def pickled(value: Any, what: str) -> bytes:
@@ -162,6 +162,8 @@ def _end_with(parent_pid: int) -> None:
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(_PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGTERM)  # for a child that has something to clean up
+        time.sleep(_END_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -39,8 +39,6 @@ from rollout.text import Tokenizer, tokenizer_of
 
 Results = Mapping[str, Any]
 Groups = Sequence[tuple[Prompt, Sequence[SamplingParams]]]
-MAX_ENGINE_RESTARTS = 3
-START_TIMEOUT_S = 1800.0
 _PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
 # How long the end of the coordinator's process may be noticed after that of its connection.
 _NOTICE_S = 1.0
@@ -56,6 +54,8 @@ class AsyncLLM:
     LLM, to be awaited; they take effect on all engines, and return when the last one has confirmed.
     """
 
+    _fleet: FleetProcesses | None
+
     def __init__(
         self,
         model: str | Path | Any,
@@ -69,8 +69,8 @@ class AsyncLLM:
         coordinator_port: int | None = None,
         coordinator_options: Mapping[str, Any] | None = None,
         weights_version: int = 0,
-        max_engine_restarts: int = MAX_ENGINE_RESTARTS,
-        start_timeout_s: float = START_TIMEOUT_S,
+        max_engine_restarts: int = 3,
+        start_timeout_s: float = 1800.0,
         **config_fields: Any,
     ) -> None:
         """spawn: engines that are started here, None for all; others dial `address`, as
@@ -84,16 +84,13 @@ class AsyncLLM:
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         num_engines = data_parallel_size if spawn is None else spawn
-        if data_parallel_size < 1:
-            raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
         if not 0 <= num_engines <= data_parallel_size:
-            raise ConfigError(f"spawn={spawn} must be in [0, data_parallel_size]")
-        if max_engine_restarts < 0 or not start_timeout_s > 0:
             raise ConfigError(
-                f"max_engine_restarts={max_engine_restarts} must be 0 or more, and "
-                f"start_timeout_s={start_timeout_s} above 0"
+                f"spawn={spawn} must be in [0, {data_parallel_size}], or None for all"
             )
-        config = config_with(inference_config, config_fields, *_KEYWORDS)
+        config = config_with(
+            inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
+        )
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version)
         for_coordinator = coordinator_arguments(
             config,
@@ -104,14 +101,9 @@ class AsyncLLM:
             port=coordinator_port,
             orphan_deadline_s=start_timeout_s,
         )
-        for_engine = engine_arguments(
-            config,
-            num_engines,
-            start_timeout_s,
-            model=without_shards(model, config.dtype),
-            tokenizer=self.tokenizer,
-            weights_version=weights_version,
-        )
+        own = {"tokenizer": self.tokenizer, "weights_version": weights_version}
+        own["model"] = without_shards(model, config.dtype)
+        for_engine = engine_arguments(config, num_engines, start_timeout_s, own)
         self._fleet = FleetProcesses(
             for_coordinator,
             for_engine,
@@ -149,7 +141,7 @@ class AsyncLLM:
     ) -> None:
         self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
-        self._fleet: FleetProcesses | None = None
+        self._fleet = None
         self._publisher = WeightPublisher()
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -298,7 +290,7 @@ class AsyncLLM:
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
         """What a user gets of a request that is done: one without a record is FAILED."""
-        error = future.exception()
+        error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)
         if isinstance(error, _LOST):
@@ -446,5 +438,8 @@ class AsyncLLM:
         await self.shutdown()
 
 
-# What an unknown keyword may have been meant as, beside the fields of InferenceConfig.
-_KEYWORDS = tuple(inspect.signature(AsyncLLM).parameters)
+def _num_engines(data_parallel_size: int, spawn: int | None) -> int:
+    """Of those that are started here. Raises ConfigError."""
+    if spawn is not None and not 0 <= spawn <= data_parallel_size:
+        raise ConfigError(f"spawn={spawn} must be in [0, {data_parallel_size}], or None for all")
+    return data_parallel_size if spawn is None else spawn

@@ -164,12 +164,12 @@ def coordinator_arguments(
 
 
 def engine_arguments(
-    config: InferenceConfig, num_engines: int, start_timeout_s: float, **arguments: Any
+    config: InferenceConfig, num_engines: int, start_timeout_s: float, own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What run_engine takes for each of so many engines of this machine."""
+    """What run_engine takes: `own`, and what follows for each of so many engines here."""
     threads = config.num_threads or max(1, num_usable_cpus() // max(1, num_engines))
     return {
-        **arguments,
+        **own,
         "inference_config": config.replace(num_threads=threads),
         "register_timeout_s": start_timeout_s,
     }

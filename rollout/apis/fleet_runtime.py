@@ -25,7 +25,7 @@ _VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has
 
 
 class FleetRuntime:
-    """A Runtime. `make` makes the AsyncLLM; what it raises is raised."""
+    """As InProcessRuntime. `make` makes the AsyncLLM; what it raises is raised."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
@@ -120,7 +120,7 @@ class FleetRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now; waits for their records."""
+        """End requests now; waits for their records. Returns all that has ended meanwhile."""
         self._do(self._abort(request_ids))
         return self._drain()
 
@@ -133,6 +133,7 @@ class FleetRuntime:
             await asyncio.sleep(0)  # for the callbacks that take them
 
     def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now; nobody wants them. Leaves alone what has ended."""
         self._do(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:

@@ -26,7 +26,9 @@ _USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch")
 
 
 class InProcessRuntime:
-    """A Runtime. What other threads order takes effect between two steps."""
+    """Where an LLM's requests run: an engine here, or the fleet of a FleetRuntime. One thread calls
+    `submit`, `advance`, `abort` and `drop`; what others `order` takes effect between two steps.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class InProcessRuntime:
             return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """One step, however long it takes."""
+        """One step, however long it takes; returns what ended. Raises EngineStateError if waiting
+        is in vain: paused, stopped, or nothing to do.
+        """
         with self._turn:
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
                 raise EngineStateError(
@@ -61,7 +65,7 @@ class InProcessRuntime:
             return [finished_request(record, self.tokenizer) for record in self.engine.step()]
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state."""
+        """End requests now, in any state; returns them."""
         ended = []
         for request_id in request_ids:
             with self._turn:
@@ -70,6 +74,7 @@ class InProcessRuntime:
         return ended
 
     def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now, in any state; nobody wants them."""
         for request_id in request_ids:
             # One that has ended may have been handed out.
             with suppress(EngineStateError), self._turn:
@@ -86,7 +91,7 @@ class InProcessRuntime:
         return self.engine.weights_version
 
     def order(self, verb: str, *arguments: Any) -> Any:
-        """Do a control verb between two steps."""
+        """Do the control verb of LLM that has this name; returns what it returns."""
         if verb == "update_weights":
             return self._update_weights(*arguments)
         with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rollout.apis.async_llm import MAX_ENGINE_RESTARTS, START_TIMEOUT_S, AsyncLLM
+from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.config_fields import config_with
 from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import Groups, RolloutGroup
@@ -21,7 +21,6 @@ from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.interrupts import interrupt_deferred
 from rollout.apis.progress import progress_bar
 from rollout.apis.prompts import Prompt, as_batch, per_sample
-from rollout.apis.runtime import Runtime
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
@@ -40,7 +39,9 @@ class LLM:
 
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
     may be a Tokenizer, a transformers or `tokenizers` one; without it prompts are token ids (a
-    directory's own is found). Raises ConfigError and ModelError.
+    directory's own is found). `options`: fields of InferenceConfig, which replace those of
+    `inference_config`, and, with `use_coordinator`, keywords of AsyncLLM. Raises ConfigError, for
+    an unknown one with the nearest name, and ModelError.
 
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
@@ -59,27 +60,12 @@ class LLM:
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = False,
         weights_version: int = 0,
-        *,
-        data_parallel_size: int = 1,
-        spawn: int | None = None,
-        coordinator_host: str | None = None,
-        coordinator_port: int | None = None,
-        coordinator_options: Mapping[str, Any] | None = None,
-        max_engine_restarts: int = MAX_ENGINE_RESTARTS,
-        start_timeout_s: float = START_TIMEOUT_S,
-        **config_fields: Any,
+        **options: Any,
     ) -> None:
-        config = config_with(inference_config, config_fields, *_KEYWORDS)
-        of_fleet = {
-            "data_parallel_size": data_parallel_size,
-            "spawn": spawn,
-            "coordinator_host": coordinator_host,
-            "coordinator_port": coordinator_port,
-            "coordinator_options": coordinator_options,
-            "max_engine_restarts": max_engine_restarts,
-            "start_timeout_s": start_timeout_s,
-        }
-        self._runtime: Runtime
+        of_fleet = {name: options.pop(name) for name in _OF_FLEET if name in options}
+        parameters = (*inspect.signature(LLM).parameters, *_OF_FLEET)
+        config = config_with(inference_config, options, *parameters)
+        self._runtime: InProcessRuntime | FleetRuntime
         if use_coordinator:
             self._runtime = FleetRuntime(
                 lambda: AsyncLLM(
@@ -278,8 +264,7 @@ class LLM:
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:
     """Raise ConfigError for what only a coordinator heeds."""
-    parameters = inspect.signature(LLM).parameters
-    given = {n: (value, parameters[n].default) for n, value in of_fleet.items()}
+    given = {name: (value, _OF_FLEET[name].default) for name, value in of_fleet.items()}
     name = "prefix_caching_coordinator_policy"
     given[name] = getattr(config, name), getattr(InferenceConfig(), name)
     for name, (value, default) in given.items():
@@ -287,5 +272,10 @@ def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> N
             raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
 
 
-# What an unknown keyword may have been meant as, beside the fields of InferenceConfig.
-_KEYWORDS = tuple(inspect.signature(LLM).parameters)
+# What AsyncLLM takes by keyword only, but for the shared ones.
+_OF_FLEET = {
+    name: parameter
+    for name, parameter in inspect.signature(AsyncLLM).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("use_coordinator", "weights_version")
+}

@@ -54,7 +54,7 @@ def failed_request(
     request_id: int,
     prompt: Prompt,
     params: SamplingParams,
-    error: BaseException,
+    error: Exception,
     tokenizer: Tokenizer | None,
 ) -> DynamicInferenceRequest:
     """A FAILED request with the error, for one that has no record."""

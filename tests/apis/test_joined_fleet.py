@@ -86,17 +86,12 @@ def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_nobody_at_the_address_and_wrong_numbers_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_address_and_more_engines_than_there_are_to_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="tcp://"):
         asyncio.run(AsyncLLM.connect("nowhere"))
-    with pytest.raises(ConfigError, match=r"spawn=3 must be in \[0, data_parallel_size\]"):
-        AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=3)
-    with pytest.raises(ConfigError, match="max_engine_restarts=-1"):
-        AsyncLLM(directory(), None, CONFIG, max_engine_restarts=-1)
-    with pytest.raises(ConfigError, match="start_timeout_s=0"):
-        AsyncLLM(directory(), None, CONFIG, start_timeout_s=0)
+    for spawn in (3, -1):
+        with pytest.raises(ConfigError, match=rf"spawn={spawn} must be in \[0, 2\]"):
+            AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=spawn)
 
 
 @pytest.mark.parametrize("module", ["rollout.coordinator", "rollout.apis.engine_process"])
