@@ -22,15 +22,16 @@ from rollout.apis.fleet_reports import (
 from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.apis.text_output import failed_request, finished_request, streamed, text_to_stream
 from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.pending_commands import CommandFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.dealer import CoordinatorLostError, CurveKeys, address_of
+from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.errors import ConfigError, EngineStateError, RolloutError
 from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
@@ -52,6 +53,9 @@ class AsyncLLM:
 
     `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. All verbs are those of
     LLM, to be awaited; they take effect on all engines, and return when the last one has confirmed.
+
+    Only processes of the same user can join, unless a host or a port is given; over TCP everybody
+    on the machine can, or with `curve` in `coordinator_options` whose key is known.
     """
 
     _fleet: FleetProcesses | None
@@ -92,11 +96,11 @@ class AsyncLLM:
             inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version)
+        self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
         for_coordinator = coordinator_arguments(
             config,
             coordinator_options or {},
             data_parallel_size=data_parallel_size,
-            tokenizer=self.tokenizer,
             host=coordinator_host,
             port=coordinator_port,
             orphan_deadline_s=start_timeout_s,
@@ -112,7 +116,7 @@ class AsyncLLM:
             start_timeout_s=start_timeout_s,
             on_lost=self._lose,
         )
-        self.address = self._fleet.address
+        self.address, self._curve = self._fleet.address, self._fleet.curve
 
     @classmethod
     async def connect(
@@ -182,7 +186,9 @@ class AsyncLLM:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
                 self._loop = asyncio.get_running_loop()
-                client = InferenceClient(self.address, seed=self._seed, curve=self._curve)
+                client = InferenceClient(
+                    self.address, tokenizer=self.tokenizer, seed=self._seed, curve=self._curve
+                )
                 await client.start()
                 self._client = client
                 if (greeting := client.coordinator) is not None:
@@ -274,8 +280,6 @@ class AsyncLLM:
     def submit_groups(self, groups: Groups, priority: int) -> list[list[RequestFuture]]:
         """Queue all groups or none. Raises InvalidRequestError for a malformed prompt."""
         client = self.client
-        if self.tokenizer is None and any(isinstance(prompt, str) for prompt, _ in groups):
-            raise InvalidRequestError("a text prompt needs a tokenizer; pass tokenizer=")
         sent: list[list[RequestFuture]] = []
         try:
             for prompt, each in groups:

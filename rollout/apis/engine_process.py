@@ -20,13 +20,13 @@ from typing import Any
 from rollout.apis.config_fields import config_with
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-from rollout.coordinator.dealer import CurveKeys
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
 from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.link import Link
 from rollout.coordinator.publisher import fetch_weights
+from rollout.coordinator.security import CurveKeys, client_keys_in
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.errors import RolloutError
+from rollout.errors import ConfigError, RolloutError
 from rollout.text import Tokenizer, tokenizer_of
 
 REGISTER_S = 600.0
@@ -64,9 +64,7 @@ def run_engine(
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
         fetch=fetch_weights,
     )
-    with EngineLink(
-        address, registration=agent.registration, status=agent.status, curve=curve
-    ) as link:
+    with Link(address, handshake=agent.registration, status=agent.status, curve=curve) as link:
         link.wait_registered(register_timeout_s)
         on_registered()
         serve(agent, link)
@@ -84,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.model,
             inference_config=given.config,
             weights_version=given.weights_version,
+            curve=_keys(given),
             register_timeout_s=given.register_timeout_s,
         )
     except RolloutError as error:
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rollout.apis.engine_process",
         description="Serve a coordinator with one engine, until it shuts its engines down.",
     )
-    parser.add_argument("address", help="of the coordinator: tcp://host:port, or a port here")
+    parser.add_argument("address", help="of the coordinator: ipc:// or tcp://host:port, or a port")
     parser.add_argument("model", help="a Hugging Face model directory")
     parser.add_argument(
         "--weights-version", type=int, default=0, help="of the weights in that directory (0)"
@@ -108,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="fields of InferenceConfig, as '{\"block_size_tokens\": 16}'",
     )
+    parser.add_argument("--key", help="file with this engine's secret key, of mode 0600")
+    parser.add_argument("--server-key", help="file with the coordinator's public key")
     parser.add_argument(
         "--register-timeout-s",
         type=float,
@@ -115,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"how long to dial a coordinator that does not answer ({REGISTER_S:g})",
     )
     return parser
+
+
+def _keys(given: argparse.Namespace) -> CurveKeys | None:
+    if (given.key is None) != (given.server_key is None):
+        raise ConfigError("--key and --server-key need each other")
+    return None if given.key is None else client_keys_in(given.key, given.server_key)
 
 
 def _config(text: str) -> InferenceConfig:

@@ -14,9 +14,9 @@ from rollout.backends.limits import num_usable_cpus
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.dealer import LOOPBACK, CoordinatorLostError
 from rollout.coordinator.routing.policies import find_policy
-from rollout.text import Tokenizer
+from rollout.coordinator.security import CurveKeys, remove_private_address
 
 _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
@@ -41,9 +41,15 @@ class FleetProcesses:
         on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
         """`coordinator`: arguments of DataParallelInferenceCoordinator. `engine`: of run_engine."""
+        self.address = ""
+        self.curve: CurveKeys | None = None  # of the fleet's own engines and client
+        if coordinator.get("curve") is not None:
+            server, self.curve = coordinator["curve"].with_client()
+            coordinator = {**coordinator, "curve": server}
         for_coordinator = pickled(dict(coordinator), "an argument of the coordinator")
         # Kept for restarts: the model may be the trainer's own, which goes on changing.
-        for_engine = pickled(dict(engine), "the model, its tokenizer or its config")
+        what = "the model, its tokenizer or its config"
+        for_engine = pickled({**engine, "curve": self.curve}, what)
         self.lost: CoordinatorLostError | None = None
         self._on_lost, self._is_closing = on_lost, False
         self._engines: list[SupervisedProcess] = []
@@ -132,6 +138,7 @@ class FleetProcesses:
         for process in processes:
             process.kill()
             process.join()
+        remove_private_address(self.address)  # a coordinator that was killed has left it
 
 
 def coordinator_arguments(
@@ -139,7 +146,6 @@ def coordinator_arguments(
     options: Mapping[str, Any],
     *,
     data_parallel_size: int,
-    tokenizer: Tokenizer | None,
     host: str | None,
     port: int | None,
     orphan_deadline_s: float,
@@ -147,13 +153,13 @@ def coordinator_arguments(
     """What DataParallelInferenceCoordinator takes; `options` go first. Raises ConfigError."""
     arguments = {
         "data_parallel_size": data_parallel_size,
-        "tokenizer": tokenizer,
         "inference_coordinator_port": port,
         "block_size_tokens": config.block_size_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
         "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy,
         "limits": CoordinatorLimits(orphan_deadline_s=orphan_deadline_s),
-        **({} if host is None else {"host": host}),
+        # Over TCP only if the user says where.
+        "host": LOOPBACK if host is None and port is not None else host,
         **options,
     }
     policy = arguments["prefix_caching_coordinator_policy"]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.prompts import Prompt
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest

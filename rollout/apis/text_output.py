@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -10,41 +9,24 @@ import torch
 
 from rollout.apis.prompts import Prompt
 from rollout.coordinator.protocol.messages import TokenRun
-from rollout.errors import DetokenizeError, InvalidRequestError
-from rollout.generated_text import StreamedText, shown_text
+from rollout.errors import InvalidRequestError
+from rollout.generated_text import StreamedText
+from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
-_logger = logging.getLogger(__name__)
-
 
 def finished_request(
     record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
 ) -> DynamicInferenceRequest:
-    """The whole history as one request; `generated_text` is set if there is a tokenizer.
-
-    A stop word, or a stop token, is left out of the text, not of the tokens, unless
-    `detokenize_stop_sequence`. A tokenizer that raises leaves the request without a text, and with
-    the error among its events.
-    """
+    """The whole history as one request; `generated_text` is set if there is a tokenizer."""
+    add_text(record, tokenizer)
     request = record.merge()
     params = request.sampling_params
     assert params is not None, "engines take no request without"
-    if tokenizer is not None and request.generated_text is None and not request.has_no_text:
-        try:
-            request.generated_text = shown_text(
-                tokenizer,
-                request.generated_tokens,
-                finish_reason=request.finish_reason,
-                stop_word_ids=request.stop_word_ids,
-                sampling_params=params.serialize(),
-            )
-        except DetokenizeError as error:
-            _logger.warning("request %d has no text: %s", request.request_id, error)
-            request.add_text_error(error)
     if not params.return_prompt_tokens:
         _drop_prompt(request)
     return request

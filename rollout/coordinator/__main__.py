@@ -15,6 +15,8 @@ from typing import Any
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.dealer import LOOPBACK
+from rollout.coordinator.security import server_keys_in
 from rollout.errors import RolloutError
 
 
@@ -26,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         coordinator = DataParallelInferenceCoordinator(
             None,
             given.data_parallel_size,
-            None,
-            given.port,
-            host=given.host,
+            inference_coordinator_port=given.port,
+            # Over TCP only if the user says where.
+            host=LOOPBACK if given.host is None and given.port is not None else given.host,
+            curve=None if given.key is None else server_keys_in(given.key, given.client_key),
             insecure=given.insecure,
             limits=given.limits,
             **given.options,
@@ -48,8 +51,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Stand between clients and engines, until a client shuts the fleet down. "
         "Prints the address that both dial.",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (loopback)")
-    parser.add_argument("--port", type=int, help="port to listen at (any free one)")
+    parser.add_argument(
+        "--host", help="listen at this name or address; without it and --port for this user only"
+    )
+    parser.add_argument("--port", type=int, help="listen at this port, on loopback without --host")
+    parser.add_argument("--key", help="file with the coordinator's secret key, of mode 0600")
+    parser.add_argument(
+        "--client-key",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="public key of a client or engine that may come in; once for each",
+    )
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines expected (1)")
     parser.add_argument(
         "--insecure", action="store_true", help="listen beyond loopback without keys"

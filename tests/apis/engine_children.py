@@ -19,7 +19,7 @@ from typing import Any
 from rollout import InferenceConfig, WeightUpdateError
 from rollout.apis import engine_process
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     Ack,
     AssignRequest,
@@ -155,7 +155,7 @@ class _TellingAgent(EngineAgent):
 def _die_voted(agent: type[EngineAgent]) -> None:
     """Kill itself once its vote is with the coordinator, which an answered heartbeat says."""
 
-    class MortalLink(EngineLink):
+    class MortalLink(Link):
         def send(self, message: Message) -> None:
             super().send(message)
             if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
@@ -163,7 +163,7 @@ def _die_voted(agent: type[EngineAgent]) -> None:
                     time.sleep(0.005)
                 _die()
 
-    engine_process.EngineLink = MortalLink  # type: ignore[misc]
+    engine_process.Link = MortalLink  # type: ignore[misc]
 
 
 def _die_committing(agent: type[EngineAgent]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rollout import LLM, SamplingParams
 from rollout.apis import async_llm
 from rollout.coordinator.client.inference_client import ClientStateError
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -29,6 +29,7 @@ class FakeProcesses:
     """`linger`: closing them takes until `may_end` is set."""
 
     address: str = "tcp://127.0.0.1:1"
+    curve: None = None
     is_closing: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event | None = None
     num_closed: int = 0

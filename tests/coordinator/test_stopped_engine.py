@@ -21,12 +21,12 @@ import pytest
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.requests import RequestStream
+from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
 from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
@@ -77,7 +77,7 @@ def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path)
         max_requests=64,
         fetch=fetch_weights,
     )
-    with EngineLink(address, registration=agent.registration, status=agent.status) as link:
+    with Link(address, handshake=agent.registration, status=agent.status) as link:
         link.wait_registered(WAIT_S)
         pipe.send("ready")
         serve(agent, link)

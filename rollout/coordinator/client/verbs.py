@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture
+from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Command, UpdateWeights, WeightsSource
+from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    Command,
+    UpdateWeights,
+    WeightsSource,
+)
 
 COMMAND_DEADLINE_S = 60.0
 UPDATE_DEADLINE_S = 600.0
@@ -106,8 +111,7 @@ class EngineVerbs(ABC):
         self, header: Headers, deadline_s: float, arguments: Mapping[str, Any] | None = None
     ) -> CommandFuture:
         return self._order(
-            Command(
-                header=header,
+            COMMAND_TYPES[header](
                 command_id=self._new_command_id(),
                 arguments={} if arguments is None else arguments,
                 deadline_s=float(deadline_s),
