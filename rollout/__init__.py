@@ -5,8 +5,8 @@ from rollout.lazy_names import lazy_names as _lazy_names
 # Module -> the names that it gives to this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",
+    "rollout.apis.groups": "RolloutGroup",
     "rollout.apis.llm": "LLM",
-    "rollout.apis.rollout_group": "RolloutGroup",
     "rollout.config": (
         "InferenceConfig KVCacheManagementMode MambaInferenceStateConfig "
         "PrefixCachingCoordinatorPolicy PrefixCachingEvictionPolicy"
