@@ -15,7 +15,6 @@ class CoordinatorLimits:
     heartbeat_s: how often peers should send one.
     probe_interval_s: how often each engine is sent something, which fails if it was killed.
     progress_deadline_s: a step count that stands still for so long, with work to do, is death.
-    start_deadline_s: how long an engine process may take to load its model and register.
     orphan_deadline_s: how long requests wait while there is no engine at all.
     command_deadline_s: of commands that name none.
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
@@ -39,7 +38,6 @@ class CoordinatorLimits:
     heartbeat_s: float = 1.0
     probe_interval_s: float = 0.25
     progress_deadline_s: float = 60.0
-    start_deadline_s: float = 1800.0
     orphan_deadline_s: float = 1800.0
     command_deadline_s: float = 60.0
     max_lost_attempts: int = 3
