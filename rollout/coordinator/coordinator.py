@@ -144,7 +144,7 @@ class DataParallelInferenceCoordinator:
         pipe_connection: Connection,
         ready_event: Event,
         data_parallel_size: int,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:

@@ -220,8 +220,7 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
 
     record: packed by `pack_record`; if None, `error` says why. is_failed: the record's status is
-    FAILED, or there is none. generated_text: of the coordinator; if its tokenizer raised, that is
-    the `error` beside the record.
+    FAILED, or there is none.
     """
 
     request_id: Count
@@ -229,7 +228,6 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     record: bytes | None = None
     error: WireError | None = None
     is_failed: bool = False
-    generated_text: str | None = None
 
     def __post_init__(self) -> None:
         if self.record is None and (self.error is None or not self.is_failed):
