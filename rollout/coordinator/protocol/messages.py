@@ -219,9 +219,7 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
 
-    record: packed by `pack_record`; if None, `error` says why. is_failed: the record's status is
-    FAILED, or there is none.
-    """
+    record: packed by `pack_record`; if None, `error` says why. is_failed: its status is FAILED."""
 
     request_id: Count
     attempt: Count = 0
@@ -397,7 +395,6 @@ MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
 
 # ---- to bytes and back
 
-
 _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
 _WITH_PLAIN_MAP = _COMMANDS | _classes(Ack)
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
@@ -446,8 +443,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
 
 
 def _describe(cls: type[Message], fault: str) -> str:
-    """Return the fault with the names of the message and of its field at fault."""
-    found = _FIELD_IN_FAULT.search(fault)
-    position = int(found[1]) if found else 0
+    """Name the message and its field at fault."""
+    position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
     field = f".{cls.__struct_fields__[position - 1]}" if position else ""
     return f"{cls.__name__}{field}: {fault:.200}"
