@@ -1,8 +1,8 @@
 """A rollout engine that lives inside a reinforcement-learning job for language models."""
 
 from rollout.apis.async_llm import AsyncLLM
+from rollout.apis.groups import RolloutGroup
 from rollout.apis.llm import LLM
-from rollout.apis.rollout_group import RolloutGroup
 from rollout.config import (
     InferenceConfig,
     KVCacheManagementMode,

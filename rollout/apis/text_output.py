@@ -1,17 +1,20 @@
-"""From a finished record to the request a user gets: merged, with its text."""
+"""From a finished record, or the error that left none, to the request a user gets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
+from rollout.apis.prompts import Prompt
 from rollout.coordinator.protocol.messages import TokenRun
 from rollout.errors import InvalidRequestError
 from rollout.generated_text import StreamedText
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
@@ -27,6 +30,37 @@ def finished_request(
     if not params.return_prompt_tokens:
         _drop_prompt(request)
     return request
+
+
+def failed_request(
+    request_id: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    error: Exception,
+    tokenizer: Tokenizer | None,
+) -> DynamicInferenceRequest:
+    """A FAILED request with the error, for one that has no record."""
+    request = DynamicInferenceRequest(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_tokens=torch.tensor(_ids_of(prompt, tokenizer), dtype=torch.int64),
+        sampling_params=params,
+        status=Status.FAILED,
+    )
+    request.finish_reason = "error"
+    request.add_event_error_nontransient(error)
+    request.add_event_fail()
+    return request
+
+
+def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """None of a text that the tokenizer fails on, which may be why its request failed."""
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]  # of arrays of any kind
+    with suppress(Exception):
+        if tokenizer is not None:
+            return tokenizer.encode(prompt)
+    return []
 
 
 def text_to_stream(tokenizer: Tokenizer | None, params: SamplingParams) -> StreamedText:

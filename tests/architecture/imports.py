@@ -37,6 +37,7 @@ FLOORS = {
     "rollout.step": 3,
     "rollout.parallel": 2,
     "rollout.sampling_params": 2,
+    "rollout.child_process": 2,
     "rollout.errors": 1,
     "rollout.version_spans": 1,
     "rollout.text": 1,
