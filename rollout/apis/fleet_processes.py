@@ -138,7 +138,9 @@ class FleetProcesses:
         for process in processes:
             process.kill()
             process.join()
-        remove_private_address(self.address)  # a coordinator that was killed has left it
+        if self._coordinator.started.exception() is None:
+            # One that was killed has left it.
+            remove_private_address(str(self._coordinator.started.result()))
 
 
 def coordinator_arguments(

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             inference_coordinator_port=given.port,
             # Over TCP only if the user says where.
             host=LOOPBACK if given.host is None and given.port is not None else given.host,
+            advertise_host=given.advertise_host,
             curve=None if given.key is None else server_keys_in(given.key, given.client_key),
             insecure=given.insecure,
             limits=given.limits,
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host", help="listen at this name or address; without it and --port for this user only"
     )
+    parser.add_argument("--advertise-host", help="name or address that others dial (--host)")
     parser.add_argument("--port", type=int, help="listen at this port, on loopback without --host")
     parser.add_argument("--key", help="file with the coordinator's secret key, of mode 0600")
     parser.add_argument(
