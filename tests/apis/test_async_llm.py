@@ -162,6 +162,8 @@ def test_what_a_shutdown_cuts_short_says_so_and_nothing_else_is_said(
             ]
             tasks.append(asyncio.ensure_future(collect(llm)))
             await llm.pause()
+            while len(llm.client.completion_futures) < 7:  # some are submitted after the pause
+                await asyncio.sleep(0.01)
             assert [r.request_id for r in llm.client.completion_futures.values()] == list(range(7))
             abandoned = asyncio.ensure_future(llm.generate(prompt_of(9), params(0, 400)))
             await asyncio.sleep(0)
