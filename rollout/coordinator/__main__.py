@@ -94,7 +94,9 @@ def _limits(text: str) -> CoordinatorLimits:
 
 
 def _serve_parent(pipe: Connection, arguments: dict[str, Any]) -> None:
-    DataParallelInferenceCoordinator.entrypoint(pipe, threading.Event(), **arguments)
+    DataParallelInferenceCoordinator.entrypoint(
+        pipe, threading.Event(), tokenizer=None, **arguments
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +20,8 @@ def work(pipe: Connection, what: str, value: Any = None) -> None:
     if what == "environment":
         value = os.environ.get("PYTHONPATH"), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     pipe.send((what, value))
-    pipe.recv()
+    with suppress(EOFError):
+        pipe.recv()
 
 
 if __name__ == "__main__":

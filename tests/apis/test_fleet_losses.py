@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,7 @@ def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> 
             jobs = [(prompt_of(9, seed=i), params(i, 250)) for i in range(NUM_REQUESTS)]
             undisturbed = await asyncio.gather(*(llm.generate(*job) for job in jobs))
             killed = llm._fleet.pids[1]
-            # Frozen amid its work until it is killed, whoever is quicker.
-            tasks = [asyncio.ensure_future(llm.generate(*job)) for job in jobs]
-            pieces = [llm.stream(prompt_of(9, seed=i), params(i, 400)) for i in range(size)]
-            await asyncio.gather(*(anext(each) for each in pieces))
-            os.kill(killed, signal.SIGSTOP)
-            assert not all(task.done() for task in tasks)
+            tasks = await frozen_amid_work(llm, jobs, killed)
             os.kill(killed, signal.SIGKILL)
             requests = await asyncio.gather(*tasks)
             check_same(undisturbed, requests)
@@ -53,10 +49,20 @@ def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> 
             report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
             assert report.version == 2
             assert await served(llm) == [2] * size
-            for each in pieces:
-                await each.aclose()
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+async def frozen_amid_work(llm: AsyncLLM, jobs: list[Any], engine: int) -> list[Any]:
+    """Submit jobs, and stop the engine's process before it has done all, whoever is quicker."""
+    while True:
+        tasks = [asyncio.ensure_future(llm.generate(*job)) for job in jobs]
+        async for _ in llm.stream(*jobs[0]):
+            break
+        os.kill(engine, signal.SIGSTOP)
+        if not all(task.done() for task in tasks):
+            return tasks
+        os.kill(engine, signal.SIGCONT)
 
 
 def check_same(
