@@ -138,7 +138,7 @@ def _generated(num_tokens: int) -> DynamicInferenceRequestRecord:
         generated_log_probs=[],
         tpot=[],
     )
-    running = RunningRequest(DynamicInferenceRequestRecord.from_request(request), 0.0)
+    running = RunningRequest(DynamicInferenceRequestRecord.from_request(request), 0.0, None)
     assert running.log_probs is not None
     assert running.tpot is not None
     for index in range(num_tokens):

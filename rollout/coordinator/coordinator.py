@@ -178,7 +178,7 @@ class DataParallelInferenceCoordinator:
                     self.stop("the coordinator's parent has gone")
                 if self._waker.fileno() in ready:
                     self._waker.drain()
-                self._turn(has_frames=self._router.socket in ready)
+                self._turn()
         except Exception:
             logger.exception("the coordinator failed")
             raise
@@ -225,20 +225,20 @@ class DataParallelInferenceCoordinator:
     def _is_adopted(self) -> bool:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
-    def _turn(self, *, has_frames: bool) -> None:
+    def _turn(self) -> None:
         """Take what is there, do what is due, send what comes of it."""
         now = self._now()
         self._router.flush()
-        if has_frames:
-            outgoing: Outgoing = []
-            for identity, frame in self._router.receive(_BATCH):
-                # Each anew: its sender counts a lease from when it was sent, which was no later.
-                now = self._now()
-                outgoing += self._core.handle(identity, frame, now)
-                if len(outgoing) >= _SENT_TOGETHER:
-                    self._send(outgoing, now)
-                    outgoing = []
-            self._send(outgoing, now)
+        outgoing: Outgoing = []
+        # Whatever woke this turn: an engine that cannot be reached may have said goodbye before.
+        for identity, frame in self._router.receive(_BATCH):
+            # Each anew: its sender counts a lease from when it was sent, which was no later.
+            now = self._now()
+            outgoing += self._core.handle(identity, frame, now)
+            if len(outgoing) >= _SENT_TOGETHER:
+                self._send(outgoing, now)
+                outgoing = []
+        self._send(outgoing, now)
         self._send(self._core.tick(now), now)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:

@@ -227,7 +227,7 @@ def test_a_slow_start_is_told_about_and_has_a_deadline(
 
 
 def test_requests_wait_for_an_engine_as_long_as_one_may_take_to_start() -> None:
-    options = {"data_parallel_size": 1, "tokenizer": None, "host": None, "port": None}
+    options = {"data_parallel_size": 1, "host": None, "port": None}
     for own, expected in (({}, 77.0), ({"limits": CoordinatorLimits(orphan_deadline_s=5)}, 5)):
         arguments = coordinator_arguments(CONFIG, own, orphan_deadline_s=77.0, **options)
         assert arguments["limits"].orphan_deadline_s == expected

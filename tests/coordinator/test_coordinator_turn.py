@@ -53,7 +53,7 @@ def turned(
     monkeypatch.setattr(f"{module}.Router", lambda *_, **__: socket)
     monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: socket.now))
     coordinator = DataParallelInferenceCoordinator(None, 1, None)
-    coordinator._turn(has_frames=True)
+    coordinator._turn()
     return coordinator
 
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import zmq
 
+from rollout.config import KVCacheManagementMode
 from rollout.coordinator.client.pending_commands import CommandFuture, PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt, submission_of
-from rollout.coordinator.client.verbs import EngineVerbs
 from rollout.coordinator.dealer import CoordinatorLostError, CurveKeys, address_of
 from rollout.coordinator.link import Link
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     DEFAULT_MAX_FRAME_BYTES,
     Ack,
-    Command,
     Connect,
     ConnectAck,
     EngineReply,
@@ -32,6 +32,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
+    WeightsSource,
 )
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ from rollout.text import as_tokenizer
 _logger = logging.getLogger(__name__)
 # Above a coordinator's commit_grace_s and abort_grace_s: it may answer so long after a deadline.
 _GRACE_S = 15.0
+COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
@@ -49,7 +51,7 @@ class ClientStateError(RolloutError):
     """A client was used before its start, after its end, or from a loop that is not its own."""
 
 
-class InferenceClient(EngineVerbs):
+class InferenceClient:
     """A coordinator's client: of one event loop, as many as one likes. An async context manager.
 
     inference_coordinator_port: on loopback, or a full address. tokenizer: for prompts that are
@@ -277,15 +279,93 @@ class InferenceClient(EngineVerbs):
         self.next_request_id = next_id
         return self._requests.submit(submissions)
 
-    # ---- commands
+    # ---- commands: each resolves to the engines' results once the last of them has confirmed, and
+    # raises the reason if it is refused or its deadline passes
+
+    def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Freeze all engines at their next step."""
+        return self._command(Headers.PAUSE, deadline_s)
+
+    def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Let paused engines go on."""
+        return self._command(Headers.UNPAUSE, deadline_s)
+
+    def suspend_engines(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] | None = None,
+        discard_weights: bool = False,
+        *,
+        deadline_s: float = COMMAND_DEADLINE_S,
+    ) -> CommandFuture:
+        """Have paused engines give memory back. As `engine.suspend`; None takes its default."""
+        arguments: dict[str, Any] = {"discard_weights": discard_weights}
+        if mode is not None:
+            arguments["mode"] = mode.value if isinstance(mode, KVCacheManagementMode) else mode
+        if release is not None:
+            arguments["release"] = list(release)
+        return self._command(Headers.SUSPEND, deadline_s, **arguments)
+
+    def resume_engines(
+        self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> CommandFuture:
+        """Bring back what was given up, or the part `only` names."""
+        return self._command(Headers.RESUME, deadline_s, **({} if only is None else {"only": only}))
+
+    def set_generation_epoch(
+        self, version: int, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> CommandFuture:
+        """Set the weights version of paused or suspended engines, without new weights."""
+        return self._command(Headers.SET_GENERATION_EPOCH, deadline_s, version=version)
+
+    def increment_staleness(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """`set_generation_epoch` of the current version + 1."""
+        return self._command(Headers.INCREMENT_STALENESS, deadline_s)
+
+    def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Stop paused or suspended engines for good."""
+        return self._command(Headers.STOP, deadline_s)
+
+    def shutdown_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Stop the engines from any state."""
+        return self._command(Headers.SHUTDOWN, deadline_s)
+
+    def engine_stats(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Ask each engine for its counters, in any state; nothing changes."""
+        return self._command(Headers.STATS, deadline_s)
+
+    def update_weights(
+        self,
+        source: WeightsSource,
+        version: int | None = None,
+        in_flight: bool = False,
+        *,
+        deadline_s: float = UPDATE_DEADLINE_S,
+    ) -> CommandFuture:
+        """Have all engines serve `source`, or none. version: None means current + 1. in_flight:
+        while they run.
+        """
+        return self._commands.submit(
+            UpdateWeights(
+                command_id=self._new_command_id(),
+                source=source,
+                version=version,
+                in_flight=in_flight,
+                deadline_s=float(deadline_s),
+            ),
+            _GRACE_S,
+        )
+
+    def _command(self, header: Headers, deadline_s: float, **arguments: Any) -> CommandFuture:
+        command = COMMAND_TYPES[header](
+            command_id=self._new_command_id(), arguments=arguments, deadline_s=float(deadline_s)
+        )
+        return self._commands.submit(command, _GRACE_S)
 
     def _new_command_id(self) -> int:
         self._require_usable()
         self._next_command_id += 1
         return self._next_command_id - 1
-
-    def _order(self, order: Command | UpdateWeights) -> CommandFuture:
-        return self._commands.submit(order, _GRACE_S)
 
     # ---- between the link and what is pending
 

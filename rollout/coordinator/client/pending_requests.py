@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from msgspec.structs import replace
+
 from rollout.coordinator.client.streams import RequestFuture, StreamedTokens
 from rollout.coordinator.client.submission import Submission
 from rollout.coordinator.dealer import CoordinatorLostError
@@ -20,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     Message,
     ReplyAck,
+    SubmitRequest,
 )
 from rollout.coordinator.protocol.packed import unpack_record
 from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
@@ -43,9 +46,10 @@ class _Request:
     text: str | None  # of its prompt
     num_bytes: int
     tokens: StreamedTokens | None
+    due_at: float | None
+    timer: asyncio.TimerHandle | None = None
     is_sent: bool = False
     is_aborted: bool = False
-    timer: asyncio.TimerHandle | None = None
 
 
 class PendingRequests:
@@ -64,7 +68,7 @@ class PendingRequests:
         self._send, self._tokenizer, self._grace_s = send, tokenizer, grace_s
         self.futures: dict[int, RequestFuture] = {}
         self._requests: dict[int, _Request] = {}
-        self._held: list[tuple[int, int, Submission]] = []  # a heap
+        self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
         self._order = count()
         self._num_sent = self._num_sent_bytes = 0  # of those whose replies are not here
         self._max_sent = self._max_sent_bytes = 0
@@ -102,65 +106,72 @@ class PendingRequests:
         return tokens
 
     def _add(self, submission: Submission, futures: list[RequestFuture]) -> None:
-        loop = asyncio.get_running_loop()
-        num_bytes = submission.num_bytes // len(submission.samples)
-        for sample in submission.samples:
+        loop, message = asyncio.get_running_loop(), submission.message
+        deadline_s = message.deadline_s
+        num_bytes = _num_bytes(message) // len(message.samples)
+        for sample in message.samples:
             future = RequestFuture(sample.request_id, loop)
             futures.append(future)
+            tokens = StreamedTokens() if message.streaming else None
+            request = _Request(future, submission.text, num_bytes, tokens, None)
+            if deadline_s is not None:
+                request.due_at = time.monotonic() + deadline_s
+                request.timer = loop.call_later(deadline_s, self._deadline_passed, request)
+            if tokens is not None:
+                future.add_done_callback(tokens.end)
             future.add_done_callback(self._done)
-            request = _Request(future, submission.text, num_bytes, None)
-            if submission.streaming:
-                request.tokens = StreamedTokens()
-                future.add_done_callback(request.tokens.end)
-            if submission.due_at is not None:
-                seconds = max(0.0, submission.due_at - time.monotonic())
-                request.timer = loop.call_later(seconds, self._deadline_passed, request, seconds)
             self.futures[sample.request_id] = future
             self._requests[sample.request_id] = request
         if submission.error is not None:
-            self._fail(submission, submission.error)
+            self._fail_unsent(message, submission.error)
             return
-        for part in submission.parts(min(self._max_sent, _MAX_SAMPLES)):
+        max_samples = min(self._max_sent, _MAX_SAMPLES)
+        for start in range(0, len(message.samples), max_samples):
+            samples = message.samples[start : start + max_samples]
+            part = (
+                message
+                if len(samples) == len(message.samples)
+                else replace(message, samples=samples)
+            )
             heapq.heappush(self._held, (-part.priority, next(self._order), part))
 
     def _send_held(self) -> None:
         """Send what there is room for."""
-        while self._held:
-            submission = self._held[0][2]
-            num_bytes = submission.num_bytes
-            if self._num_sent and (
-                self._num_sent + len(submission.samples) > self._max_sent
-                or self._num_sent_bytes + num_bytes > self._max_sent_bytes
-            ):
-                return
-            # The coordinator counts a request until its reply is acknowledged.
-            if (
-                self._num_sent + len(self._to_acknowledge) + len(submission.samples)
-                > self._max_sent
-            ):
-                self._acknowledge()
-            heapq.heappop(self._held)
-            self._send_submission(submission)
+        while self._held and self._has_room(self._held[0][2]):
+            self._send_now(heapq.heappop(self._held)[2])
 
-    def _send_submission(self, submission: Submission) -> None:
-        ids = [s.request_id for s in submission.samples if s.request_id in self.futures]
-        requests = [self._requests[i] for i in ids if not self.futures[i].done()]
-        if not requests:
+    def _has_room(self, message: SubmitRequest) -> bool:
+        """One alone always has."""
+        has_room = self._num_sent + len(message.samples) <= self._max_sent
+        fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
+        return not self._num_sent or (has_room and fits)
+
+    def _send_now(self, message: SubmitRequest) -> None:
+        """Send what is still wanted of it."""
+        wanted = [
+            (sample, self._requests[sample.request_id])
+            for sample in message.samples
+            if sample.request_id in self.futures and not self.futures[sample.request_id].done()
+        ]
+        if not wanted:
             return
-        left = {request.future.request_id for request in requests}
-        samples = tuple(s for s in submission.samples if s.request_id in left)
-        for request in requests:
+        if self._num_sent + len(wanted) + len(self._to_acknowledge) > self._max_sent:
+            self._acknowledge()  # the coordinator counts a request until then
+        for _, request in wanted:
             request.is_sent = True
             self._num_sent += 1
             self._num_sent_bytes += request.num_bytes
+        if (due_at := wanted[0][1].due_at) is not None:
+            message = replace(message, deadline_s=max(0.0, due_at - time.monotonic()))
+        if len(wanted) < len(message.samples):
+            message = replace(message, samples=tuple(sample for sample, _ in wanted))
         try:
-            self._send(submission.message(samples))
+            self._send(message)
         except ProtocolError as error:
-            self._fail(submission, error)
+            self._fail_unsent(message, error)
 
-    def _fail(self, submission: Submission, error: RolloutError) -> None:
-        """These were never sent."""
-        for sample in submission.samples:
+    def _fail_unsent(self, message: SubmitRequest, error: RolloutError) -> None:
+        for sample in message.samples:
             request = self._requests.get(sample.request_id)
             if request is not None:
                 self._remove(request)
@@ -177,17 +188,19 @@ class PendingRequests:
             if request.timer is not None:
                 request.timer.cancel()
 
-    def _deadline_passed(self, request: _Request, seconds: float) -> None:
-        """The coordinator keeps the deadline of what was sent; it may have gone meanwhile."""
+    def _deadline_passed(self, request: _Request) -> None:
+        """The coordinator keeps the deadline of what was sent."""
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
             _set_exception(request.future, aborted)
             return
-        limit_s = seconds + self._grace_s
-        what = f"request {request.future.request_id} has no reply after {limit_s:g} s"
-        loop, error = request.future.get_loop(), CoordinatorLostError(what)
-        request.timer = loop.call_later(self._grace_s, _set_exception, request.future, error)
+        name, grace_s = request.future.request_id, self._grace_s
+        error = CoordinatorLostError(
+            f"request {name} has no reply {grace_s:g} s after its deadline"
+        )
+        loop = asyncio.get_running_loop()
+        request.timer = loop.call_later(grace_s, _set_exception, request.future, error)
 
     def abort(self, request_id: int) -> None:
         """Ask for the end of a request, unless it has ended. One that was not sent ends at once."""
@@ -213,7 +226,8 @@ class PendingRequests:
     def fail(self, error: RolloutError, *, quietly: bool = False) -> None:
         """End all futures. Quietly: one that nobody looks at must not be reported."""
         self._held.clear()
-        self._requests.clear()
+        for request in list(self._requests.values()):
+            self._remove(request)
         for future in list(self.futures.values()):
             _set_exception(future, type(error)(*error.args))
             if quietly and not future.cancelled():
@@ -287,6 +301,12 @@ class PendingRequests:
             record[0].prompt = request.text
         add_text(record, self._tokenizer)
         return record
+
+
+def _num_bytes(message: SubmitRequest) -> int:
+    """As a coordinator counts them."""
+    assert message.prompt_tokens is not None
+    return message.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in message.samples)
 
 
 def _set_exception(future: RequestFuture, error: RolloutError) -> None:

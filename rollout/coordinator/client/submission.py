@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,40 +20,13 @@ from rollout.text import Tokenizer
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Submission:
-    """Samples of one prompt. prompt_tokens: int32 [n]; text: that of a text prompt. due_at: when
-    its deadline passes, by the monotonic clock. error: of the tokenizer, which ends the samples.
-    """
+    """text: that of the prompt, if it is one. error: of the tokenizer, which ends the samples."""
 
-    samples: tuple[Sample, ...]
-    prompt_tokens: npt.NDArray[np.int32]
+    message: SubmitRequest
     text: str | None
-    priority: int
-    due_at: float | None
-    streaming: bool
-    error: InvalidRequestError | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """As a coordinator counts them."""
-        return self.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in self.samples)
-
-    def parts(self, max_samples: int) -> list[Submission]:
-        """Return it in pieces of at most so many samples."""
-        starts = range(0, len(self.samples), max_samples)
-        return [replace(self, samples=self.samples[i : i + max_samples]) for i in starts]
-
-    def message(self, samples: tuple[Sample, ...]) -> SubmitRequest:
-        """Return what is sent now for some of the samples."""
-        due_at = self.due_at
-        return SubmitRequest(
-            samples=samples,
-            prompt_tokens=self.prompt_tokens,
-            priority=self.priority,
-            deadline_s=None if due_at is None else max(0.0, due_at - time.monotonic()),
-            streaming=self.streaming,
-        )
+    error: InvalidRequestError | None
 
 
 def submission_of(
@@ -69,7 +41,7 @@ def submission_of(
     deadline_s: float | None,
     streaming: bool,
 ) -> Submission:
-    """Return the submission of samples of one prompt. Raises InvalidRequestError.
+    """Return what is to be sent for samples of one prompt. Raises InvalidRequestError.
 
     A sample's seed is the one given, else that of its params, else mix(client seed, request id).
     """
@@ -94,15 +66,14 @@ def submission_of(
         )
         for request_id, params, seed in zip(request_ids, sampling_params, given, strict=True)
     )
-    return Submission(
+    message = SubmitRequest(
         samples=samples,
         prompt_tokens=tokens_N,
-        text=prompt if isinstance(prompt, str) else None,
         priority=priority,
-        due_at=None if deadline_s is None else time.monotonic() + deadline_s,
+        deadline_s=None if deadline_s is None else float(deadline_s),
         streaming=streaming,
-        error=error,
     )
+    return Submission(message, prompt if isinstance(prompt, str) else None, error)
 
 
 def _checked_seeds(
