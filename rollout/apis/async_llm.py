@@ -107,9 +107,6 @@ class AsyncLLM:
         )
         own = {"tokenizer": self.tokenizer, "weights_version": weights_version}
         own["model"] = without_shards(model, config.dtype)
-        if for_coordinator.get("curve") is not None:
-            for_coordinator["curve"], self._curve = for_coordinator["curve"].with_client()
-            own["curve"] = self._curve
         for_engine = engine_arguments(config, num_engines, start_timeout_s, own)
         self._fleet = FleetProcesses(
             for_coordinator,

@@ -115,8 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         default=REGISTER_S,
         help=f"how long to dial a coordinator that does not answer ({REGISTER_S:g})",
     )
-    parser.add_argument("--key", help="file with this engine's secret key, of mode 0600")
-    parser.add_argument("--server-key", help="file with the coordinator's public key")
     return parser
 
 
