@@ -29,6 +29,7 @@ class FakeProcesses:
     """`linger`: closing them takes until `may_end` is set."""
 
     address: str = "tcp://127.0.0.1:1"
+    curve: None = None  # no keys
     is_closing: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event | None = None
     num_closed: int = 0
