@@ -87,11 +87,7 @@ class AsyncLLM:
         """
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
-        num_engines = data_parallel_size if spawn is None else spawn
-        if not 0 <= num_engines <= data_parallel_size:
-            raise ConfigError(
-                f"spawn={spawn} must be in [0, {data_parallel_size}], or None for all"
-            )
+        num_engines = _num_engines(data_parallel_size, spawn)
         config = config_with(
             inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
