@@ -116,7 +116,9 @@ def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> lis
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
         (zmq.MAXMSGSIZE, max_frame_bytes),
-        (zmq.RECONNECT_IVL, -1),
+        # Not in this socket's life: it has one connection. Where that is switched off, by -1, what
+        # has come and was not received yet is dropped with a connection that is lost.
+        (zmq.RECONNECT_IVL, 2**30),  # ms
         (zmq.IPV6, int("[" in address)),
         # A machine that is gone without a word must not leave a connection that never ends.
         (zmq.TCP_KEEPALIVE, 1),
