@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -123,11 +123,10 @@ class Heard:
     def __init__(self, client: InferenceClient) -> None:
         self.tokens: Counter[tuple[int, int]] = Counter()  # by request id and position
         self.replies: Counter[int] = Counter()
-        link: Any = client._link
-        self._pass_on: Callable[[list[Message]], None] = link._on_messages
-        link._on_messages = self._take
+        self._pass_on = client._take
+        client._take = self._take  # type: ignore[method-assign]
 
-    def _take(self, messages: list[Message]) -> None:
+    def _take(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 run = message.tokens
