@@ -384,6 +384,26 @@ def test_a_connection_that_breaks_at_any_time_loses_no_message():
         assert becomes(lambda: link._outbox.num_kept == 0)
 
 
+def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
+    """The link's thread stands still until both are there: the message and the loss."""
+    stands_still, may_go_on = threading.Event(), threading.Event()
+
+    def held_status() -> EngineStatus:
+        stands_still.set()
+        assert may_go_on.wait(BOUND_S)
+        return status()
+
+    with ScriptedRouter() as router, link_to(router, status=held_status) as link:
+        received(link)
+        assert stands_still.wait(BOUND_S)
+        router.send(ReplyAck(attempts=()))
+        router.vanish()
+        is_lost = becomes(lambda: link._dealer._monitor.poll(0) != 0)
+        may_go_on.set()
+        assert is_lost
+        assert received(link) == [ReplyAck(attempts=())]
+
+
 def test_answers_to_nothing_that_was_asked_are_dropped():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
