@@ -12,7 +12,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from rollout.apis.config_fields import config_with
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
+from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link
@@ -133,7 +133,19 @@ def _config(text: str) -> InferenceConfig:
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
     """`arguments`: further ones of run_engine."""
-    run_engine(address, **arguments, on_registered=partial(pipe.send, "registered"))
+    is_registered = False
+
+    def tell() -> None:
+        nonlocal is_registered
+        is_registered = True
+        pipe.send("registered")
+
+    try:
+        run_engine(address, **arguments, on_registered=tell)
+    except CoordinatorLostError as error:
+        if not is_registered:
+            raise
+        sys.exit(str(error))  # no fault of this process, such as needs a traceback
 
 
 if __name__ == "__main__":

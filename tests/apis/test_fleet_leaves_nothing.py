@@ -74,9 +74,10 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     assert not holders(alive.memory_files)
     assert not unused(shared_memory() - shm_before)
     assert os.listdir(folder) == []
-    said = log.read_text()
+    # A busy machine may stop any process for a while, which its log may say.
+    said = "".join(line for line in log.open() if "stood still" not in line)
     assert "never retrieved" not in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said[-1500:]
     assert not said or end in SIGNALS, "a regular end is silent"
     print(
         f"\n{end}: {len(alive.pids)} processes, "
