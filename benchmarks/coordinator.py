@@ -10,7 +10,7 @@ Clients and engines talk in three ways, which take turns in every round:
 - bare: the same DEALERs and bytes through the coordinator, a process of its own. What is on top is
   its own work: decoding and checking, tables, routing, encoding, and the acknowledgement of replies
   on both sides, one frame for many of them. This is what is compared with the relay.
-- real: InferenceClients on asyncio and EngineLinks through a coordinator. On top of that, clients
+- real: InferenceClients on asyncio and Links through a coordinator. On top of that, clients
   check and pack what they submit and build a record of each reply, and engines hand messages from
   the socket's thread to their own and back.
 

@@ -17,8 +17,15 @@ from typing import Any
 import msgpack
 import zmq
 
-from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
-from rollout.coordinator.client.requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
+from benchmarks.coordinator_load import (
+    PARAMS,
+    Grants,
+    Timing,
+    next_load,
+    prompt,
+    registration,
+)
+from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -30,6 +37,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     decode,
     encode,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.coordinator.router import Router
@@ -82,9 +91,13 @@ def serve_relay(pipe: Connection, num_engines: int) -> None:
 def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay: bool) -> None:
     """Answer each assignment at once, from one DEALER. Ends with the pipe."""
     with zmq.Context() as context, _dealer(context, address) as socket:
+        grants = Grants()
         socket.send(_HELLO if is_relay else encode(registration(uuid.uuid4().bytes)))
         if not is_relay:
             assert isinstance(decode(_next_frame(socket)), RegisterAck)
+            first = grants.take(0)
+            assert first is not None
+            socket.send(encode(first))
         pipe.send("ready")
         frame = encode(EngineReply(request_id=_FIRST_ID, record=record))
         head, tail = frame.split(msgpack.packb(_FIRST_ID), 1)
@@ -100,6 +113,8 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
                 if fields[0] == Headers.ASSIGN_REQUEST:
                     for sample in fields[1]:
                         socket.send(head + msgpack.packb(sample[0]) + tail)
+                    if (credit := grants.take(len(fields[1]))) is not None:
+                        socket.send(encode(credit))
 
 
 class _BareClient:
@@ -131,7 +146,7 @@ class _BareClient:
             encode(
                 SubmitRequest(
                     samples=(Sample(request_id=i, sampling_params=params, seed=i),),
-                    prompt=prompt(),
+                    prompt_tokens=prompt(),
                 )
             )
             for i in reversed(ids)

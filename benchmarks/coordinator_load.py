@@ -11,13 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.coordinator.protocol.messages import Register, pack_record
+from rollout.coordinator.credit import num_ahead
+from rollout.coordinator.protocol.messages import Credit, Register
+from rollout.coordinator.protocol.packed import pack_record
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 128
+MAX_REQUESTS = 4096
 PARAMS = SamplingParams(num_tokens_to_generate=16, return_log_probs=True)
 
 
@@ -70,8 +73,24 @@ def registration(engine_id: bytes) -> Register:
         weights_version=0,
         weights_checksum="",
         block_size_tokens=16,
-        max_requests=4096,
+        max_requests=MAX_REQUESTS,
     )
+
+
+class Grants:
+    """The credit of an engine that answers at once: told again when half of it is used."""
+
+    def __init__(self) -> None:
+        self._ahead = num_ahead(MAX_REQUESTS)
+        self._num_received = self._num_granted = 0
+
+    def take(self, num_received: int) -> Credit | None:
+        """So many requests have come; returns what to send, if anything is due."""
+        self._num_received += num_received
+        if self._num_received + self._ahead // 2 < self._num_granted:
+            return None
+        self._num_granted = self._num_received + self._ahead
+        return Credit(num_granted=self._num_granted)
 
 
 def next_load(pipe: Connection) -> Load | None:

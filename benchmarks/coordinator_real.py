@@ -1,4 +1,4 @@
-"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on EngineLinks."""
+"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on Links."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ import time
 import uuid
 from multiprocessing.connection import Connection
 
-from benchmarks.coordinator_load import PARAMS, Timing, next_load, prompt, registration
+from benchmarks.coordinator_load import (
+    PARAMS,
+    Grants,
+    Timing,
+    next_load,
+    prompt,
+    registration,
+)
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.engine_side.link import EngineLink
-from rollout.coordinator.protocol.messages import AssignRequest, EngineReply, EngineStatus
+from rollout.coordinator.link import Link
+from rollout.coordinator.protocol.messages import (
+    AssignRequest,
+    EngineReply,
+    EngineStatus,
+    RegisterAck,
+)
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
-    """Answer each assignment at once, through an EngineLink. Ends with the pipe."""
+    """Answer each assignment at once, through a Link. Ends with the pipe."""
     engine_id = uuid.uuid4().bytes
     status = EngineStatus(
         state="RUNNING",
@@ -24,19 +36,22 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
         num_blocks_free=0,
         weights_version=0,
     )
-    with EngineLink(
-        address, registration=lambda: registration(engine_id), status=lambda: status
-    ) as link:
+    with Link(address, handshake=lambda: registration(engine_id), status=lambda: status) as link:
         link.wait_registered(30.0)
         pipe.send("ready")
+        grants = Grants()
         while not pipe.poll():
             for message in link.receive(0.2):
-                if isinstance(message, AssignRequest):
-                    for sample in message.samples:
-                        reply = EngineReply(
-                            request_id=sample.request_id, attempt=sample.attempt, record=record
-                        )
-                        link.send(reply)
+                if isinstance(message, RegisterAck):
+                    grants = Grants()
+                samples = message.samples if isinstance(message, AssignRequest) else ()
+                for sample in samples:
+                    reply = EngineReply(
+                        request_id=sample.request_id, attempt=sample.attempt, record=record
+                    )
+                    link.send(reply)
+                if (credit := grants.take(len(samples))) is not None:
+                    link.send(credit)
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:

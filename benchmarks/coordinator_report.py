@@ -21,7 +21,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"{results['rounds']} rounds, in which all ways take turns; ratios and differences are "
         "taken within a round. *relay*: a ROUTER that only passes frames on, between bare "
         "DEALERs. *bare*: the coordinator between the same. *real*: the coordinator between "
-        "InferenceClients and EngineLinks. Engines answer at once.",
+        "InferenceClients and Links. Engines answer at once.",
         "",
         f"Load averages of the machine meanwhile, with this benchmark's own share: "
         f"{low:.1f} to {high:.1f}.",

@@ -8,6 +8,9 @@ A real engine steps over a runner that computes nothing and returns made-up toke
 decodes; none ends. Times are CPU time, in microseconds a row: the median of the rounds, which take
 turns between the sizes, so that other work on the machine disturbs all of them. They include what
 the garbage collector costs, and about 0.3 us a step and part for reading the clock.
+
+A second table: what an engine of a fleet spends of each step on its reports to the coordinator,
+which are frames in the end, in microseconds a step.
 """
 
 from __future__ import annotations
@@ -26,6 +29,14 @@ from benchmarks.gpu_shapes import NEAR_NOTHING
 from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.protocol.messages import (
+    AssignRequest,
+    RegisterAck,
+    Sample,
+    encode,
+)
+from rollout.coordinator.protocol.packed import pack_params
 from rollout.models import CausalLM
 from rollout.scheduling.plan_builder import PlanBuilder
 from rollout.step.output import StepOutput
@@ -37,6 +48,16 @@ SLACK = 8  # tokens more than are measured, so that nothing ends
 MAX_STEPS = 500  # a round
 # schedule: without building the plan's arrays, which is `plan`. rest: the pipeline's own, counters.
 PARTS = ("schedule", "plan", "commit", "documents", "rest")
+_ENTRY = RegisterAck(
+    coordinator_id=bytes(16),
+    rank=0,
+    state="RUNNING",
+    lease_s=1.0,
+    heartbeat_s=0.1,
+    progress_deadline_s=10.0,
+    report_interval_tokens=16,
+    weights_version=0,
+)
 
 
 @dataclass(slots=True)
@@ -158,7 +179,87 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             cases.append({"num_rows": engine.num_rows, "has_log_probs": has_log_probs, **medians})
         del engines
         gc.collect()
-    return {"machine": describe(InferenceConfig(num_threads=1)), "cases": cases}
+    return {
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "cases": cases,
+        "reports": measure_reports(arguments.report_rows, arguments.report_steps),
+    }
+
+
+class ReportingEngine:
+    """The agent of a fleet's engine, whose rows all decode, over a runner without a model."""
+
+    def __init__(
+        self, num_rows: int, num_steps: int, *, streams: bool, has_log_probs: bool
+    ) -> None:
+        config = InferenceConfig(
+            device="cpu",
+            num_threads=1,
+            max_requests=num_rows,
+            max_sequence_length=-(-(PROMPT_LEN + num_steps + SLACK) // 256) * 256,
+        )
+        self._watch = Stopwatch()
+        engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
+        engine._pipeline._runner = NoModel()
+        engine.step = self._watch.wrap("rest", engine.step)
+        self._agent = EngineAgent(
+            engine,
+            engine_id=bytes(16),
+            block_size_tokens=config.block_size_tokens,
+            max_requests=num_rows,
+            fetch=lambda source: {},
+        )
+        self._agent.handle(_ENTRY)
+        params = SamplingParams(
+            num_tokens_to_generate=num_steps + SLACK,
+            ignore_eos=True,
+            return_log_probs=has_log_probs,
+            streaming=streams,
+            streaming_interval=1,
+        )
+        prompt_tokens = np.zeros(PROMPT_LEN, dtype=np.int32)
+        for row in range(num_rows):
+            sample = Sample(request_id=row, sampling_params=pack_params(params), seed=row)
+            self._agent.handle(AssignRequest(samples=(sample,), prompt_tokens=prompt_tokens))
+        while engine.stats().num_running < num_rows:
+            self._agent.step()
+
+    def run(self, num_steps: int) -> list[float]:
+        """Microseconds of each step that the engine itself does not take."""
+        taken = []
+        for _ in range(num_steps):
+            self._watch.take()
+            start = time.thread_time_ns()
+            frames = [encode(message) for message in self._agent.step()]
+            nanoseconds = time.thread_time_ns() - start
+            del frames
+            taken.append((nanoseconds - self._watch.take()["rest"]) / 1e3)
+        return taken
+
+
+def measure_reports(num_rows: int, num_steps: int) -> list[dict[str, Any]]:
+    """Microseconds a step: the median, and the slowest but for one in a hundred, and of all."""
+    cases = []
+    for streams in (False, True):
+        for has_log_probs in (False, True):
+            engine = ReportingEngine(
+                num_rows, 2 * num_steps, streams=streams, has_log_probs=has_log_probs
+            )
+            engine.run(num_steps)
+            taken = sorted(engine.run(num_steps))
+            cases.append(
+                {
+                    "num_rows": num_rows,
+                    "streams": streams,
+                    "has_log_probs": has_log_probs,
+                    "median": statistics.median(taken),
+                    "p99": taken[int(len(taken) * 0.99)],
+                    "longest": taken[-1],
+                }
+            )
+            del engine
+            gc.collect()
+    return cases
 
 
 def as_text(results: dict[str, Any]) -> str:
@@ -172,6 +273,12 @@ def as_text(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         named = f"{case['num_rows']:>11}{'yes' if case['has_log_probs'] else 'no':>11}"
         lines.append(named + "".join(f"{case[column]:>11.2f}" for column in columns[2:]))
+    columns = ("rows", "streams", "log-probs", "median", "p99", "longest")
+    lines += ["us a step for reports to the coordinator", "".join(f"{c:>11}" for c in columns)]
+    for case in results["reports"]:
+        flags = (case["streams"], case["has_log_probs"])
+        named = f"{case['num_rows']:>11}" + "".join(f"{'yes' if f else 'no':>11}" for f in flags)
+        lines.append(named + "".join(f"{case[column]:>11.1f}" for column in columns[3:]))
     return "\n".join(lines)
 
 
@@ -183,8 +290,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds} must be at least 1")
-    arguments.row_steps = 20_000
+    arguments.row_steps, arguments.report_rows, arguments.report_steps = 20_000, 256, 400
     if arguments.small:
+        arguments.report_rows, arguments.report_steps = 8, 20
         arguments.rounds, arguments.rows, arguments.row_steps = 1, [1, 8], 32
     return arguments
 

@@ -204,8 +204,9 @@ def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
     stalls, floors, totals, ratios = [], [], [], []
     with torch.no_grad():
         for _ in range(num_repeats + 1):
-            report = engine.update_weights(source, in_flight=True)
+            staged = engine.stage_weights(source)
             engine.step()
+            report = engine.commit_weights(staged, in_flight=True)
             floor, _ = timed(
                 lambda: [t.copy_(s) for t, s in zip(targets, unique.values(), strict=True)]
             )

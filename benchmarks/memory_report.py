@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.update_gaps import gaps_as_markdown
+
 _HEAD = (
     "| mode | kind | live | moved, MiB | suspend, ms (CPU) | over floor | resume, ms (CPU) "
     "| over floor | suspend over its memcpy alone |"
@@ -12,7 +14,7 @@ _HEAD = (
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: one table of cycles, then the two single figures."""
+    """A page: one table of cycles, then the single figures."""
     machine, persist, update = results["machine"], results["persist"], results["update"]
     recompute = results["recompute"]
     lines = [
@@ -53,6 +55,8 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"{update['stall_seconds'] * 1e3:.1f} ms, one copy of the weights "
         f"{update['floor_seconds'] * 1e3:.1f} ms, ratio {update['over_floor']:.2f}; staging and "
         f"stall together {update['seconds'] * 1e3:.0f} ms.",
+        "",
+        *gaps_as_markdown(results["update_gaps"]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,5 @@
-"""What requests cost in Python's memory: per generated token while they run, and per checkpoint.
+"""What requests cost in Python's memory: per generated token while they run, per checkpoint, and as
+a reply between an engine and a client, where it also tells the CPU time.
 
     python benchmarks/request_memory.py            # some seconds
     python benchmarks/request_memory.py --small    # shows that it runs
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from benchmarks.host_step import DecodingEngine
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams
 from rollout.config import InferenceConfig
+from rollout.coordinator.protocol.packed import pack_record, unpack_record
+from rollout.engine.running_request import RunningRequest
 
 NUM_CHECKPOINTS = 20
 TOKENS_PER_CHECKPOINT = 8
@@ -102,6 +106,62 @@ def _record(prompt_len: int, num_checkpoints: int) -> DynamicInferenceRequestRec
     return record
 
 
+def reply_costs(num_tokens: int) -> dict[str, float]:
+    """A finished record on its way: CPU microseconds to pack it where it was generated and to
+    unpack it at the client, and what a token keeps there, before and after its lists are read."""
+    record = _generated(num_tokens)
+    packed = pack_record(record)
+    costs = {
+        "pack_us": _cpu_us(lambda: pack_record(record)),
+        "unpack_us": _cpu_us(lambda: unpack_record(packed)),
+        "merge_us": _cpu_us(unpack_record(packed).merge),
+        "wire_bytes": len(packed) / num_tokens,
+    }
+    gc.collect()
+    tracemalloc.start()
+    arrived = unpack_record(packed)
+    gc.collect()
+    costs["kept_bytes"] = tracemalloc.get_traced_memory()[0] / num_tokens
+    arrived.serialize()  # reads all lists
+    gc.collect()
+    costs["read_bytes"] = tracemalloc.get_traced_memory()[0] / num_tokens
+    tracemalloc.stop()
+    return costs
+
+
+def _generated(num_tokens: int) -> DynamicInferenceRequestRecord:
+    """As an engine leaves it."""
+    request = DynamicInferenceRequest(
+        request_id=0,
+        prompt_tokens=torch.arange(64),
+        sampling_params=SamplingParams(num_tokens_to_generate=num_tokens, return_log_probs=True),
+        generated_log_probs=[],
+        tpot=[],
+    )
+    running = RunningRequest(DynamicInferenceRequestRecord.from_request(request), 0.0, None)
+    assert running.log_probs is not None
+    assert running.tpot is not None
+    for index in range(num_tokens):
+        running.token_ids.append(index % 100_000)
+        running.log_probs.append(-index / 7)
+        running.tpot.append(index / 3)
+    request.policy_spans.append(num_tokens, 0)
+    request.kv_spans.append(64 + num_tokens - 1, 0)
+    request.complete()
+    return running.record
+
+
+def _cpu_us(call: Callable[[], object], num_calls: int = 20, num_rounds: int = 5) -> float:
+    """The best of a few rounds."""
+    rounds = []
+    for _ in range(num_rounds):
+        start = time.process_time()
+        for _ in range(num_calls):
+            call()
+        rounds.append((time.process_time() - start) / num_calls * 1e6)
+    return min(rounds)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="few rows and steps")
@@ -128,6 +188,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             f"{row['in_memory'] / 1024:.1f} KiB in memory, "
             f"{row['on_the_wire'] / 1024:.1f} KiB on the wire"
         )
+    results["reply"] = reply = reply_costs(num_tokens=8192)
+    print(
+        f"reply of 8192 tokens: packed in {reply['pack_us']:.0f} us, unpacked in "
+        f"{reply['unpack_us']:.0f} us, merged in {reply['merge_us']:.0f} us; a token takes "
+        f"{reply['wire_bytes']:.1f} bytes on the wire, {reply['kept_bytes']:.1f} at the client and "
+        f"{reply['read_bytes']:.1f} once it is read"
+    )
     return results
 
 

@@ -60,6 +60,7 @@ class Table:
     def __init__(self, policy: str, num_ranks: int, num_prompts: int) -> None:
         rows = {
             "longest_prefix": num_prompts * BLOCKS_PER_PROMPT,
+            "load_balanced": num_prompts * BLOCKS_PER_PROMPT,
             "first_prefix_block": num_prompts,
         }
         options = {"max_rows": rows[policy]} if policy in rows else {}
@@ -67,7 +68,8 @@ class Table:
         self.policy: RoutingPolicy = make_policy(policy, **options)
         self._draw = random.Random(num_prompts)
         self._num_new = 0
-        for rank in range(num_ranks):
+        self.ranks = dict.fromkeys(range(num_ranks)).keys()  # all have room
+        for rank in self.ranks:
             self.policy.rank_joined(rank)
         for number in range(num_prompts):
             rank = number % num_ranks
@@ -82,7 +84,7 @@ class Table:
             hashes = hashes_of(self.num_prompts + self._num_new)
             self._num_new += 1
         start = time.perf_counter_ns()
-        rank = self.policy.choose(hashes)
+        rank = self.policy.choose(hashes, self.ranks, NUM_TOKENS)
         middle = time.perf_counter_ns()
         self.policy.assigned(rank, hashes, NUM_TOKENS)
         end = time.perf_counter_ns()

@@ -31,6 +31,7 @@ from benchmarks.memory_cycles import (
 from benchmarks.memory_report import as_markdown, draw
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.update_gaps import measure_gaps
 from rollout import InferenceConfig
 
 ROOT = Path(__file__).parent
@@ -38,12 +39,14 @@ MODES = ("persist", "offload", "recompute")
 KINDS = ("device", "reserved")
 LIVE_FRACTIONS = (0.01, 0.25, 1.0)
 NUM_PERSIST_REPEATS = 50
+TOKENS_PER_UPDATE = 100
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--pool-mib", type=int, default=512)
+    parser.add_argument("--updates", type=int, default=10, help="in flight, in each kind of engine")
     parser.add_argument("--small", action="store_true", help="a tiny model and pool, two repeats")
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
     parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "suspend_resume.png")
@@ -51,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.repeats < 1:
         parser.error(f"--repeats {arguments.repeats} must be at least 1")
     if arguments.small:
-        arguments.repeats, arguments.pool_mib = 2, 8
+        arguments.repeats, arguments.pool_mib, arguments.updates = 2, 8, 2
     return arguments
 
 
@@ -81,6 +84,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "persist": measure_persist(spec, NUM_PERSIST_REPEATS),
         "recompute": measure_recompute(spec, arguments.repeats),
         "update": measure_update(spec, arguments.repeats),
+        "update_gaps": measure_gaps(spec, arguments.updates, TOKENS_PER_UPDATE),
     }
 
 

@@ -1,102 +1,40 @@
 """A rollout engine that lives inside a reinforcement-learning job for language models."""
 
-from rollout.apis.async_llm import AsyncLLM
-from rollout.apis.llm import LLM
-from rollout.apis.rollout_group import RolloutGroup
-from rollout.config import (
-    InferenceConfig,
-    KVCacheManagementMode,
-    MambaInferenceStateConfig,
-    PrefixCachingCoordinatorPolicy,
-    PrefixCachingEvictionPolicy,
-)
-from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.engine.build import DynamicInferenceEngine
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
-from rollout.errors import (
-    BlockOverflowError,
-    ConfigError,
-    ContextOverflowError,
-    DetokenizeError,
-    EngineStateError,
-    EventPayloadError,
-    InvalidRequestError,
-    MaxSequenceLengthOverflowError,
-    ModelError,
-    NonFiniteLogitsError,
-    ProtocolError,
-    RemoteError,
-    RequestAbortedError,
-    RequestOverflowError,
-    RolloutError,
-    TokenLimitClamped,
-    TokenOverflowError,
-    WeightUpdateError,
-)
-from rollout.requests import (
-    DynamicInferenceEvent,
-    DynamicInferenceEventType,
-    DynamicInferenceRequest,
-    DynamicInferenceRequestRecord,
-    InferenceRequest,
-    Status,
-    VLMInferenceRequest,
-    compute_block_hashes_batched,
-    deserialize_tensor,
-    serialize_tensor,
-)
-from rollout.runner.weight_update import WeightUpdateReport
-from rollout.sampling_params import SamplingParams
-from rollout.text import HFTokenizer, Tokenizer
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    "AsyncLLM",
-    "BlockOverflowError",
-    "ConfigError",
-    "ContextOverflowError",
-    "DataParallelInferenceCoordinator",
-    "DetokenizeError",
-    "DynamicInferenceEngine",
-    "DynamicInferenceEvent",
-    "DynamicInferenceEventType",
-    "DynamicInferenceRequest",
-    "DynamicInferenceRequestRecord",
-    "EngineState",
-    "EngineStateError",
-    "EngineStats",
-    "EventPayloadError",
-    "HFTokenizer",
-    "InferenceConfig",
-    "InferenceClient",
-    "InferenceRequest",
-    "InvalidRequestError",
-    "KVCacheManagementMode",
-    "LLM",
-    "MambaInferenceStateConfig",
-    "MaxSequenceLengthOverflowError",
-    "ModelError",
-    "NonFiniteLogitsError",
-    "PrefixCachingCoordinatorPolicy",
-    "PrefixCachingEvictionPolicy",
-    "ProtocolError",
-    "RemoteError",
-    "RequestAbortedError",
-    "RequestOverflowError",
-    "ResumeReport",
-    "RolloutError",
-    "RolloutGroup",
-    "SamplingParams",
-    "Status",
-    "SuspendReport",
-    "TokenLimitClamped",
-    "TokenOverflowError",
-    "Tokenizer",
-    "VLMInferenceRequest",
-    "WeightUpdateError",
-    "WeightUpdateReport",
-    "compute_block_hashes_batched",
-    "deserialize_tensor",
-    "serialize_tensor",
-]
+# Module -> the names that it gives to this package. The stub beside this file has the same.
+_HOMES = {
+    "rollout.apis.async_llm": "AsyncLLM",
+    "rollout.apis.groups": "RolloutGroup",
+    "rollout.apis.llm": "LLM",
+    "rollout.config": (
+        "InferenceConfig KVCacheManagementMode MambaInferenceStateConfig "
+        "PrefixCachingCoordinatorPolicy PrefixCachingEvictionPolicy"
+    ),
+    "rollout.coordinator.client.inference_client": "InferenceClient",
+    "rollout.coordinator.coordinator": "DataParallelInferenceCoordinator",
+    "rollout.engine.build": "DynamicInferenceEngine",
+    "rollout.engine.reports": "EngineStats ResumeReport SuspendReport",
+    "rollout.engine.state": "EngineState",
+    "rollout.errors": (
+        "BlockOverflowError ConfigError ContextOverflowError DetokenizeError EngineStateError "
+        "EventPayloadError InvalidRequestError MaxSequenceLengthOverflowError ModelError "
+        "NonFiniteLogitsError ProtocolError RemoteError RequestAbortedError "
+        "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
+        "WeightUpdateError"
+    ),
+    "rollout.requests.block_hash": "compute_block_hashes_batched",
+    "rollout.requests.codec": "deserialize_tensor serialize_tensor",
+    "rollout.requests.dynamic_request": "DynamicInferenceRequest",
+    "rollout.requests.event": "DynamicInferenceEvent DynamicInferenceEventType",
+    "rollout.requests.record": "DynamicInferenceRequestRecord",
+    "rollout.requests.request": "InferenceRequest Status VLMInferenceRequest",
+    "rollout.runner.weight_update": "WeightUpdateReport",
+    "rollout.sampling_params": "SamplingParams",
+    "rollout.text": "HFTokenizer Tokenizer",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -35,7 +35,11 @@ class PrefixCachingEvictionPolicy(str, Enum):
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
-    """How a coordinator picks the engine of a request."""
+    """How a coordinator picks the engine of a request, among those that have room.
+
+    LOAD_BALANCED goes where the prompt's prefix is while that engine's load is bounded, else to the
+    least loaded one.
+    """
 
     LONGEST_PREFIX = "longest_prefix"
     FIRST_PREFIX_BLOCK = "first_prefix_block"
@@ -102,7 +106,7 @@ class InferenceConfig:
     )
     # Or the name or "package.module:Class" of one's own; it needs a coordinator.
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy | str = (
-        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )
     prefix_reuse_across_versions: bool = False
 

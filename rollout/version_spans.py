@@ -18,7 +18,7 @@ class VersionSpans:
 
     # All runs but the last one are closed. Copies share their list: each knows how many of it are
     # its own, and takes a list of its own before it would write over another's.
-    __slots__ = ("_closed", "_length", "_num_closed", "_version")
+    __slots__ = ("_closed", "_length", "_num_closed", "_version", "last_run")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         """Start with `(count, version)` runs."""
@@ -26,6 +26,10 @@ class VersionSpans:
         self._num_closed = 0
         self._length = 0
         self._version: int | None = None  # of the last run; None without entries
+        # (start, version, oldest, before): of the last run; the oldest version of all runs; the sum
+        # of the versions of all entries before the last run. Means nothing without entries. So the
+        # first n entries, n > start, have the mean (before + (n - start) * version) / n.
+        self.last_run = (0, 0, 0, 0)
         for count, version in runs:
             self.append(count, version)
 
@@ -66,8 +70,13 @@ class VersionSpans:
         if self._version is not None:
             if len(self._closed) != self._num_closed:
                 self._closed = self._closed[: self._num_closed]
+            start, last, oldest, before = self.last_run
+            before += (self._length - start) * last
+            self.last_run = (self._length, version, min(oldest, version), before)
             self._closed.append((self._length, self._version))
             self._num_closed += 1
+        else:
+            self.last_run = (0, version, version, 0)
         self._length += count
         self._version = version
 
@@ -95,6 +104,7 @@ class VersionSpans:
         """Return an independent copy. O(1), in time and memory."""
         other = VersionSpans()
         other._closed, other._num_closed = self._closed, self._num_closed
+        other.last_run = self.last_run
         other._length, other._version = self._length, self._version
         return other
 
@@ -102,9 +112,7 @@ class VersionSpans:
         """Return the oldest version. Raises ValueError if there is no entry."""
         if self._version is None:
             raise ValueError("no entries, so no oldest version")
-        if not self._num_closed:
-            return self._version
-        return min(version for _, version in self._runs())
+        return self.last_run[2]
 
     def sum(self) -> int:
         """Return the sum of the versions over all entries (mean = sum() / len())."""

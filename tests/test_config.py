@@ -358,7 +358,7 @@ REFUSED: dict[str, Callable[[str], None]] = {
 def check_prefix_caching_coordinator_policy() -> None:
     """What a coordinator makes of it is tested with AsyncLLM."""
     name = "prefix_caching_coordinator_policy"
-    for value in ("round_robin", "load_balanced", "package.module:Own"):
+    for value in ("round_robin", "longest_prefix", "package.module:Own"):
         with pytest.raises(ConfigError, match=f"{name}=.*use_coordinator=True"):
             LLM(model(), inference_config=InferenceConfig(**{name: value}))
     for value in (7, None, ""):

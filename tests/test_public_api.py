@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rollout
+import rollout.requests
 from rollout import LLM, DynamicInferenceEngine, SamplingParams
 
 # As users rely on them; more may be added, none may go.
@@ -88,3 +92,14 @@ def test_sampling_params_have_the_pinned_fields_and_defaults() -> None:
 def test_every_public_class_and_function_says_what_it_is() -> None:
     undocumented = [name for name in rollout.__all__ if not inspect.getdoc(getattr(rollout, name))]
     assert undocumented == []
+
+
+@pytest.mark.parametrize("package", [rollout, rollout.requests])
+def test_a_stub_names_what_its_package_loads_when_asked(package: ModuleType) -> None:
+    stub = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    named = {alias.name: node.module for node in imports for alias in node.names}
+    homes = {name: home for home, names in package._HOMES.items() for name in names.split()}
+    assert named == homes
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = package.Nothing

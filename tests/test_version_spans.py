@@ -73,6 +73,16 @@ def test_prefixes_have_the_minimum_and_mean_of_the_list(runs, first, count):
     assert mean.tolist() == [sum(prefix) / len(prefix) for prefix in prefixes]
 
 
+@given(runs_lists)
+def test_the_last_run_knows_the_oldest_version_and_the_sum_before_it(runs):
+    spans, versions = VersionSpans(runs), expanded(runs)
+    if versions:
+        start, version, oldest, before = spans.last_run
+        assert (start, version) == list(spans)[-1][0::2]
+        assert (oldest, before) == (min(versions), sum(versions[:start]))
+    assert spans.copy().last_run == spans.last_run
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 3), (4, 1)])
 def test_prefixes_that_are_empty_or_too_long_raise(first, count):
     with pytest.raises(ValueError, match="of 3 entries"):

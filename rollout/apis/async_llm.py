@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollout.apis.fleet_processes import EngineRecipe, FleetProcesses
+from rollout.apis.config_fields import config_with
+from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
 from rollout.apis.fleet_reports import (
     engine_stats,
     resume_report,
@@ -19,13 +20,15 @@ from rollout.apis.fleet_reports import (
     weight_update_report,
 )
 from rollout.apis.prompts import Prompt, as_batch, per_sample
-from rollout.apis.text_output import finished_request, streamed, text_to_stream
+from rollout.apis.text_output import failed_request, finished_request, streamed, text_to_stream
 from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture
-from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
+from rollout.coordinator.client.pending_commands import CommandFuture
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, RolloutError
@@ -36,17 +39,26 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
 Results = Mapping[str, Any]
+Groups = Sequence[tuple[Prompt, Sequence[SamplingParams]]]
 _PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
+# How long the end of the coordinator's process may be noticed after that of its connection.
+_NOTICE_S = 1.0
+# Of all requests that are pending, not of one.
+_LOST = (CoordinatorLostError, ClientStateError)
 
 
 class AsyncLLM:
     """A model in `data_parallel_size` engine processes behind a coordinator. An async context
     manager: leaving it ends all processes.
 
-    `model` and `tokenizer` as for LLM. All verbs are those of LLM, to be awaited; they take effect
-    on all engines, and return when the last one has confirmed. `coordinator_options`: further
-    arguments of DataParallelInferenceCoordinator, such as schedule_output_path or limits.
+    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. All verbs are those of
+    LLM, to be awaited; they take effect on all engines, and return when the last one has confirmed.
+
+    Only processes of the same user can join, unless a host or a port is given; over TCP everybody
+    on the machine can, or with `curve` in `coordinator_options` whose key is known.
     """
+
+    _fleet: FleetProcesses | None
 
     def __init__(
         self,
@@ -56,60 +68,109 @@ class AsyncLLM:
         *,
         use_coordinator: bool = True,
         data_parallel_size: int = 1,
+        spawn: int | None = None,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
         coordinator_options: Mapping[str, Any] | None = None,
         weights_version: int = 0,
+        max_engine_restarts: int = 3,
+        start_timeout_s: float = 1800.0,
+        **config_fields: Any,
     ) -> None:
-        """Raises ConfigError, ModelError and whatever else keeps a process from starting."""
+        """spawn: engines that are started here, None for all; others dial `address`, as
+        `python -m rollout.apis.engine_process` does. coordinator_options: further arguments of
+        DataParallelInferenceCoordinator, such as schedule_output_path or limits.
+        max_engine_restarts: how often in a row an engine that ends is started again.
+        start_timeout_s: how long a process may take to start, and requests wait for an engine.
+
+        Raises ConfigError, ModelError and whatever else keeps a process from starting.
+        """
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
-        self.tokenizer = tokenizer_of(model, tokenizer)
-        config = inference_config or InferenceConfig()
-        model = without_shards(model, config.dtype)
-        recipe = EngineRecipe(
-            model=model, config=config, tokenizer=self.tokenizer, weights_version=weights_version
+        num_engines = _num_engines(data_parallel_size, spawn)
+        config = config_with(
+            inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
-        self._fleet = FleetProcesses(
-            recipe,
+        self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version)
+        self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
+        for_coordinator = coordinator_arguments(
+            config,
+            coordinator_options or {},
             data_parallel_size=data_parallel_size,
             host=coordinator_host,
             port=coordinator_port,
-            options=coordinator_options,
+            orphan_deadline_s=start_timeout_s,
         )
-        self._seed = recipe.config.seed
+        own = {"tokenizer": self.tokenizer, "weights_version": weights_version}
+        own["model"] = without_shards(model, config.dtype)
+        for_engine = engine_arguments(config, num_engines, start_timeout_s, own)
+        self._fleet = FleetProcesses(
+            for_coordinator,
+            for_engine,
+            num_engines=num_engines,
+            max_engine_restarts=max_engine_restarts,
+            start_timeout_s=start_timeout_s,
+            on_lost=self._lose,
+        )
+        self.address, self._curve = self._fleet.address, self._fleet.curve
+
+    @classmethod
+    async def connect(
+        cls,
+        address: int | str,
+        tokenizer: Tokenizer | Any | None = None,
+        *,
+        seed: int | None = None,
+        curve: CurveKeys | None = None,
+    ) -> AsyncLLM:
+        """Join the fleet of a coordinator that others have started. Its end is a goodbye: the fleet
+        goes on. `address`, `seed` and `curve` as for InferenceClient. Raises CoordinatorLostError.
+        """
+        llm = cls.__new__(cls)
+        llm._set_up(tokenizer_of(None, tokenizer), seed, 0, curve)
+        llm.address = address_of(address)
+        await llm.start()
+        return llm
+
+    def _set_up(
+        self,
+        tokenizer: Tokenizer | None,
+        seed: int | None,
+        weights_version: int,
+        curve: CurveKeys | None = None,
+    ) -> None:
+        self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
+        self.address = ""  # of the coordinator: other clients, and engines, may dial it
+        self._fleet = None
         self._publisher = WeightPublisher()
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None
+        self._lost: CoordinatorLostError | None = None
+        self._is_lost = asyncio.Event()
         self._state, self._weights_version = EngineState.RUNNING, weights_version
 
     @property
-    def address(self) -> str:
-        """Of the coordinator: other clients, and engines, may dial it."""
-        return self._fleet.address
-
-    @property
     def client(self) -> InferenceClient:
-        """For aborts and deadlines, which no verb has. Raises EngineStateError unless started."""
+        """For aborts and deadlines, which no verb has. Raises EngineStateError unless started, and
+        CoordinatorLostError.
+        """
+        if self._lost is not None:
+            raise CoordinatorLostError(*self._lost.args)
         if self._client is None:
             raise EngineStateError("this AsyncLLM is not started, or shut down already")
         return self._client
 
     @property
     def state(self) -> EngineState:
-        """Of all engines, as the answer to the latest verb told; other clients may order, too."""
+        """Of all engines, as the answer to the latest verb said; other clients may order, too."""
         return self._state
 
     @property
     def weights_version(self) -> int:
         """Of all engines, as `state`."""
         return self._weights_version
-
-    def _told(self, results: Results) -> Results:
-        self._state = CoordinatorState[results["state"]].engine_state
-        self._weights_version = results["weights_version"]
-        return results
 
     async def start(self) -> None:
         """Connect; done by `async with`, and by the first use."""
@@ -120,31 +181,61 @@ class AsyncLLM:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
-                client = InferenceClient(self._fleet.address, seed=self._seed)
+                self._loop = asyncio.get_running_loop()
+                client = InferenceClient(
+                    self.address, tokenizer=self.tokenizer, seed=self._seed, curve=self._curve
+                )
                 await client.start()
                 self._client = client
-                if client.coordinator is not None:
-                    self._told(asdict(client.coordinator))
-            return self._client
+                if (greeting := client.coordinator) is not None:
+                    self._know(greeting.state, greeting.weights_version)
+            return self.client
 
-    @contextmanager
-    def _until_shutdown(self) -> Iterator[None]:
-        """What a shutdown cuts short fails with that, whichever of its steps was noticed first."""
+    def _know(self, state: str, weights_version: int) -> None:
+        self._state = CoordinatorState[state].engine_state
+        self._weights_version = weights_version
+
+    # ---- what is cut short
+
+    def _lose(self, error: CoordinatorLostError) -> None:
+        """The coordinator's process has ended: fail all that waits. Called by another thread."""
+        self._lost = error
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._fail_pending)
+
+    def _fail_pending(self) -> None:
+        self._is_lost.set()
+        if self._client is not None and self._end is None:
+            self._client.stop()
+
+    def _cut_short(self) -> RolloutError | None:
+        """Why nothing that was pending is answered, if so."""
+        if self._end is not None:
+            return EngineStateError("this AsyncLLM was shut down before the answer came")
+        return None if self._lost is None else CoordinatorLostError(*self._lost.args)
+
+    @asynccontextmanager
+    async def _named_errors(self) -> AsyncIterator[None]:
+        """What the end of this AsyncLLM or of its coordinator cuts short fails with that, whichever
+        of its steps was noticed first.
+        """
         try:
             yield
         except RolloutError as error:
-            if self._end is None:
+            if isinstance(error, CoordinatorLostError) and self._fleet is not None:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._is_lost.wait(), _NOTICE_S)
+            reason = self._cut_short()
+            if reason is None:
                 raise
             task = asyncio.current_task()
             if task is not None:
                 # To a caller who waits no more it is no news: asyncio need not report it.
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            raise EngineStateError("this AsyncLLM was shut down before the answer came") from error
+            raise reason from error
 
-    async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
-        client = await self._connected()
-        with self._until_shutdown():
-            return self._told(await order(client))
+    # ---- generation
 
     async def generate(
         self,
@@ -157,23 +248,54 @@ class AsyncLLM:
         """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
 
         The list is prompt-major, in input order. A higher `priority` goes first. Raises
-        InvalidRequestError for a malformed prompt; a request that cannot run comes back FAILED, or
-        its error is raised if no engine took it.
+        InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
+        run comes back FAILED with its error event.
         """
-        client = await self._connected()
+        await self._connected()
         batch, is_single = as_batch(prompts)
-        groups = per_sample(sampling_params, len(batch), n)
-        futures: list[RequestFuture] = []
+        groups = list(zip(batch, per_sample(sampling_params, len(batch), n), strict=True))
+        samples = [(prompt, params) for prompt, each in groups for params in each]
+        futures = [future for group in self.submit_groups(groups, priority) for future in group]
         try:
-            for prompt, params in zip(batch, groups, strict=True):
-                futures += client.add_group(prompt, params, priority=priority)
-            with self._until_shutdown():
-                records = await asyncio.gather(*futures)
+            async with self._named_errors():
+                if futures:
+                    await asyncio.wait(futures)
+                for future in futures:
+                    error = future.exception()
+                    if isinstance(error, _LOST) or (error is not None and self._cut_short()):
+                        raise error
         finally:
             for future in futures:
                 future.cancel()  # those that are not done
-        requests = [finished_request(record, self.tokenizer) for record in records]
+        requests = [
+            self.request_of(future, *sample)
+            for future, sample in zip(futures, samples, strict=True)
+        ]
         return requests[0] if is_single and n == 1 else requests
+
+    def submit_groups(self, groups: Groups, priority: int) -> list[list[RequestFuture]]:
+        """Queue all groups or none. Raises InvalidRequestError for a malformed prompt."""
+        client = self.client
+        sent: list[list[RequestFuture]] = []
+        try:
+            for prompt, each in groups:
+                sent.append(client.add_group(prompt, each, priority=priority))
+        except BaseException:
+            for future in (future for group in sent for future in group):
+                future.cancel()
+            raise
+        return sent
+
+    def request_of(
+        self, future: RequestFuture, prompt: Prompt, params: SamplingParams
+    ) -> DynamicInferenceRequest:
+        """What a user gets of a request that is done: one without a record is FAILED."""
+        error: Any = future.exception()
+        if error is None:
+            return finished_request(future.result(), self.tokenizer)
+        if isinstance(error, _LOST):
+            error = self._cut_short() or error
+        return failed_request(future.request_id, prompt, params, error, self.tokenizer)
 
     async def stream(
         self,
@@ -189,13 +311,20 @@ class AsyncLLM:
         """
         client, params = await self._connected(), sampling_params or SamplingParams()
         text = text_to_stream(self.tokenizer, params) if as_text else None
-        async with aclosing(client.stream(prompt, params, priority=priority)) as items:
-            with self._until_shutdown():
-                async for item in items:
-                    for piece in streamed(item, self.tokenizer, text):
-                        yield piece
+        items = client.stream(prompt, params, priority=priority)
+        async with aclosing(items), self._named_errors():
+            async for item in items:
+                for piece in streamed(item, self.tokenizer, text):
+                    yield piece
 
     # ---- control
+
+    async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
+        client = await self._connected()
+        async with self._named_errors():
+            results: Results = await order(client)
+            self._know(results["state"], results["weights_version"])
+            return results
 
     async def pause(self) -> None:
         """Stop all engines at their next step."""
@@ -235,7 +364,7 @@ class AsyncLLM:
         """
         await self._connected()
         update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))
-        with self._until_shutdown():
+        async with self._named_errors():
             return await asyncio.shield(update)
 
     async def _update(
@@ -259,24 +388,32 @@ class AsyncLLM:
         """Counters of all engines together."""
         return engine_stats(await self._order(lambda client: client.engine_stats()))
 
-    async def shutdown(self) -> None:
-        """End all processes. From any state; twice is fine, and whoever calls it awaits the end."""
+    async def shutdown(self, *, end_fleet: bool | None = None) -> None:
+        """The end, from any state; twice is fine, and whoever calls it awaits it.
+
+        `end_fleet`: whether all engines and the coordinator end; None: if this AsyncLLM started
+        them. Else unfinished requests of this one are aborted, and the fleet goes on.
+        """
         if self._end is None:
             self._state = EngineState.STOPPED
-            self._end = asyncio.ensure_future(self._shut_down())
+            ends_fleet = self._fleet is not None if end_fleet is None else end_fleet
+            self._end = asyncio.ensure_future(self._shut_down(ends_fleet))
         await asyncio.shield(self._end)
 
-    async def _shut_down(self) -> None:
+    async def _shut_down(self, ends_fleet: bool) -> None:
         async with AsyncExitStack() as last:  # each of these, whatever another one raises
             last.callback(self._publisher.close)
             last.push_async_callback(self._await_update)
-            last.push_async_callback(asyncio.to_thread, self._fleet.close)
+            if self._fleet is not None:
+                self._fleet.end_restarts()
+                last.push_async_callback(asyncio.to_thread, self._fleet.close)
             async with self._start_turn:  # a start under way ends first
                 client, self._client = self._client, None
             if client is not None:
                 last.push_async_callback(client.aclose)
                 with suppress(Exception):  # whatever the engines say, they are ended anyway
-                    await client.shutdown_engines(deadline_s=5.0)
+                    if ends_fleet:
+                        await client.shutdown_engines(deadline_s=5.0)
 
     async def _await_update(self) -> None:
         """One that is publishing cannot be stopped, and gives up what it has published."""
@@ -299,3 +436,10 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         await self.shutdown()
+
+
+def _num_engines(data_parallel_size: int, spawn: int | None) -> int:
+    """Of those that are started here. Raises ConfigError."""
+    if spawn is not None and not 0 <= spawn <= data_parallel_size:
+        raise ConfigError(f"spawn={spawn} must be in [0, {data_parallel_size}], or None for all")
+    return data_parallel_size if spawn is None else spawn

@@ -2,225 +2,189 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
-import os
 import pickle
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
-from rollout.apis.clean_process import mentions_main, needs_main, start_clean_process
-from rollout.apis.engine_process import run_engine
+from rollout.apis.supervised_process import SupervisedProcess
 from rollout.backends.limits import num_usable_cpus
+from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
-from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.dealer import LOOPBACK, CoordinatorLostError
 from rollout.coordinator.routing.policies import find_policy
-from rollout.errors import ConfigError, EngineStateError
-from rollout.text import Tokenizer
+from rollout.coordinator.security import CurveKeys, remove_private_address
 
 _logger = logging.getLogger(__name__)
-_START_S, _LEAVE_S, _END_S = 120.0, 5.0, 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRecipe:
-    """All that an engine's process needs."""
-
-    model: Any
-    config: InferenceConfig
-    tokenizer: Tokenizer | None
-    weights_version: int
+_LEAVE_S, _END_S = 5.0, 5.0
+_REMIND_S = 30.0  # between two lines about what is waited for
 
 
 class FleetProcesses:
-    """Started when it is made. Raises ConfigError with the reason if a process does not start."""
+    """Started when it is made. Raises what keeps a process from starting.
+
+    An engine that ends is started again, up to `max_engine_restarts` times in a row. When the
+    coordinator ends, so do the engines; `on_lost` is called with the reason, by another thread.
+    """
 
     def __init__(
         self,
-        recipe: EngineRecipe,
+        coordinator: Mapping[str, Any],
+        engine: Mapping[str, Any],
         *,
-        data_parallel_size: int,
-        host: str | None = None,
-        port: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        num_engines: int,
+        max_engine_restarts: int,
+        start_timeout_s: float,
+        on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
-        """`options`: further arguments of DataParallelInferenceCoordinator."""
-        if data_parallel_size < 1:
-            raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
-        self._processes: list[BaseProcess] = []
+        """`coordinator`: arguments of DataParallelInferenceCoordinator. `engine`: of run_engine."""
+        self.address = ""
+        self.curve: CurveKeys | None = None  # of the fleet's own engines and client
+        if coordinator.get("curve") is not None:
+            server, self.curve = coordinator["curve"].with_client()
+            coordinator = {**coordinator, "curve": server}
+        for_coordinator = pickled(dict(coordinator), "an argument of the coordinator")
+        # Kept for restarts: the model may be the trainer's own, which goes on changing.
+        what = "the model, its tokenizer or its config"
+        for_engine = pickled({**engine, "curve": self.curve}, what)
+        self.lost: CoordinatorLostError | None = None
+        self._on_lost, self._is_closing = on_lost, False
+        self._engines: list[SupervisedProcess] = []
+        self._coordinator = SupervisedProcess(
+            "the coordinator",
+            "rollout.coordinator",
+            lambda child: child.send(for_coordinator),
+            start_timeout_s=start_timeout_s,
+            on_end=self._lose,
+        )
+
+        def begin_engine(child: ChildProcess) -> None:
+            address = self._coordinator.started.result()
+            child.send(pickle.dumps(address), for_engine)
+
         try:
             # All at once: most of a start is imports, which need no address.
-            arguments = _arguments_for_coordinator(recipe.config, options or {})
-            arguments |= {
-                "data_parallel_size": data_parallel_size,
-                "tokenizer": recipe.tokenizer,
-                "inference_coordinator_port": port,
-                **({} if host is None else {"host": host}),
-            }
-            coordinator = self._start(
-                "coordinator", _coordinator_process, arguments, imports_main=needs_main(arguments)
-            )
-            engines = self._start_engines(recipe, data_parallel_size)
-            with coordinator:
-                self.address = str(_word_of("the coordinator", coordinator))
-            for engine in engines:
-                # One that died on its way says so below.
-                with contextlib.suppress(BrokenPipeError):
-                    engine.send(self.address)
-            for rank, engine in enumerate(engines):
-                with engine:
-                    _word_of(f"engine {rank}", engine)
+            for number in range(num_engines):
+                self._engines.append(
+                    SupervisedProcess(
+                        f"engine {number}",
+                        "rollout.apis.engine_process",
+                        begin_engine,
+                        start_timeout_s=start_timeout_s,
+                        max_restarts=max_engine_restarts,
+                    )
+                )
+            self._await_start()
         except BaseException:
             self.close(asked=False)
             raise
+        self.address = str(self._coordinator.started.result())
 
     @property
     def pids(self) -> list[int]:
-        """The coordinator's process, then those of the engines."""
-        return [process.pid for process in self._processes if process.pid is not None]
+        """The coordinator's process, then those of the engines, also of those that have ended."""
+        return [process.pid for process in (self._coordinator, *self._engines)]
 
-    def _start_engines(self, recipe: EngineRecipe, count: int) -> list[Connection]:
-        threads = recipe.config.num_threads or max(1, num_usable_cpus() // count)
-        # Pickled here, tensors are copied; multiprocessing would have all processes write to the
-        # same ones.
-        pickled = pickle.dumps(recipe)
-        imports_main = mentions_main(pickled)
-        return [
-            self._start(
-                f"engine {rank}", _engine_process, pickled, threads, imports_main=imports_main
-            )
-            for rank in range(count)
-        ]
+    def _await_start(self) -> None:
+        start, waiting = time.monotonic(), [self._coordinator, *self._engines]
+        while waiting:
+            starts = [process.started for process in waiting]
+            done, _ = futures.wait(starts, _REMIND_S, return_when=futures.FIRST_EXCEPTION)
+            if self.lost is not None:
+                raise self.lost
+            for each in done:
+                each.result()
+            waiting = [process for process in waiting if not process.started.done()]
+            if waiting:
+                names = ", ".join(f"{each.name} (process {each.pid})" for each in waiting)
+                seconds = time.monotonic() - start
+                _logger.warning("waiting for the start of %s since %.0f s", names, seconds)
 
-    def _start(self, name: str, run: Any, *arguments: Any, imports_main: bool) -> Connection:
-        """Start a process, which gets the other end of the pipe that is returned."""
-        with _no_interrupt():
-            process, pipe = start_clean_process(
-                run, *arguments, name=f"rollout {name}", imports_main=imports_main
-            )
-        self._processes.append(process)
-        return pipe
+    def _lose(self, exit_code: int) -> None:
+        """The coordinator's process has ended, and engines are of no use without."""
+        if self._is_closing:
+            return
+        end = f"process {self._coordinator.pid} has ended ({end_of(exit_code)})"
+        self.lost = CoordinatorLostError(f"the coordinator is lost: {end}; make a new AsyncLLM")
+        self._end_engines()
+        self._on_lost(self.lost)
 
-    def check(self) -> None:
-        """Raise EngineStateError if all engines are gone."""
-        if not any(process.is_alive() for process in self._processes[1:]):
-            raise EngineStateError("all engine processes have ended")
+    def _end_engines(self) -> None:
+        for engine in self._engines:
+            engine.end_restarts()
+            engine.terminate()
+
+    def end_restarts(self) -> None:
+        """From now on all processes may end."""
+        self._is_closing = True
+        for process in (self._coordinator, *self._engines):
+            process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
         """End what still runs. `asked`: they were told to end, and may take a moment for it.
 
         Twice is fine.
         """
+        self.end_restarts()
+        processes = [self._coordinator, *self._engines]
         if asked:
-            self._join(_LEAVE_S)
-        for process in self._processes:
+            _join(processes, _LEAVE_S)
+        for process in processes:
             process.terminate()
-        self._join(_END_S)
-        for process in self._processes:
+        _join(processes, _END_S)
+        for process in processes:
             process.kill()
             process.join()
-            process.close()
-        self._processes = []
-
-    def _join(self, timeout_s: float) -> None:
-        """Wait for all of them, not for each."""
-        deadline = time.monotonic() + timeout_s
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        if self._coordinator.started.exception() is None:
+            # One that was killed has left it.
+            remove_private_address(str(self._coordinator.started.result()))
 
 
-def _arguments_for_coordinator(
-    config: InferenceConfig, options: Mapping[str, Any]
+def coordinator_arguments(
+    config: InferenceConfig,
+    options: Mapping[str, Any],
+    *,
+    data_parallel_size: int,
+    host: str | None,
+    port: int | None,
+    orphan_deadline_s: float,
 ) -> dict[str, Any]:
-    """What the engines' config says, and `options`. Raises ConfigError."""
-    policy = options.get(
-        "prefix_caching_coordinator_policy", config.prefix_caching_coordinator_policy
-    )
-    if type(policy) is str:
-        # Looked up here: what this process has registered is unknown in another one.
-        policy = find_policy(policy)
-    return {
+    """What DataParallelInferenceCoordinator takes; `options` go first. Raises ConfigError."""
+    arguments = {
+        "data_parallel_size": data_parallel_size,
+        "inference_coordinator_port": port,
         "block_size_tokens": config.block_size_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy,
+        "limits": CoordinatorLimits(orphan_deadline_s=orphan_deadline_s),
+        # Over TCP only if the user says where.
+        "host": LOOPBACK if host is None and port is not None else host,
         **options,
-        "prefix_caching_coordinator_policy": policy,
+    }
+    policy = arguments["prefix_caching_coordinator_policy"]
+    if type(policy) is str:
+        # Looked up here: what this process has registered is unknown in another one.
+        arguments["prefix_caching_coordinator_policy"] = find_policy(policy)
+    return arguments
+
+
+def engine_arguments(
+    config: InferenceConfig, num_engines: int, start_timeout_s: float, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What run_engine takes: `own`, and what follows for each of so many engines here."""
+    threads = config.num_threads or max(1, num_usable_cpus() // max(1, num_engines))
+    return {
+        **own,
+        "inference_config": config.replace(num_threads=threads),
+        "register_timeout_s": start_timeout_s,
     }
 
 
-def _word_of(who: str, pipe: Connection) -> Any:
-    """What a process says when it is ready. Raises what it sends, ConfigError if it dies."""
-    if not wait([pipe], timeout=_START_S):
-        raise ConfigError(f"{who} did not start within {_START_S:g} s")
-    try:
-        word = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        raise ConfigError(f"{who} died while it started; its log says why") from None
-    if isinstance(word, Exception):
-        raise word
-    return word
-
-
-@contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """A process started meanwhile begins deaf to Ctrl-C, which is its parent's to answer."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# ---- in the processes
-
-
-def _coordinator_process(pipe: Connection, arguments: dict[str, Any]) -> None:
-    _end_with_the_parent()
-    with pipe, _told(pipe):
-        DataParallelInferenceCoordinator.entrypoint(pipe, threading.Event(), **arguments)
-
-
-def _engine_process(pipe: Connection, pickled: bytes, num_threads: int) -> None:
-    _end_with_the_parent()
-    with pipe, _told(pipe):
-        recipe: EngineRecipe = pickle.loads(pickled)
-        run_engine(
-            pipe.recv(),
-            recipe.model,
-            recipe.tokenizer,
-            recipe.config.replace(num_threads=num_threads),
-            recipe.weights_version,
-            on_registered=partial(pipe.send, "ready"),
-        )
-
-
-@contextlib.contextmanager
-def _told(pipe: Connection) -> Iterator[None]:
-    """The parent hears what keeps a process from starting; later it does not listen any more."""
-    try:
-        yield
-    except Exception as error:
-        with contextlib.suppress(Exception):
-            pipe.send(error)
-        raise
-
-
-def _end_with_the_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when it does, also if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+def _join(processes: list[SupervisedProcess], timeout_s: float) -> None:
+    """Wait for all of them, not for each."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))

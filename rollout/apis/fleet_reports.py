@@ -18,12 +18,12 @@ Report = Mapping[str, Any]
 
 def suspend_report(results: Results) -> SuspendReport:
     """Bytes and requests of all engines together; they work side by side, so the longest time."""
-    return SuspendReport(**_together(results, longest=("seconds",)))
+    return SuspendReport(**_together(results))
 
 
 def resume_report(results: Results) -> ResumeReport:
     """As `suspend_report`."""
-    return ResumeReport(**_together(results, longest=("seconds",)))
+    return ResumeReport(**_together(results))
 
 
 def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport:
@@ -54,7 +54,7 @@ def _of_ranks(results: Results) -> Sequence[Report]:
     return [report for report in results["ranks"].values() if report]
 
 
-def _together(results: Results, longest: Sequence[str]) -> dict[str, Any]:
+def _together(results: Results) -> dict[str, Any]:
     together: dict[str, Any] = {"mode": ""}
     for report in _of_ranks(results):
         for name, value in report.items():
@@ -62,7 +62,7 @@ def _together(results: Results, longest: Sequence[str]) -> dict[str, Any]:
                 together[name] = value
             elif isinstance(value, Mapping):
                 together[name] = dict(Counter(together.get(name, {})) + Counter(value))
-            elif name in longest:
+            elif name == "seconds":
                 together[name] = max(together.get(name, 0.0), value)
             else:
                 together[name] = together.get(name, 0) + value

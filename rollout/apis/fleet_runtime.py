@@ -12,19 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.prompts import Prompt
-from rollout.apis.text_output import finished_request
-from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.requests import RequestFuture
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.request import Status
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
@@ -32,7 +25,7 @@ _VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has
 
 
 class FleetRuntime:
-    """A Runtime. `make` makes the AsyncLLM; what it raises is raised."""
+    """As InProcessRuntime. `make` makes the AsyncLLM; what it raises is raised."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
@@ -88,66 +81,22 @@ class FleetRuntime:
 
         What only an engine can tell, such as an id beyond the vocabulary, fails the request later.
         """
-        if self.tokenizer is None and any(isinstance(prompt, str) for prompt, _ in groups):
-            raise InvalidRequestError("a text prompt needs a tokenizer; pass LLM(..., tokenizer=)")
         return self._do(self._submit(groups, priority))
 
     async def _submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
-        client = self._llm.client
-        sent: list[list[RequestFuture]] = []
-        try:
-            for prompt, each in groups:
-                sent.append(client.add_group(prompt, each, priority=priority))
-        except BaseException:
-            for futures in sent:
-                for future in futures:
-                    future.cancel()
-            raise
-        for (prompt, each), futures in zip(groups, sent, strict=True):
-            for params, future in zip(each, futures, strict=True):
+        futures = self._llm.submit_groups(groups, priority)
+        for (prompt, each), group in zip(groups, futures, strict=True):
+            for params, future in zip(each, group, strict=True):
                 self._open[future.request_id] = future
-                future.add_done_callback(partial(self._note_ended, prompt, params))
-        return [[future.request_id for future in futures] for futures in sent]
+                future.add_done_callback(partial(self._take_ended, prompt, params))
+        return [[future.request_id for future in group] for group in futures]
 
-    def _note_ended(self, prompt: Prompt, params: SamplingParams, future: Any) -> None:
+    def _take_ended(self, prompt: Prompt, params: SamplingParams, future: Any) -> None:
         if not future.cancelled():
-            self._ended.put(self._outcome(prompt, params, future))
+            self._ended.put(self._llm.request_of(future, prompt, params))
         del self._open[future.request_id]
-
-    def _outcome(
-        self, prompt: Prompt, params: SamplingParams, future: Any
-    ) -> DynamicInferenceRequest:
-        error = future.exception()
-        if error is None:
-            return finished_request(future.result(), self.tokenizer)
-        return self._failed(future.request_id, prompt, params, error)
-
-    def _failed(
-        self, request_id: int, prompt: Prompt, params: SamplingParams, error: Exception
-    ) -> DynamicInferenceRequest:
-        """Return a FAILED request with the error, for one that has no record."""
-        request = DynamicInferenceRequest(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_tokens=torch.tensor(self._ids_of(prompt), dtype=torch.int64),
-            sampling_params=params,
-            status=Status.FAILED,
-        )
-        request.finish_reason = "error"
-        request.add_event_error_nontransient(error)
-        request.add_event_fail()
-        return request
-
-    def _ids_of(self, prompt: Prompt) -> list[int]:
-        """None of a text that the tokenizer fails on, which may be why its request failed."""
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]  # of arrays of any kind
-        with suppress(Exception):
-            if self.tokenizer is not None:
-                return self.tokenizer.encode(prompt)
-        return []
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
         """Wait until a request has ended. One that was lost with the coordinator ends FAILED."""
@@ -171,7 +120,7 @@ class FleetRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now; waits for their records."""
+        """End requests now; waits for their records. Returns all that has ended meanwhile."""
         self._do(self._abort(request_ids))
         return self._drain()
 
@@ -181,9 +130,10 @@ class FleetRuntime:
             self._llm.client.abort(future.request_id)
         if futures:
             await asyncio.wait(futures)
-            await asyncio.sleep(0)  # for the callbacks that note them
+            await asyncio.sleep(0)  # for the callbacks that take them
 
     def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now; nobody wants them. Leaves alone what has ended."""
         self._do(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
@@ -201,33 +151,9 @@ class FleetRuntime:
     def weights_version(self) -> int:
         return self._llm.weights_version
 
-    def pause(self) -> None:
-        self._do(self._llm.pause())
-
-    def unpause(self) -> None:
-        self._do(self._llm.unpause())
-
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None,
-        release: Sequence[str],
-        discard_weights: bool,
-    ) -> SuspendReport:
-        return self._do(self._llm.suspend(mode, release, discard_weights))
-
-    def resume(self, only: str | None) -> ResumeReport:
-        return self._do(self._llm.resume(only))
-
-    def set_generation_epoch(self, version: int) -> None:
-        self._do(self._llm.set_generation_epoch(version))
-
-    def update_weights(
-        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
-    ) -> WeightUpdateReport:
-        return self._do(self._llm.update_weights(named_tensors, version, in_flight))
-
-    def stats(self) -> EngineStats:
-        return self._do(self._llm.stats())
+    def order(self, verb: str, *arguments: Any) -> Any:
+        """Do a verb of the AsyncLLM, and wait until all engines have confirmed."""
+        return self._do(getattr(self._llm, verb)(*arguments))
 
     def shutdown(self) -> None:
         """Whoever calls it waits for the end. A fork leaves the engines to its parent."""

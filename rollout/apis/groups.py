@@ -1,13 +1,20 @@
-"""GroupBook: which submitted groups are finished, and which still wait for samples."""
+"""RolloutGroup, and Groups: which submitted ones are finished, which still wait for samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.apis.rollout_group import RolloutGroup
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All samples of one submitted prompt, in sample order; failed ones are among them."""
+
+    group_id: int
+    requests: list[DynamicInferenceRequest]
 
 
 @dataclass(slots=True)
@@ -16,7 +23,7 @@ class _OpenGroup:
     finished: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
 
 
-class GroupBook:
+class Groups:
     """A group's id is that of its first request."""
 
     def __init__(self) -> None:
@@ -39,7 +46,7 @@ class GroupBook:
         self._group_of.update(dict.fromkeys(request_ids, group_id))
         return group_id
 
-    def note_finished(self, request: DynamicInferenceRequest) -> None:
+    def add_finished(self, request: DynamicInferenceRequest) -> None:
         """One sample is done. Requests that were added to the engine directly are none of ours."""
         group_id = self._group_of.pop(request.request_id, None)
         if group_id is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from torch import nn
 from rollout.apis.prompts import Prompt
 from rollout.apis.text_output import finished_request
 from rollout.apis.turn_lock import TurnLock
-from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.config import InferenceConfig
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -22,9 +21,14 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
+# Verbs that move the weights, or give them another version: not while an update is staged.
+_USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch")
+
 
 class InProcessRuntime:
-    """A Runtime. What other threads order takes effect between two steps."""
+    """Where an LLM's requests run: an engine here, or the fleet of a FleetRuntime. One thread calls
+    `submit`, `advance`, `abort` and `drop`; what others `order` takes effect between two steps.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,9 @@ class InProcessRuntime:
             return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """One step, however long it takes."""
+        """One step, however long it takes; returns what ended. Raises EngineStateError if waiting
+        is in vain: paused, stopped, or nothing to do.
+        """
         with self._turn:
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
                 raise EngineStateError(
@@ -59,7 +65,7 @@ class InProcessRuntime:
             return [finished_request(record, self.tokenizer) for record in self.engine.step()]
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state."""
+        """End requests now, in any state; returns them."""
         ended = []
         for request_id in request_ids:
             with self._turn:
@@ -68,6 +74,7 @@ class InProcessRuntime:
         return ended
 
     def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now, in any state; nobody wants them."""
         for request_id in request_ids:
             # One that has ended may have been handed out.
             with suppress(EngineStateError), self._turn:
@@ -83,32 +90,14 @@ class InProcessRuntime:
     def weights_version(self) -> int:
         return self.engine.weights_version
 
-    def pause(self) -> None:
-        with self._turn:
-            self.engine.pause()
+    def order(self, verb: str, *arguments: Any) -> Any:
+        """Do the control verb of LLM that has this name; returns what it returns."""
+        if verb == "update_weights":
+            return self._update_weights(*arguments)
+        with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:
+            return getattr(self.engine, verb)(*arguments)
 
-    def unpause(self) -> None:
-        with self._turn:
-            self.engine.unpause()
-
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None,
-        release: Sequence[str],
-        discard_weights: bool,
-    ) -> SuspendReport:
-        with self._weights_turn, self._turn:
-            return self.engine.suspend(mode, release, discard_weights)
-
-    def resume(self, only: str | None) -> ResumeReport:
-        with self._weights_turn, self._turn:
-            return self.engine.resume(only)
-
-    def set_generation_epoch(self, version: int) -> None:
-        with self._weights_turn, self._turn:
-            self.engine.set_generation_epoch(version)
-
-    def update_weights(
+    def _update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         """Only the copies themselves keep steps waiting."""
@@ -118,10 +107,6 @@ class InProcessRuntime:
             staged = self.engine.stage_weights(named_tensors)
             with self._turn:
                 return self.engine.commit_weights(staged, version, in_flight)
-
-    def stats(self) -> EngineStats:
-        with self._turn:
-            return self.engine.stats()
 
     def shutdown(self) -> None:
         with self._turn:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from rollout.apis.async_llm import AsyncLLM
+from rollout.apis.config_fields import config_with
 from rollout.apis.fleet_runtime import FleetRuntime
-from rollout.apis.groups import GroupBook
+from rollout.apis.groups import Groups, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
+from rollout.apis.interrupts import interrupt_deferred
 from rollout.apis.progress import progress_bar
 from rollout.apis.prompts import Prompt, as_batch, per_sample
-from rollout.apis.rollout_group import RolloutGroup
-from rollout.apis.runtime import Runtime
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
@@ -38,7 +39,9 @@ class LLM:
 
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
     may be a Tokenizer, a transformers or `tokenizers` one; without it prompts are token ids (a
-    directory's own is found). Raises ConfigError and ModelError.
+    directory's own is found). `options`: fields of InferenceConfig, which replace those of
+    `inference_config`, and, with `use_coordinator`, keywords of AsyncLLM. Raises ConfigError, for
+    an unknown one with the nearest name, and ModelError.
 
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
@@ -57,41 +60,24 @@ class LLM:
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = False,
         weights_version: int = 0,
-        *,
-        data_parallel_size: int = 1,
-        coordinator_host: str | None = None,
-        coordinator_port: int | None = None,
-        coordinator_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        if not use_coordinator:
-            for name, value, default in (
-                ("data_parallel_size", data_parallel_size, 1),
-                ("coordinator_host", coordinator_host, None),
-                ("coordinator_port", coordinator_port, None),
-                ("coordinator_options", coordinator_options, None),
-                _routing_policy(inference_config),
-            ):
-                if value != default:
-                    raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
-        self._runtime: Runtime
+        of_fleet = {name: options.pop(name) for name in _OF_FLEET if name in options}
+        parameters = (*inspect.signature(LLM).parameters, *_OF_FLEET)
+        config = config_with(inference_config, options, *parameters)
+        self._runtime: InProcessRuntime | FleetRuntime
         if use_coordinator:
             self._runtime = FleetRuntime(
                 lambda: AsyncLLM(
-                    model,
-                    tokenizer,
-                    inference_config,
-                    data_parallel_size=data_parallel_size,
-                    coordinator_host=coordinator_host,
-                    coordinator_port=coordinator_port,
-                    coordinator_options=coordinator_options,
-                    weights_version=weights_version,
+                    model, tokenizer, config, weights_version=weights_version, **of_fleet
                 )
             )
         else:
+            _require_defaults(of_fleet, config)
             own = tokenizer_of(model, tokenizer)
-            self._runtime = InProcessRuntime(model, own, inference_config, weights_version)
+            self._runtime = InProcessRuntime(model, own, config, weights_version)
         self.tokenizer = self._runtime.tokenizer
-        self._groups = GroupBook()
+        self._groups = Groups()
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -121,14 +107,10 @@ class LLM:
         raises, its requests are aborted.
         """
         batch, is_single = as_batch(prompts)
-        group_ids = self._submit(batch, sampling_params, n, priority)
-        try:
+        with self._submitted(batch, sampling_params, n, priority) as group_ids:
             with progress_bar(progress, len(batch) * n) as advance:
                 self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
             requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
-        except BaseException:
-            self._drop(group_ids)
-            raise
         return requests[0] if is_single and n == 1 else requests
 
     def submit(
@@ -140,7 +122,9 @@ class LLM:
         priority: int = 0,
     ) -> list[int]:
         """Queue n samples of each prompt and return at once, with one group id per prompt."""
-        return self._submit(as_batch(prompts)[0], sampling_params, n, priority)
+        batch, _ = as_batch(prompts)
+        with self._submitted(batch, sampling_params, n, priority) as group_ids:
+            return group_ids
 
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
@@ -165,25 +149,30 @@ class LLM:
             i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
         ]
         for request in self._runtime.abort(unfinished):
-            self._groups.note_finished(request)
+            self._groups.add_finished(request)
         return [self._groups.take(group_id) for group_id in group_ids]
 
-    def _submit(
+    @contextmanager
+    def _submitted(
         self, batch: list[Prompt], sampling_params: SamplingArgument, n: int, priority: int
-    ) -> list[int]:
+    ) -> Iterator[list[int]]:
+        """Queue groups; yields their ids. Leaves nothing of them if the block raises."""
         groups = per_sample(sampling_params, len(batch), n)
         if any(params.streaming for each in groups for params in each):
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
             )
-        ids = self._runtime.submit(list(zip(batch, groups, strict=True)), priority)
-        return [self._groups.open(request_ids) for request_ids in ids]
-
-    def _drop(self, group_ids: Sequence[int]) -> None:
-        """Leave nothing of groups whose ids nobody has."""
-        left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
-        with suppress(RolloutError):  # an engine that has ended has no requests
-            self._runtime.drop(left)
+        group_ids: list[int] = []
+        try:
+            with interrupt_deferred():  # what is queued has ids, also after Ctrl-C
+                ids = self._runtime.submit(list(zip(batch, groups, strict=True)), priority)
+                group_ids = [self._groups.open(request_ids) for request_ids in ids]
+            yield group_ids
+        except BaseException:
+            left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
+            with suppress(RolloutError):  # an engine that has ended has no requests
+                self._runtime.drop(left)
+            raise
 
     def _work_until(
         self,
@@ -195,7 +184,7 @@ class LLM:
         while not is_done() and (left_s := deadline - time.monotonic()) > 0:
             ended = self._runtime.advance(None if math.isinf(left_s) else left_s)
             for request in ended:
-                self._groups.note_finished(request)
+                self._groups.add_finished(request)
             on_finished(len(ended))
 
     # ---- control
@@ -210,11 +199,11 @@ class LLM:
 
     def pause(self) -> None:
         """Stop at the next step edge."""
-        self._runtime.pause()
+        self._runtime.order("pause")
 
     def unpause(self) -> None:
         """Let generation go on."""
-        self._runtime.unpause()
+        self._runtime.order("unpause")
 
     def suspend(
         self,
@@ -226,15 +215,17 @@ class LLM:
 
         See Engine.suspend.
         """
-        return self._runtime.suspend(mode, release, discard_weights)
+        report: SuspendReport = self._runtime.order("suspend", mode, release, discard_weights)
+        return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
         """Have the memory again, or that of `only`; once all is back the engine is paused."""
-        return self._runtime.resume(only)
+        report: ResumeReport = self._runtime.order("resume", only)
+        return report
 
     def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights. The engine must be paused or suspended."""
-        self._runtime.set_generation_epoch(version)
+        self._runtime.order("set_generation_epoch", version)
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -245,11 +236,15 @@ class LLM:
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
         or run through `trainer_hooks.full_tensors`. Only the copies keep steps waiting.
         """
-        return self._runtime.update_weights(named_tensors, version, in_flight)
+        report: WeightUpdateReport = self._runtime.order(
+            "update_weights", named_tensors, version, in_flight
+        )
+        return report
 
     def stats(self) -> EngineStats:
         """Counters and state of the engine, or of all engines together."""
-        return self._runtime.stats()
+        stats: EngineStats = self._runtime.order("stats")
+        return stats
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. Twice is fine."""
@@ -267,7 +262,20 @@ class LLM:
         self.shutdown()
 
 
-def _routing_policy(config: InferenceConfig | None) -> tuple[str, Any, Any]:
-    """Its name, value and default."""
-    name, default = "prefix_caching_coordinator_policy", InferenceConfig()
-    return name, getattr(config or default, name), getattr(default, name)
+def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:
+    """Raise ConfigError for what only a coordinator heeds."""
+    given = {name: (value, _OF_FLEET[name].default) for name, value in of_fleet.items()}
+    name = "prefix_caching_coordinator_policy"
+    given[name] = getattr(config, name), getattr(InferenceConfig(), name)
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
+
+
+# What AsyncLLM takes by keyword only, but for the shared ones.
+_OF_FLEET = {
+    name: parameter
+    for name, parameter in inspect.signature(AsyncLLM).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("use_coordinator", "weights_version")
+}

@@ -1,50 +1,66 @@
-"""From a finished record to the request a user gets: merged, with its text."""
+"""From a finished record, or the error that left none, to the request a user gets."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
+from rollout.apis.prompts import Prompt
 from rollout.coordinator.protocol.messages import TokenRun
-from rollout.errors import DetokenizeError, InvalidRequestError
-from rollout.generated_text import StreamedText, shown_text
+from rollout.errors import InvalidRequestError
+from rollout.generated_text import StreamedText
+from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
-
-_logger = logging.getLogger(__name__)
 
 
 def finished_request(
     record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
 ) -> DynamicInferenceRequest:
-    """The whole history as one request; `generated_text` is set if there is a tokenizer.
-
-    A stop word, or a stop token, is left out of the text, not of the tokens, unless
-    `detokenize_stop_sequence`. A tokenizer that raises leaves the request without a text, and with
-    the error among its events.
-    """
+    """The whole history as one request; `generated_text` is set if there is a tokenizer."""
+    add_text(record, tokenizer)
     request = record.merge()
     params = request.sampling_params
     assert params is not None, "engines take no request without"
-    if tokenizer is not None and request.generated_text is None and not request.has_no_text:
-        try:
-            request.generated_text = shown_text(
-                tokenizer,
-                request.generated_tokens,
-                finish_reason=request.finish_reason,
-                stop_word_ids=request.stop_word_ids,
-                sampling_params=params.serialize(),
-            )
-        except DetokenizeError as error:
-            _logger.warning("request %d has no text: %s", request.request_id, error)
-            request.add_text_error(error)
     if not params.return_prompt_tokens:
         _drop_prompt(request)
     return request
+
+
+def failed_request(
+    request_id: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    error: Exception,
+    tokenizer: Tokenizer | None,
+) -> DynamicInferenceRequest:
+    """A FAILED request with the error, for one that has no record."""
+    request = DynamicInferenceRequest(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_tokens=torch.tensor(_ids_of(prompt, tokenizer), dtype=torch.int64),
+        sampling_params=params,
+        status=Status.FAILED,
+    )
+    request.finish_reason = "error"
+    request.add_event_error_nontransient(error)
+    request.add_event_fail()
+    return request
+
+
+def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """None of a text that the tokenizer fails on, which may be why its request failed."""
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]  # of arrays of any kind
+    with suppress(Exception):
+        if tokenizer is not None:
+            return tokenizer.encode(prompt)
+    return []
 
 
 def text_to_stream(tokenizer: Tokenizer | None, params: SamplingParams) -> StreamedText:

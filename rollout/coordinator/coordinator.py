@@ -1,4 +1,4 @@
-"""DataParallelInferenceCoordinator: the core with a socket, a clock and a tokenizer."""
+"""DataParallelInferenceCoordinator: the core with a socket and a clock."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from typing import Any, Protocol
 import zmq
 
 from rollout.config import PrefixCachingCoordinatorPolicy
+from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
-from rollout.coordinator.core.counters import Counters
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.messages import DEFAULT_MAX_FRAME_BYTES, encode
-from rollout.coordinator.router import CurveServerKeys, Router
+from rollout.coordinator.router import Router
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
-from rollout.coordinator.text_worker import TextWorker
+from rollout.coordinator.security import CurveServerKeys
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError
-from rollout.text import as_tokenizer
 
 logger = logging.getLogger(__name__)
 
 PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolicy]
 
-# Frames taken before timers, texts and the end have their turn.
+# Frames taken before timers and the end have their turn.
 _BATCH = 256
 # Messages that wait for each other, about a millisecond: the socket's thread, and who receives
 # them, wake once for what is sent at once.
@@ -52,24 +51,31 @@ class Event(Protocol):
 
 
 class DataParallelInferenceCoordinator:
-    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent."""
+    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent.
+
+    block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
+    host: a name or an address; 0.0.0.0 for all interfaces; None for a socket in a directory that
+    only this user can enter. advertise_host: what others shall dial in its place. curve: its keys;
+    without any a host that other machines can reach is refused, unless `insecure`.
+    """
 
     def __init__(
         self,
         pipe_connection: Connection | None,
         data_parallel_size: int,
-        tokenizer: Any,
+        tokenizer: Any = None,
         inference_coordinator_port: int | None = None,
         deterministic_mode: bool = False,
         block_size_tokens: int | None = None,
         enable_prefix_caching: bool = False,
         prefix_caching_coordinator_policy: PolicySource = (
-            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+            PrefixCachingCoordinatorPolicy.LOAD_BALANCED
         ),
         schedule_output_path: str | None = None,
         *,
         policy_options: Mapping[str, Any] | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = "127.0.0.1",
+        advertise_host: str | None = None,
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
         limits: CoordinatorLimits | None = None,
@@ -78,7 +84,7 @@ class DataParallelInferenceCoordinator:
         """Bind, and send the address through the pipe. Engines and clients may come at any time.
 
         data_parallel_size: engines expected; in `deterministic_mode` none is taken before all are
-        there, and ranks follow their ids. tokenizer: None takes no text and gives none.
+        there, and ranks follow their ids. tokenizer: not used, since clients tokenize.
         block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
         Raises ConfigError.
         """
@@ -89,11 +95,10 @@ class DataParallelInferenceCoordinator:
         self._parent_pid: int | None = None
         self._stop_reason: str | None = None
         self._is_serving, self._has_ended, self._awake_at = False, False, math.inf
-        tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         with contextlib.ExitStack() as undo:
             self._waker = Waker()
             undo.callback(self._waker.close)
-            where = (host, inference_coordinator_port)
+            where = (host, inference_coordinator_port, advertise_host)
             self._router = Router(
                 *where, max_frame_bytes=max_frame_bytes, curve=curve, insecure=insecure
             )
@@ -107,12 +112,10 @@ class DataParallelInferenceCoordinator:
                 limits=limits,
                 block_size_tokens=_routed_block_size(block_size_tokens, enable_prefix_caching),
                 deterministic_mode=deterministic_mode,
-                has_tokenizer=tokenizer is not None,
                 recorder=self._recorder,
             )
             if pipe_connection is not None:
                 pipe_connection.send(self.address)
-            self._text_worker = None if tokenizer is None else TextWorker(tokenizer, self._waker)
             undo.pop_all()
 
     @property
@@ -128,6 +131,10 @@ class DataParallelInferenceCoordinator:
         return self._core.state
 
     @property
+    def num_refused_keys(self) -> int:
+        return self._router.num_refused_keys
+
+    @property
     def counters(self) -> Counters:
         return self._core.counters
 
@@ -137,7 +144,7 @@ class DataParallelInferenceCoordinator:
         pipe_connection: Connection,
         ready_event: Event,
         data_parallel_size: int,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -171,7 +178,7 @@ class DataParallelInferenceCoordinator:
                     self.stop("the coordinator's parent has gone")
                 if self._waker.fileno() in ready:
                     self._waker.drain()
-                self._turn(has_frames=self._router.socket in ready)
+                self._turn()
         except Exception:
             logger.exception("the coordinator failed")
             raise
@@ -218,35 +225,32 @@ class DataParallelInferenceCoordinator:
     def _is_adopted(self) -> bool:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
-    def _turn(self, *, has_frames: bool) -> None:
+    def _turn(self) -> None:
         """Take what is there, do what is due, send what comes of it."""
         now = self._now()
         self._router.flush()
-        if has_frames:
-            outgoing: Outgoing = []
-            for identity, frame in self._router.receive(_BATCH):
-                # Each anew: its sender counts a lease from when it was sent, which was no later.
-                now = self._now()
-                outgoing += self._core.handle(identity, frame, now)
-                if len(outgoing) >= _SENT_TOGETHER:
-                    self._send(outgoing, now)
-                    outgoing = []
-            self._send(outgoing, now)
-        if self._text_worker is not None:
-            for result in self._text_worker.take_results():
-                self._send(self._core.text_done(result, now), now)
+        outgoing: Outgoing = []
+        # Whatever woke this turn: an engine that cannot be reached may have said goodbye before.
+        for identity, frame in self._router.receive(_BATCH):
+            # Each anew: its sender counts a lease from when it was sent, which was no later.
+            now = self._now()
+            outgoing += self._core.handle(identity, frame, now)
+            if len(outgoing) >= _SENT_TOGETHER:
+                self._send(outgoing, now)
+                outgoing = []
+        self._send(outgoing, now)
         self._send(self._core.tick(now), now)
-        if self._text_worker is not None:
-            for job in self._core.take_text_jobs():
-                self._text_worker.put(job)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
+        unreachable: set[bytes] = set()  # what else is for these is not even encoded
         for identity, message in outgoing:
             fault = None
             try:
-                frame = encode(message, self._max_frame_bytes)
-                if self._router.send(identity, frame, keeps=self._core.is_engine):
-                    continue
+                if identity not in unreachable:
+                    frame = encode(message, self._max_frame_bytes)
+                    if self._router.send(identity, frame, keeps=self._core.is_engine):
+                        continue
+                    unreachable.add(identity)
             except ProtocolError as error:
                 fault = error
             if not self._has_ended:  # who has gone before needs no goodbye
@@ -260,8 +264,6 @@ class DataParallelInferenceCoordinator:
         self._has_ended = True
         self._send(self._core.close(reason), time.monotonic())
         self._router.close()
-        if self._text_worker is not None:
-            self._text_worker.close()
         if self._recorder is not None:
             self._recorder.close()
         self._waker.close()

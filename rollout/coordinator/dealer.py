@@ -1,20 +1,19 @@
-"""The DEALER of a client or an engine: where it dials, how, and what it takes from there."""
+"""Dealer: one connection of a client or an engine to the coordinator; addresses and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from rollout.coordinator.protocol.messages import ALLOWED, Message, Role, decode
-from rollout.errors import ConfigError, ProtocolError, RolloutError
+from rollout.coordinator.security import HANDSHAKE_FAULTS
+from rollout.coordinator.security import CurveKeys as CurveKeys  # by its name here as well
+from rollout.coordinator.waker import Waker
+from rollout.errors import ConfigError, RolloutError
 
 LOOPBACK = "127.0.0.1"
-# How long a closing socket may take to hand over its last frames.
-LINGER_MS = 500
-_RECONNECT_MS, _MAX_RECONNECT_MS = 50, 1000
 
 
 class CoordinatorLostError(RolloutError):
@@ -23,19 +22,10 @@ class CoordinatorLostError(RolloutError):
     is_transient = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveKeys:
-    """Keys for a coordinator that others than this machine can reach, as zmq.curve_keypair() makes
-    them, in Z85: the coordinator's public one, and this peer's own two.
-    """
-
-    server_public: bytes
-    public: bytes
-    secret: bytes
-
-
 def address_of(port_or_address: int | str) -> str:
-    """Return the address of a port on loopback, or a full address as it is. Raises ConfigError."""
+    """Return the address of a port on loopback, or a full tcp:// or ipc:// address as it is. Raises
+    ConfigError.
+    """
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -47,43 +37,95 @@ def address_of(port_or_address: int | str) -> str:
     return f"tcp://{LOOPBACK}:{text}"
 
 
-def configure(socket: zmq.Socket[Any], max_frame_bytes: int, curve: CurveKeys | None) -> None:
-    """Set the options of a DEALER that is not connected yet."""
-    socket.setsockopt(zmq.LINGER, 0)  # until the last close: nothing outlives its session
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-    # A machine that is gone without a word must not leave a connection that never ends.
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-    if curve is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+# What became of a connection: one that was there is disconnected, one that never was is closed.
+CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+REFUSED = zmq.EVENT_CLOSED
 
 
-def dial(socket: zmq.Socket[Any], address: str) -> None:
-    """Connect. Raises ConfigError if `address` is none."""
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as fault:
-        raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
-
-
-def redial(socket: zmq.Socket[Any], address: str) -> None:
-    """Connect anew. What has not come over the old connection yet never will, so that what comes
-    now answers what is sent now.
+class Dealer:
+    """One connection to a coordinator. What comes over it answers what was sent over it: after a
+    connection is lost the next one is another Dealer.
     """
-    socket.disconnect(address)
-    dial(socket, address)
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        waker: Waker,
+        *,
+        max_frame_bytes: int,
+        curve: CurveKeys | None,
+    ) -> None:
+        """Dial. Raises ConfigError if `address` is none."""
+        self.socket = context.socket(zmq.DEALER)
+        self._monitor = context.socket(zmq.PAIR)
+        self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
+        try:
+            for option, value in _options(address, max_frame_bytes, curve):
+                self.socket.setsockopt(option, value)
+            watch = f"inproc://dealer-{id(self)}"
+            self.socket.monitor(watch, CONNECTED | DISCONNECTED | REFUSED | HANDSHAKE_FAULTS)
+            self._monitor.connect(watch)
+            self.socket.connect(address)
+        except zmq.ZMQError as fault:
+            self.close()
+            raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+        self._poller.register(waker, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int | None, *, for_messages: bool) -> bool:
+        """Wait for messages, if they are wanted, for an event, or for the waker. Returns whether
+        there are messages.
+        """
+        if for_messages != self._is_listening and not self.socket.closed:
+            self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
+            self._is_listening = for_messages
+        ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
+        if self._waker.fileno() in ready:  # how a poller names what is no ZeroMQ socket
+            self._waker.drain()
+        return self.socket in ready
+
+    def events(self) -> Iterator[int]:
+        """What has become of the connection since the last call."""
+        while not self._monitor.closed and self._monitor.poll(0):
+            yield recv_monitor_message(self._monitor)["event"]
+
+    def send(self, frame: bytes) -> None:
+        """Never waits: what may be on its way is bounded by who sends."""
+        self.socket.send(frame, zmq.NOBLOCK)
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of the next message; None if there is none, or the connection is closed."""
+        try:
+            return None if self.socket.closed else self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Then only the waker is waited for. Twice is fine."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close()
+            self.socket.close(linger=linger_ms)
+            self._poller = zmq.Poller()
+            self._poller.register(self._waker, zmq.POLLIN)
 
 
-def message_in(frames: Sequence[bytes], max_frame_bytes: int) -> Message:
-    """Return the coordinator's message. Raises ProtocolError, whatever the frames."""
-    if len(frames) != 1:
-        raise ProtocolError(f"a message is one frame, got {len(frames)}")
-    message = decode(frames[0], max_frame_bytes)
-    if type(message) not in ALLOWED[Role.COORDINATOR]:
-        raise ProtocolError(f"{type(message).__name__} is no message of a coordinator")
-    return message
+def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:
+    options: list[tuple[int, Any]] = [
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 0),
+        (zmq.MAXMSGSIZE, max_frame_bytes),
+        # Not in this socket's life: it has one connection. Where that is switched off, by -1, what
+        # has come and was not received yet is dropped with a connection that is lost.
+        (zmq.RECONNECT_IVL, 2**30),  # ms
+        (zmq.IPV6, int("[" in address)),
+        # A machine that is gone without a word must not leave a connection that never ends.
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+    ]
+    if curve is not None:
+        options += [(zmq.CURVE_SERVERKEY, curve.server_public)]
+        options += [(zmq.CURVE_PUBLICKEY, curve.public), (zmq.CURVE_SECRETKEY, curve.secret)]
+    return options

@@ -1,14 +1,18 @@
 """WeightPublisher: one copy of the weights in shared memory, for all engines of a machine.
 
 The memory belongs to an anonymous file: it has no name that could be left behind, and is gone when
-the publisher and all who mapped it are, however they ended. Linux only.
+the publisher and all who mapped it are, however they ended. Once filled it is sealed: neither its
+bytes nor its size can change, whoever holds it. Linux only.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
+import re
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +20,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.backends.base import Ops
+from rollout.backends.cpu import cpu_backend
 from rollout.coordinator.protocol.messages import TensorEntry, WeightsSource
 from rollout.errors import WeightUpdateError
 from rollout.models.plain_tensors import full_tensor, refusal
-from rollout.runner.weight_update import NamedTensors, by_name
+from rollout.models.weights import is_computed
+from rollout.runner.weight_update import (
+    Fingerprint,
+    NamedTensors,
+    by_name,
+    checksum_of,
+    hashed_dtype,
+)
 
 KIND = "shared"
 _ALIGNMENT = 64  # bytes
+_DESCRIPTOR = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_NAME = re.compile(r"rollout-weights-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,9 @@ class _Segment:
 class WeightPublisher:
     """Keeps the last committed weights fetchable, and those of an update under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reject_non_finite: bool = True) -> None:
+        self._reject_non_finite = reject_non_finite
+        self._ops: Ops | None = None  # made when it is needed, which may compile its kernels
         self._committed: _Segment | None = None
         self._pending: _Segment | None = None
 
@@ -43,13 +60,12 @@ class WeightPublisher:
         """Where the last committed weights are; None before the first."""
         return None if self._committed is None else self._committed.source
 
-    def publish(self, named_tensors: NamedTensors, checksum: str = "") -> WeightsSource:
+    def publish(self, named_tensors: NamedTensors) -> WeightsSource:
         """Copy tensors, on whatever device, into a new segment; `commit` or `drop` it next.
 
-        `checksum`: as an engine will report it, empty if that is not known. Sharded tensors are
-        gathered one by one, in the order of their names, which is a collective of all ranks.
-        Raises WeightUpdateError naming the tensor that cannot be copied, if there is no memory, and
-        on other systems than Linux.
+        Sharded tensors are gathered one by one, in the order of their names, which is a collective
+        of all ranks. Raises WeightUpdateError naming the tensor that cannot be copied or holds NaN
+        or infinity, if there is no memory, and on other systems than Linux.
         """
         if not hasattr(os, "memfd_create"):
             raise WeightUpdateError(
@@ -57,14 +73,13 @@ class WeightPublisher:
                 "use_coordinator, which takes them in its own process"
             )
         self.drop()
-        tensors = by_name(named_tensors)
+        tensors = {n: tensor for n, tensor in by_name(named_tensors).items() if not is_computed(n)}
         manifest, num_bytes = _layout(tensors)
         name = f"rollout-weights-{uuid.uuid4().hex}"
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(descriptor, max(1, num_bytes))
-            with mmap.mmap(descriptor, max(1, num_bytes)) as region:
-                _write(region, tensors, manifest)
+            checksum = self._fill(descriptor, num_bytes, tensors, manifest)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise WeightUpdateError(
@@ -78,10 +93,33 @@ class WeightPublisher:
             kind=KIND,
             address=f"/proc/{os.getpid()}/fd/{descriptor} {name}",
             manifest=manifest,
-            checksum=checksum,
+            checksum="",
+            tensors_checksum=checksum,
         )
         self._pending = _Segment(descriptor, source)
         return source
+
+    def _fill(
+        self,
+        descriptor: int,
+        num_bytes: int,
+        tensors: Mapping[str, Tensor],
+        manifest: Mapping[str, TensorEntry],
+    ) -> str:
+        """Size the file and copy the tensors. Returns their checksum."""
+        os.ftruncate(descriptor, max(1, num_bytes))
+        region = mmap.mmap(descriptor, max(1, num_bytes))
+        self._ops = self._ops or cpu_backend("device").ops
+        fingerprints = _write(region, tensors, manifest, self._ops)
+        region.close()  # what is mapped for writing cannot be sealed
+        bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
+        if bad and self._reject_non_finite:
+            more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
+            raise WeightUpdateError(
+                f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
+                "reject_non_finite_weights=False would let it pass"
+            )
+        return checksum_of(fingerprints)
 
     def commit(self) -> None:
         """The published weights are served: keep them, and give those before them up."""
@@ -104,20 +142,21 @@ class WeightPublisher:
 def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
     """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do.
 
-    Raises WeightUpdateError if it is not there any more, or smaller than its manifest says.
+    Raises WeightUpdateError if it is not there any more, is no sealed file of a WeightPublisher, or
+    not of the size that its manifest says.
     """
     if source.kind != KIND:
         raise WeightUpdateError(
             f"weights of kind {source.kind!r} cannot be fetched here; only {KIND!r} can"
         )
-    path, _, file_name = source.address.partition(" ")
+    path, _, name = source.address.partition(" ")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if not _DESCRIPTOR.fullmatch(path) or not _NAME.fullmatch(name):
+            raise FileNotFoundError("this is no address of a WeightPublisher")
+        # Whatever is there now: opening a pipe, say, must not wait for who fills it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            # A descriptor's number is used again once it is closed.
-            if file_name not in os.readlink(f"/proc/self/fd/{descriptor}"):
-                raise FileNotFoundError("they were given up for newer ones")
-            size = os.fstat(descriptor).st_size
+            size = _sealed_size(descriptor, name)
             # Private: torch wants writable memory, and the publisher's must not be written to.
             region = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE)
         finally:
@@ -127,7 +166,30 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
             f"the weights at {source.address!r} cannot be had ({error}); is their publisher alive?"
         ) from error
     bytes_N = torch.frombuffer(region, dtype=torch.uint8)
-    return {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
+    tensors = {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
+    expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=0)
+    if size != max(1, expected):
+        raise WeightUpdateError(
+            f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
+        )
+    return tensors
+
+
+def _seals() -> int:
+    """Against all changes, of the seals as well. No constant: only Linux has them."""
+    return fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _sealed_size(descriptor: int, name: str) -> int:
+    """The bytes of a publisher's filled file. Raises OSError for any other file."""
+    status = os.fstat(descriptor)
+    # A descriptor's number is used again once it is closed.
+    is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{name} (deleted)"
+    if not is_named or not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError("they were given up for newer ones")
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+        raise PermissionError("the file is not sealed: it could change while it is read")
+    return status.st_size
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]:
@@ -150,19 +212,25 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]
 
 @torch.no_grad()
 def _write(
-    region: mmap.mmap, tensors: Mapping[str, Tensor], manifest: Mapping[str, TensorEntry]
-) -> None:
+    region: mmap.mmap,
+    tensors: Mapping[str, Tensor],
+    manifest: Mapping[str, TensorEntry],
+    ops: Ops,
+) -> dict[str, Fingerprint]:
+    """Copy the tensors; returns the fingerprints of the copies, which is what engines will read.
+
+    To the end, whatever the values are: the other ranks of a trainer gather each tensor, too.
+    """
     bytes_N = torch.frombuffer(region, dtype=torch.uint8)
-    try:
-        for name in sorted(tensors):  # all ranks of a trainer gather in this order
-            try:
-                view = _view(bytes_N, name, manifest[name])
-                view.copy_(full_tensor(tensors[name]))
-            except (RuntimeError, TypeError) as error:
-                raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
-            del view
-    finally:
-        del bytes_N  # the mapping cannot be closed before
+    fingerprints: dict[str, Fingerprint] = {}
+    for name in sorted(tensors):  # all ranks of a trainer gather in this order
+        try:
+            copy = _view(bytes_N, name, manifest[name])
+            copy.copy_(full_tensor(tensors[name]))
+            fingerprints[name] = ops.fingerprint(copy, hashed_dtype(copy.dtype)).tolist()
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
+    return fingerprints
 
 
 def _view(bytes_N: Tensor, name: str, entry: TensorEntry) -> Tensor:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
+from rollout.coordinator.security import (
+    CurveServerKeys,
+    KeyGate,
+    private_address,
+    remove_private_address,
+    require_safe,
+    resolve_host,
+    serve_curve,
+    tcp_address,
+    told_host,
+)
 from rollout.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 # How long a closing socket may take to hand over its last frames.
 _LINGER_MS = 1000
@@ -27,53 +32,74 @@ _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveServerKeys:
-    """Keys of a coordinator that others than this machine can reach, as zmq.curve_keypair() makes
-    them, in Z85. Peers need the public one.
-    """
-
-    public: bytes
-    secret: bytes
-
-
 class Router:
-    """Owns the context and the socket."""
+    """Owns the context and the socket. `address`: where others dial it."""
 
     def __init__(
         self,
-        host: str,
+        host: str | None,
         port: int | None,
+        advertise_host: str | None = None,
         *,
         max_frame_bytes: int,
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
     ) -> None:
-        """Bind; `port` None takes a free one. Raises ConfigError if that cannot or must not be."""
-        _require_safe(host, has_keys=curve is not None, insecure=insecure)
+        """Bind; `port` None takes a free one. `host` None is a socket that only processes of this
+        user can reach. Raises ConfigError if that cannot or must not be.
+        """
+        self._kept: dict[bytes, deque[bytes]] = {}  # by identity; none is empty
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        options: list[tuple[int, Any]] = [
+        options = [
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.LINGER, _LINGER_MS),
             (zmq.SNDHWM, _MAX_WAITING_FRAMES),
             (zmq.MAXMSGSIZE, max_frame_bytes),
-            (zmq.IPV6, int(":" in host)),
             (zmq.TCP_KEEPALIVE, 1),
         ]
-        if curve is not None:
-            options += [(zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, curve.secret)]
-            options += [(zmq.CURVE_PUBLICKEY, curve.public)]
         for option, value in options:
             self.socket.setsockopt(option, value)
-        address = f"tcp://{f'[{host}]' if ':' in host else host}:{'*' if port is None else port}"
+        self.address, self._gate = "", None
+        try:
+            if curve is not None:
+                self._gate = KeyGate(self._context, curve)
+                serve_curve(self.socket, curve)
+            if host is None:
+                self._bind_private(port, advertise_host)
+            else:
+                bound = resolve_host(host)
+                require_safe(host, bound, has_keys=curve is not None, insecure=insecure)
+                self._bind_tcp(bound, port, told_host(bound, advertise_host))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_refused_keys(self) -> int:
+        """Connections of peers whose key is unknown."""
+        return 0 if self._gate is None else self._gate.num_refused
+
+    def _bind_private(self, port: int | None, advertise_host: str | None) -> None:
+        if port is not None or advertise_host is not None:
+            raise ConfigError(
+                f"port={port!r} and advertise_host={advertise_host!r} need a host, such as "
+                "'127.0.0.1'"
+            )
+        self.address = private_address()
+        self._bind(self.address)
+
+    def _bind_tcp(self, host: str, port: int | None, told: str) -> None:
+        self.socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._bind(tcp_address(host, "*" if port is None else port))
+        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = tcp_address(told, endpoint.rpartition(":")[2])
+
+    def _bind(self, address: str) -> None:
         try:
             self.socket.bind(address)
         except zmq.ZMQError as fault:
-            self.close()
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._kept: dict[bytes, deque[bytes]] = {}  # by identity; none is empty
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         """(identity, frame) of up to `max_frames` messages that are here. A message of several
@@ -137,21 +163,4 @@ class Router:
         """Hand over what waits, for a moment, and close. Twice is fine."""
         self.socket.close()
         self._context.term()
-
-
-def _require_safe(host: str, *, has_keys: bool, insecure: bool) -> None:
-    """Raise ConfigError for an address that other machines can reach, unless asked for."""
-    if host == "localhost":
-        return
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError as fault:
-        raise ConfigError(f"host={host!r} must be an IP address or 'localhost'") from fault
-    if is_loopback or has_keys:
-        return
-    if not insecure:
-        raise ConfigError(
-            f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "
-            "where the network is trusted"
-        )
-    logger.warning("the coordinator at %s takes orders from whoever can reach it", host)
+        remove_private_address(self.address)

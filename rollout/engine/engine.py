@@ -4,7 +4,8 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
 from rollout.engine.counters import EngineTelemetry
@@ -16,7 +17,7 @@ from rollout.engine.served_weights import ServedWeights
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.kv.cache import KVCache
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -115,17 +116,20 @@ class Engine:
         """
         return self._desk.record(request_id, self.weights_version)
 
-    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
-        """The tokens that a running request has generated from `offset` on; costs as many.
-
-        None if there are none, and of a request that has ended: they come with its record. Raises
-        EngineStateError for an id that is not in the engine.
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
+        """The tokens that each running request has generated from an offset on, by (request id,
+        offset); costs as many. A request without any, that has ended, or that is not in the engine
+        is left out: once it has ended its tokens come with its record.
         """
-        return self._book.new_tokens(request_id, offset)
+        return self._book.new_tokens(wanted)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further step could bring something."""
         return len(self._book) > 0
+
+    def suspects(self) -> list[int]:
+        """After a step that raised: the requests that were in it, any of which may be the cause."""
+        return self._pipeline.suspects() or self._scheduler.active_ids()
 
     def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
         records = [self._book.hand_out(request_id) for request_id in request_ids]
@@ -243,14 +247,22 @@ class Engine:
         self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 
-    def stage_weights(self, named_tensors: NamedTensors) -> StagedWeights:
-        """Verify and prepare an update; another thread may do it while steps go on.
+    def stage_weights(
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None] = lambda: None,
+        source_checksum: str = "",
+    ) -> StagedWeights:
+        """Verify and prepare an update; another thread may do it while steps go on, but not while
+        the weights' memory is released or brought back.
 
         `named_tensors` is a module, whose persistent buffers count, or (Hugging Face name, tensor)
         pairs or a mapping, and must not change until the commit. Sharded tensors are gathered in
-        the order of their names: a collective. Raises WeightUpdateError naming the tensor at fault.
+        the order of their names: a collective. `check` is called before each tensor, and may raise
+        to end staging. `source_checksum`: what their publisher computed, if it did. Raises
+        WeightUpdateError naming the tensor at fault.
         """
-        return self._weights.stage(named_tensors)
+        return self._weights.stage(named_tensors, check, source_checksum)
 
     def commit_weights(
         self, staged: StagedWeights, version: int | None = None, in_flight: bool = False
@@ -261,10 +273,27 @@ class Engine:
         """
         self.check_update(version, in_flight)
         self._pipeline.settle()
-        report = self._weights.commit(staged, version)
+        start, stall_start = time.perf_counter(), self._stall_start(staged)
+        num_bytes = self._weights.commit(staged, version)
         self._after_new_version()
+        end = time.perf_counter()
+        report = WeightUpdateReport(
+            version=self.weights_version,
+            seconds=staged.seconds + end - start,
+            stall_seconds=end - stall_start,
+            num_bytes=num_bytes,
+            checksum=staged.checksum,
+        )
         self._telemetry.note_update(report)
         return report
+
+    def _stall_start(self, staged: StagedWeights) -> float:
+        """When the last step ended, or staging began if no step has run since: requests waited
+        for that, too. Now, if nothing could run.
+        """
+        if self.state is not EngineState.RUNNING or not self.has_unfinished_requests():
+            return time.perf_counter()
+        return max(self._pipeline.last_result_at, staged.started_at)
 
     def check_update(self, version: int | None = None, in_flight: bool = False) -> None:
         """Raise what `commit_weights` would raise now: EngineStateError or WeightUpdateError."""
@@ -287,6 +316,11 @@ class Engine:
         self._telemetry.note_recomputed(len(requeued))
 
     # ---- reports
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue; `stats` says more, and takes longer."""
+        return self._scheduler.num_waiting
 
     def stats(self) -> EngineStats:
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures

@@ -38,6 +38,10 @@ class FaultIsolation:
                 return request_id
         return None
 
+    def suspects(self) -> list[int]:
+        """The requests of failed steps that are not cleared."""
+        return list(self._suspects)
+
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
         """A step of these requests failed. Returns the one whose own fault it is, if any."""
         for request_id in request_ids:

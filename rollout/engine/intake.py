@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rollout.engine.generation_rules import GenerationRules, StopWordIds
+from rollout.engine.request_book import needs_prompt_scores
 from rollout.errors import InvalidRequestError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -158,7 +159,7 @@ class RequestIntake:
             admission=admission,
             row_sampling=self._rules.row_sampling(params, seed, num_prompt),
             stop_rule=self._rules.stop_rule(params, stop_words, admission.max_length),
-            wants_prompt_logprobs=not params.skip_prompt_log_probs and len(tokens) == num_prompt,
+            wants_prompt_logprobs=needs_prompt_scores(record),
         )
 
     def _entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class StepPipeline:
         self._book, self._telemetry = book, telemetry
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
+        self.last_result_at = -math.inf  # of time.perf_counter
 
     @property
     def num_graph_captures(self) -> int:
@@ -63,6 +65,10 @@ class StepPipeline:
         """Take in all results, so that no plan is in flight."""
         while self._in_flight:
             self._take_in(time.perf_counter())
+
+    def suspects(self) -> list[int]:
+        """Requests of failed forward passes that have not sampled enough since to be cleared."""
+        return self._faults.suspects()
 
     def forget(self, request_id: int) -> None:
         """The request was taken from the scheduler."""
@@ -97,7 +103,8 @@ class StepPipeline:
         self._faults.add_tokens(committed.request_ids)
         for finished in committed.finished:
             self._faults.forget(finished.request_id)
-        seconds = time.perf_counter() - start
+        self.last_result_at = time.perf_counter()
+        seconds = self.last_result_at - start
         self._telemetry.note_step(plan, seconds, self._scheduler.counts())
 
     def _note_schedule(self, schedule: Schedule) -> None:

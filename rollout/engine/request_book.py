@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.new_tokens import new_tokens
 from rollout.engine.running_request import RunningRequest
 from rollout.errors import EngineStateError, RequestAbortedError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.event import DynamicInferenceEventType
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.generated_tokens import GeneratedColumns
+from rollout.requests.merging import segment_of_prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
@@ -73,10 +75,9 @@ class RequestBook:
         copied.observe_version(version)
         return copied
 
-    def new_tokens(self, request_id: int, offset: int) -> GeneratedTokens | None:
-        """The tokens from `offset` on of a request that has not ended, None if there are none."""
-        record = self[request_id]
-        return None if request_id in self._ended else GeneratedTokens.of(record, offset)
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
+        """The tokens from an offset on of requests that have not ended, by (request id, offset)."""
+        return new_tokens(self._running, wanted)
 
     def open(self, request: DynamicInferenceRequest) -> None:
         """Enter a new request, queued."""
@@ -90,16 +91,18 @@ class RequestBook:
 
         It keeps the time of its first arrival. Its KV, wherever it was, is not here.
         """
-        segment = record.current
-        _queue_without_kv(record)
+        segment, is_scored = record.current, needs_prompt_scores(record)
+        num_entered = len(segment.prompt_tokens) if is_scored else None
+        _queue_without_kv(record, num_entered)
         events = (event for part in record.requests for event in part.events)
         arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
-        self._enter(record)
+        self._enter(record, num_entered)
 
-    def _enter(self, record: DynamicInferenceRequestRecord) -> None:
+    def _enter(self, record: DynamicInferenceRequestRecord, num_entered: int | None = None) -> None:
         self._records[record.request_id] = record
-        self._running[record.request_id] = RunningRequest(record, _entry_time(record.current))
+        entry_time = _entry_time(record.current)
+        self._running[record.request_id] = RunningRequest(record, entry_time, num_entered)
 
     # ---- what the scheduler decided
 
@@ -123,10 +126,10 @@ class RequestBook:
         evicted starts again as the same segment.
         """
         for request_id in request_ids:
-            record = self._records[request_id]
-            if evicted or record.current.generated_tokens:
-                self._running[request_id].checkpoint()
-            _queue_without_kv(record)
+            record, running = self._records[request_id], self._running[request_id]
+            if evicted or record.current.num_generated_tokens:
+                running.checkpoint()
+            _queue_without_kv(record, running.num_entered)
             if evicted:
                 record.current.add_event_evict()
 
@@ -190,7 +193,7 @@ class RequestBook:
                 )
 
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
-        segment = self._records[scored.request_id].current
+        segment = segment_of_prompt(self._records[scored.request_id].requests)
         assert output.score_logprobs is not None
         assert isinstance(segment.prompt_log_probs, array)
         segment.prompt_log_probs.extend(output.score_logprobs[scored.start : scored.end].tolist())
@@ -248,7 +251,7 @@ class RequestBook:
         segment.kv_spans = kv_spans.copy()
         for part in record.requests:
             part.complete()
-        segment.generated_length = len(segment.generated_tokens)
+        segment.generated_length = segment.num_generated_tokens
         record.observe_version(version)
         num_before = len(segment.prompt_tokens) - len(record[0].prompt_tokens)
         segment.freeze_versions(version, num_sampled_before=num_before)
@@ -256,14 +259,29 @@ class RequestBook:
         self._ended[record.request_id] = None
 
 
-def _queue_without_kv(record: DynamicInferenceRequestRecord) -> None:
-    """Set the current segment to what it is in the queue: it computes its whole prompt again."""
+def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
+    """Whether the prompt of an unfinished request is to be scored by the engine that it enters: it
+    has generated nothing, or was lost with the engine that had its scores."""
+    first = record[0]
+    is_fresh = len(record.current.prompt_tokens) == len(first.prompt_tokens)
+    has_none = segment_of_prompt(record.requests).prompt_log_probs is None
+    return not _params(first).skip_prompt_log_probs and (is_fresh or has_none)
+
+
+def _queue_without_kv(record: DynamicInferenceRequestRecord, num_entered: int | None) -> None:
+    """Set the current segment to what it is in the queue: it computes its whole prompt again.
+
+    `num_entered`: the tokens with which it came from another engine, if its prompt is scored here.
+    """
     segment = record.current
     segment.status = Status.WAITING_IN_QUEUE
     segment.kv_spans = VersionSpans()
     segment.finished_chunk_token_count = 0
-    is_original = len(segment.prompt_tokens) == len(record[0].prompt_tokens)
-    _clear_prompt_scores(segment, will_be_scored=is_original)
+    scored = segment_of_prompt(record.requests)
+    if segment is not scored:
+        _clear_prompt_scores(segment, will_be_scored=False)
+    if len(segment.prompt_tokens) == num_entered or segment is scored:
+        _clear_prompt_scores(scored, will_be_scored=True)
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, will_be_scored: bool) -> None:

@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 from rollout.requests.codec import TopN
+from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.version_spans import VersionSpans
 
@@ -15,34 +16,50 @@ class RunningRequest:
 
     The current segment's values are arrays, not lists: a token takes 4 bytes, not 40. What leaves
     the engine is made complete, with lists. `entry_time` and `last_token_time` are on the monotonic
-    clock; the latter is None before the first token of all.
+    clock; the latter is None before the first token of all. `num_prompt` tokens are the prompt of
+    the current segment, the last `num_before` of which were generated in earlier ones.
     """
 
     __slots__ = (
         "entry_time",
+        "entry_version",
         "last_token_time",
         "log_probs",
+        "num_before",
+        "num_entered",
+        "num_prompt",
         "policy_spans",
         "record",
+        "segment",
         "token_ids",
         "top_n",
         "tpot",
     )
 
+    num_before: int
+    num_prompt: int
     policy_spans: VersionSpans
+    segment: DynamicInferenceRequest
     token_ids: array[int]
     log_probs: array[float] | None
     top_n: TopN | None
     tpot: array[float] | None
 
-    def __init__(self, record: DynamicInferenceRequestRecord, entry_time: float) -> None:
-        self.record, self.entry_time = record, entry_time
+    def __init__(
+        self, record: DynamicInferenceRequestRecord, entry_time: float, num_entered: int | None
+    ) -> None:
+        """`num_entered`: the tokens with which it came from another engine that has not left its
+        prompt's scores."""
+        self.record, self.entry_time, self.num_entered = record, entry_time, num_entered
         self.last_token_time: float | None = None
+        self.entry_version = record[0].weights_version
         self.begin_segment()
 
     def begin_segment(self) -> None:
         """Put arrays into the current segment, which has generated nothing yet."""
         segment: Any = self.record.current  # its fields are lists for everybody else
+        self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
+        self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
         self.policy_spans = segment.policy_spans
         self.token_ids = segment.generated_tokens = array("i")
         self.log_probs = segment.generated_log_probs = _empty("f", segment.generated_log_probs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 from rollout.errors import EngineStateError
 from rollout.runner.weight_store import WeightStore
@@ -10,7 +10,6 @@ from rollout.runner.weight_update import (
     NamedTensors,
     StagedWeights,
     WeightUpdater,
-    WeightUpdateReport,
     next_version,
 )
 
@@ -28,10 +27,12 @@ class ServedWeights:
         self.require_values("compute a checksum")
         return self._updater.checksum()
 
-    def stage(self, named_tensors: NamedTensors) -> StagedWeights:
+    def stage(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
+    ) -> StagedWeights:
         """Verify and prepare an update. Raises WeightUpdateError naming the tensor at fault."""
         self.require_resident("stage an update")
-        return self._updater.stage(named_tensors)
+        return self._updater.stage(named_tensors, check, source_checksum)
 
     def check_version(self, version: int | None) -> int:
         """The version an update would get. Raises WeightUpdateError unless above the served one."""
@@ -42,24 +43,13 @@ class ServedWeights:
         self.require_values("set the generation epoch")
         self.version = self.check_version(version)
 
-    def commit(self, staged: StagedWeights, version: int | None) -> WeightUpdateReport:
+    def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Copy a staged update in place and serve it under `version`, None for the next one.
+        Returns the bytes written.
 
         Whatever is raised meanwhile, weights and version are then those of before.
         """
         new_version = self.check_version(version)
-        start = time.perf_counter()
-        num_bytes = self._replace(staged, new_version)
-        stall_seconds = time.perf_counter() - start
-        return WeightUpdateReport(
-            version=new_version,
-            seconds=staged.seconds + stall_seconds,
-            stall_seconds=stall_seconds,
-            num_bytes=num_bytes,
-            checksum=staged.checksum,
-        )
-
-    def _replace(self, staged: StagedWeights, new_version: int) -> int:
         before, had_values = self.version, self.store.has_values
         backup = self._updater.backup_for(staged)
         try:

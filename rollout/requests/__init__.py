@@ -1,24 +1,18 @@
 """What a request is: its document, its life log and its history. No scheduling, no device."""
 
-from rollout.requests.block_hash import HASH_BASE, HASH_PRIME, compute_block_hashes_batched
-from rollout.requests.codec import deserialize_tensor, serialize_tensor
-from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
-from rollout.requests.event import DynamicInferenceEvent, DynamicInferenceEventType
-from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    "HASH_BASE",
-    "HASH_PRIME",
-    "DynamicInferenceEvent",
-    "DynamicInferenceEventType",
-    "DynamicInferenceRequest",
-    "DynamicInferenceRequestRecord",
-    "DynamicVLMInferenceRequest",
-    "InferenceRequest",
-    "Status",
-    "VLMInferenceRequest",
-    "compute_block_hashes_batched",
-    "deserialize_tensor",
-    "serialize_tensor",
-]
+# Module -> the names that it gives to this package. The stub beside this file has the same.
+_HOMES = {
+    "rollout.requests.block_hash": "HASH_BASE HASH_PRIME compute_block_hashes_batched",
+    "rollout.requests.codec": "deserialize_tensor serialize_tensor",
+    "rollout.requests.dynamic_request": "DynamicInferenceRequest DynamicVLMInferenceRequest",
+    "rollout.requests.event": "DynamicInferenceEvent DynamicInferenceEventType",
+    "rollout.requests.record": "DynamicInferenceRequestRecord",
+    "rollout.requests.request": "InferenceRequest Status VLMInferenceRequest",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

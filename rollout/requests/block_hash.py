@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from rollout.errors import ConfigError
 
@@ -13,10 +11,9 @@ HASH_PRIME = 2**61 - 1
 HASH_BASE = 31
 
 
-def compute_block_hashes_batched(
-    prompt_tokens: torch.Tensor | Sequence[int], block_size: int
-) -> list[int]:
-    """Return one hash in [1, HASH_PRIME] per complete block of `prompt_tokens` [num_tokens].
+def compute_block_hashes_batched(prompt_tokens: npt.ArrayLike, block_size: int) -> list[int]:
+    """Return one hash in [1, HASH_PRIME] per complete block of `prompt_tokens` [num_tokens], a
+    tensor on any device, an array or a list.
 
     Each hash covers its block and all blocks before it. A trailing partial block is ignored.
     The hash is linear and collides, so it may only route: it must never decide what KV is reused.
@@ -24,7 +21,8 @@ def compute_block_hashes_batched(
     """
     if block_size < 1:
         raise ConfigError(f"block_size={block_size} must be at least 1 token")
-    tokens = torch.as_tensor(prompt_tokens, dtype=torch.int64).cpu().numpy()
+    on_host = prompt_tokens.cpu() if hasattr(prompt_tokens, "cpu") else prompt_tokens
+    tokens = np.asarray(on_host, dtype=np.int64)
     num_blocks = len(tokens) // block_size
     tokens_BS = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
     hashes: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -102,13 +102,18 @@ def _field_names(cls: type[Any]) -> Mapping[str, None]:
     return dict.fromkeys(field.name for field in dataclasses.fields(cls))
 
 
-def encode_fields(instance: Any, codecs: Mapping[str, FieldCodec]) -> dict[str, Any]:
-    """Return every field of a dataclass instance, encoded by its codec, or VALUE if it has none."""
+def encode_fields(
+    instance: Any, codecs: Mapping[str, FieldCodec], without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a dataclass instance but those `without`, encoded by their codecs, or by
+    VALUE if they have none."""
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
-    stored = vars(instance)  # a value that is only made when it is read stays unmade
+    stored = vars(instance)  # hashes that are only made when they are read stay unmade
     for name in _field_names(key):
-        value = stored[name]
+        if name in without:
+            continue
+        value = stored[name] if name in stored else getattr(instance, name)
         encoded[name] = None if value is None else codecs.get(name, VALUE).encode(value)
     return encoded
 

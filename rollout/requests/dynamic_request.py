@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
@@ -15,7 +14,8 @@ from typing_extensions import Self
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.codec import SPANS, FieldCodec
+from rollout.requests.codec import SPANS, FieldCodec, encode_fields
+from rollout.requests.columns import COLUMNS, Column, ColumnStore, as_column, lists_when_read
 from rollout.requests.event import EventLog, deserialize_events, serialize_events
 from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -59,12 +59,14 @@ class _BlockHashes:
         vars(request)["precomputed_block_hashes"] = hashes or None
 
 
+@lists_when_read
 @dataclass(kw_only=True, eq=False)
-class DynamicInferenceRequest(EventLog, InferenceRequest):
+class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     """One segment: a prompt and what was generated on it until it finished or was checkpointed.
 
     Positions count over prompt + generated tokens. While an engine runs the request it appends to
-    arrays instead of lists; what it hands out is `complete`.
+    arrays instead of lists; what it hands out is `complete`. Values per token may be given as NumPy
+    arrays; they become lists when they are read.
 
     prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
         unless it has one dimension.
@@ -114,6 +116,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         if self.prompt_tokens.dim() != 1:
             shape = list(self.prompt_tokens.shape)
             raise InvalidRequestError(f"prompt_tokens of shape {shape} must have one dimension")
+        self.hold_arrays()
         if not len(self.policy_spans):
             self.policy_spans.append(len(self.prompt_tokens), self.weights_version)
 
@@ -121,15 +124,20 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         status = None if self.status is None else self.status.name
         return (
             f"{type(self).__name__}(request_id={self.request_id}, status={status}, "
-            f"prompt of {len(self.prompt_tokens)}, generated {len(self.generated_tokens)} tokens)"
+            f"prompt of {len(self.prompt_tokens)}, generated {self.num_generated_tokens} tokens)"
         )
 
     # ---- lengths and parameters
 
     @property
+    def num_generated_tokens(self) -> int:
+        """Generated tokens of this segment."""
+        return len(self.column("generated_tokens"))
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens of this segment."""
-        return len(self.prompt_tokens) + len(self.generated_tokens)
+        return len(self.prompt_tokens) + self.num_generated_tokens
 
     @property
     def remaining_prompt_tokens(self) -> torch.Tensor:
@@ -206,7 +214,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         self.completed_at_version = version
         self.policy_spans = self.stamped_policy_spans()
         num_unwritten = self.num_tokens - len(self.kv_spans)
-        if num_unwritten and (self.generated_tokens or num_sampled_before):
+        if num_unwritten and (self.num_generated_tokens or num_sampled_before):
             self.kv_spans.append(num_unwritten - 1, version)
             self.kv_spans.append(1, self.policy_spans.version_at(self.num_tokens - 1))
         else:
@@ -220,13 +228,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         Those that are noted here; an engine notes them when it hands the request out. Until then
         they follow from `kv_spans`, since a token attends to all positions before it.
         """
-        count = len(self.generated_tokens) - start
-        if len(self.context_kv_version_min) == len(self.generated_tokens):
-            return (
-                np.array(self.context_kv_version_min[start:], dtype=np.int32),
-                np.array(self.context_kv_version_mean[start:], dtype=np.float64),
-            )
-        return self.kv_spans.of_prefixes(len(self.prompt_tokens) + start, count)
+        oldest, mean = self.column("context_kv_version_min"), self.column("context_kv_version_mean")
+        num_generated = self.num_generated_tokens
+        if len(oldest) == num_generated:
+            return np.asarray(oldest[start:], np.int32), np.asarray(mean[start:], np.float64)
+        return self.kv_spans.of_prefixes(len(self.prompt_tokens) + start, num_generated - start)
 
     def _padded(self, spans: VersionSpans, version: int) -> VersionSpans:
         """Return a copy of `spans` over all positions, missing ones made under `version`."""
@@ -239,7 +245,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     def copy(self) -> Self:
         """Return a request of the same values, with lists and spans of its own and complete.
 
-        Tensors and events are shared.
+        Tensors, events and arrays that nobody has read as lists are shared.
         """
         copied = copy.copy(self)
         for name, value in vars(self).items():
@@ -252,17 +258,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         return copied
 
     def complete(self) -> None:
-        """Write out what an engine keeps in fewer bytes while it runs the request: lists as typed
-        arrays, and the versions of the tokens' contexts not at all, since `kv_spans` has them.
+        """Add what an engine does not keep while it runs the request, the versions of the tokens'
+        contexts, which follow from `kv_spans`, and hold its arrays as what becomes lists when read.
         """
-        num_missing = len(self.generated_tokens) - len(self.context_kv_version_min)
+        num_missing = self.num_generated_tokens - len(self.column("context_kv_version_min"))
         if num_missing and len(self.kv_spans) >= self.num_tokens - 1:
-            oldest, mean = self.context_kv_versions()
-            self.context_kv_version_min = oldest.tolist()
-            self.context_kv_version_mean = mean.tolist()
-        for name, value in vars(self).items():
-            if isinstance(value, array):
-                vars(self)[name] = value.tolist()
+            noted: Any = dict(zip(COLUMNS[-2:], self.context_kv_versions(), strict=True))
+            vars(self).update(noted)
+        self.hold_arrays()
 
     def known_block_hashes(self) -> list[int]:
         """A copy of the block hashes, empty if nobody has read them yet."""
@@ -275,6 +278,16 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         encoded = super().serialize()
         del encoded["event_add_engine"]
         return encoded
+
+    def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Column]]:
+        """Return what `serialize` does in two parts: the values per token as arrays, and the rest.
+
+        `deserialize` reads the parts put together.
+        """
+        found = {name: as_column(self.column(name)) for name in COLUMNS}
+        columns = {name: column for name, column in found.items() if column is not None}
+        encoded = encode_fields(self, self._codecs, without={*columns, "event_add_engine"})
+        return encoded, columns
 
 
 def _ages(spans: VersionSpans, version: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""GeneratedTokens: what a request has generated from some token on, read out of its record."""
+"""What requests have generated from some token on: of one, of its record; of many, in columns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GeneratedTokens:
         first, num_tokens = len(record[0].prompt_tokens) + offset, record.current.num_tokens
         context_versions = [segment.context_kv_versions(start) for segment, start in tails]
         log_probs = values_from(record.requests, "generated_log_probs", float("nan"), start=offset)
-        token_ids = [np.asarray(s.generated_tokens[start:], np.int32) for s, start in tails]
+        token_ids = [np.asarray(s.column("generated_tokens")[i:], np.int32) for s, i in tails]
         return cls(
             offset=offset,
             entry_version=record[0].weights_version,
@@ -61,11 +61,35 @@ class GeneratedTokens:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedColumns:
+    """New tokens of R requests, T in all, one request after the other; each has some.
+
+    request_ids, offsets: int64 [R]; counts, entry_versions: int32 [R]; as in GeneratedTokens, and
+    so are token_ids, policy_versions, context_kv_version_min: int32 [T], context_kv_version_mean:
+    float64 [T]. log_probs: float32, of the requests whose has_log_probs, uint8 [R], is 1. top_n:
+    of those whose has_top_n, uint8 [R], is 1.
+    """
+
+    request_ids: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    entry_versions: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    policy_versions: npt.NDArray[np.int32]
+    context_kv_version_min: npt.NDArray[np.int32]
+    context_kv_version_mean: npt.NDArray[np.float64]
+    has_log_probs: npt.NDArray[np.uint8]
+    log_probs: npt.NDArray[np.float32]
+    has_top_n: npt.NDArray[np.uint8]
+    top_n: TopN
+
+
 def _tails(record: DynamicInferenceRequestRecord, offset: int) -> list[_Tail]:
     """Where the generated tokens from `offset` on are."""
     tails: list[_Tail] = []
     for segment in record.requests:
-        num_generated = len(segment.generated_tokens)
+        num_generated = segment.num_generated_tokens
         if offset < num_generated:
             tails.append((segment, max(offset, 0)))
         offset -= num_generated

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from rollout.requests.columns import COLUMNS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.event import DynamicInferenceEventType
 
@@ -20,41 +23,44 @@ Segments = Sequence[DynamicInferenceRequest]
 def concatenated_fields(segments: Segments) -> dict[str, Any]:
     """Return the fields of a merged request that are its segments' fields, one after the other."""
     log_probs = values_from(segments, "generated_log_probs", float("nan"))
-    tokens = [token for segment in segments for token in segment.generated_tokens]
     return {
-        "generated_tokens": tokens,
-        "generated_length": len(tokens),
+        "generated_tokens": _joined([s.column("generated_tokens") for s in segments]),
+        "generated_length": sum(s.num_generated_tokens for s in segments),
         "generated_text": _text(segments),
         "generated_log_probs": log_probs_tensor(log_probs),
         "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
         "tpot": values_from(segments, "tpot", float("nan")),
         "routing_indices": _routing(segments),
         "events": [event for segment in segments for event in segment.events],
-        "context_kv_version_min": [v for s in segments for v in s.context_kv_version_min],
-        "context_kv_version_mean": [v for s in segments for v in s.context_kv_version_mean],
+        "context_kv_version_min": _joined([s.column("context_kv_version_min") for s in segments]),
+        "context_kv_version_mean": _joined([s.column("context_kv_version_mean") for s in segments]),
     }
 
 
-def values_from(
-    segments: Segments, name: str, placeholder: object, *, start: int = 0
-) -> list[Any] | None:
-    """Return list or tensor `name` of all segments, from generated token `start` on.
+def values_from(segments: Segments, name: str, placeholder: object, *, start: int = 0) -> Any:
+    """Return the values `name` of all segments, from generated token `start` on.
 
-    `placeholder` stands where a segment has no values. Returns None if no segment has any.
+    `placeholder` stands where a segment has no values. Returns None if no segment has any, an array
+    if all are arrays.
     """
-    if all(getattr(segment, name) is None for segment in segments):
+    columns = [getattr(s, name) if name not in COLUMNS else s.column(name) for s in segments]
+    if all(own is None for own in columns):
         return None
-    values: list[Any] = []
-    for segment in segments:
-        num_tokens, own = len(segment.generated_tokens), getattr(segment, name)
+    parts: list[Any] = []
+    for segment, own in zip(segments, columns, strict=True):
+        num_tokens = segment.num_generated_tokens
         if start < num_tokens:
-            if own is None or not len(own):
-                values += [placeholder] * (num_tokens - start)
-            else:
-                own = own[start:]
-                values += own.tolist() if isinstance(own, torch.Tensor) else own
+            has_none = own is None or not len(own)
+            parts.append([placeholder] * (num_tokens - start) if has_none else own[start:])
         start = max(0, start - num_tokens)
-    return values
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return the values of lists, arrays and tensors: an array if all are, else a list."""
+    if parts and all(isinstance(part, np.ndarray) for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return [v for p in parts for v in (p if isinstance(p, list) else p.tolist())]
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
@@ -66,10 +72,14 @@ def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
     return [s for s in segments if len(s.prompt_tokens) == num_prompt_tokens][-1]
 
 
-def log_probs_tensor(log_probs: torch.Tensor | list[float] | None) -> torch.Tensor | None:
+def log_probs_tensor(
+    log_probs: torch.Tensor | npt.NDArray[Any] | list[float] | None,
+) -> torch.Tensor | None:
     """Return log-probs as a float32 tensor [num_tokens] on the CPU, None if there are none."""
     if log_probs is None:
         return None
+    if isinstance(log_probs, np.ndarray):
+        return torch.tensor(log_probs, dtype=torch.float32)  # a copy, which may be written
     return torch.as_tensor(log_probs, dtype=torch.float32, device="cpu")
 
 
@@ -96,7 +106,7 @@ def _routing(segments: Segments) -> torch.Tensor | None:
     shape = known[0].shape[1:]
     return torch.cat(
         [
-            known[0].new_full((len(segment.generated_tokens), *shape), -1)
+            known[0].new_full((segment.num_generated_tokens, *shape), -1)
             if segment.routing_indices is None
             else segment.routing_indices
             for segment in segments
@@ -105,8 +115,9 @@ def _routing(segments: Segments) -> torch.Tensor | None:
 
 
 def _text(segments: Segments) -> str | None:
-    """Return the generated text, or None if a segment with tokens has none."""
-    texts = [segment.generated_text for segment in segments if segment.generated_tokens]
-    if not texts or any(text is None for text in texts):
+    """Return the generated text, or None if a segment with tokens, or the only one, has none."""
+    written = [segment for segment in segments if segment.num_generated_tokens] or segments[-1:]
+    texts = [segment.generated_text for segment in written]
+    if any(text is None for text in texts):
         return None
     return "".join(text for text in texts if text is not None)

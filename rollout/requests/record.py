@@ -13,6 +13,7 @@ import torch
 
 from rollout.errors import EngineStateError, ProtocolError
 from rollout.requests.codec import decode_value
+from rollout.requests.columns import Column
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
 from rollout.requests.merging import (
     concatenated_fields,
@@ -119,7 +120,7 @@ class DynamicInferenceRequestRecord:
         """
         old = self.current
         params = _remaining_params(old)
-        known_tokens = _followed_by(old.prompt_tokens, [old.generated_tokens])
+        known_tokens = _followed_by(old.prompt_tokens, [old.column("generated_tokens")])
         self._share_prompts(known_tokens)
         cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
         self.requests.append(
@@ -132,9 +133,9 @@ class DynamicInferenceRequestRecord:
                 finished_chunk_token_count=0,
                 precomputed_block_hashes=[],
                 generated_tokens=[],
-                generated_log_probs=_empty_like(old.generated_log_probs),
+                generated_log_probs=_empty_like(old.column("generated_log_probs")),
                 generated_top_n_logprobs=_empty_like(old.generated_top_n_logprobs),
-                tpot=_empty_like(old.tpot),
+                tpot=_empty_like(old.column("tpot")),
                 events=[],
                 policy_spans=old.stamped_policy_spans(),
                 kv_spans=VersionSpans(),
@@ -179,7 +180,7 @@ class DynamicInferenceRequestRecord:
             finish_reason=last.finish_reason,
             finished_chunk_token_count=num_chunk_tokens,
             precomputed_block_hashes=first.known_block_hashes(),
-            prompt_log_probs=log_probs_tensor(prefilled.prompt_log_probs),
+            prompt_log_probs=log_probs_tensor(prefilled.column("prompt_log_probs")),
             prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
             ttft=time_to_first_token(self.requests),
@@ -196,10 +197,19 @@ class DynamicInferenceRequestRecord:
         Segments that go on from one another have only the first one's prompt in it.
         """
         encoded = [request.serialize() for request in self.requests]
+        self._drop_known_prompts(encoded)
+        return {"requests": encoded, "latency": self.latency}
+
+    def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Column]]]:
+        """Return the two parts of each segment: DynamicInferenceRequest.serialize_apart."""
+        encoded = [request.serialize_apart() for request in self.requests]
+        self._drop_known_prompts([segment for segment, _ in encoded])
+        return encoded
+
+    def _drop_known_prompts(self, encoded: Sequence[dict[str, Any]]) -> None:
         if all(_goes_on(old, new) for old, new in pairwise(self.requests)):
             for segment in encoded[1:]:
                 segment["prompt_tokens"] = None
-        return {"requests": encoded, "latency": self.latency}
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
@@ -220,10 +230,10 @@ def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None
     params = request.sampling_params
     if params is None:
         return None
-    min_left = max(0, params.min_tokens - len(request.generated_tokens))
+    min_left = max(0, params.min_tokens - request.num_generated_tokens)
     if params.num_tokens_to_generate is None:
         return dataclasses.replace(params, min_tokens=min_left)
-    num_left = params.num_tokens_to_generate - len(request.generated_tokens)
+    num_left = params.num_tokens_to_generate - request.num_generated_tokens
     if num_left < 1:
         raise EngineStateError(
             f"request {request.request_id} has generated all of its "
@@ -248,7 +258,7 @@ def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool
     num_prompt, num_known = len(old.prompt_tokens), old.num_tokens
     return (
         len(new.prompt_tokens) == num_known
-        and new.prompt_tokens[num_prompt:].tolist() == [*old.generated_tokens]
+        and np.array_equal(new.prompt_tokens[num_prompt:].numpy(), old.column("generated_tokens"))
         and (
             new.prompt_tokens.data_ptr() == old.prompt_tokens.data_ptr()
             or torch.equal(new.prompt_tokens[:num_prompt], old.prompt_tokens)

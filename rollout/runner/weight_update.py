@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.backends.base import Ops
+from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
 from rollout.models.backup import WeightBackup
 from rollout.models.causal_lm import CausalLM
@@ -27,7 +28,10 @@ Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdateReport:
-    """A committed update. `stall_seconds` is the part during which no step could run."""
+    """A committed update. `seconds`: of staging and commit. `stall_seconds`: from the end of the
+    last step under the old version to the moment when the first one under the new version can
+    begin; if nothing could run, of the commit alone.
+    """
 
     version: int
     seconds: float
@@ -41,7 +45,7 @@ class StagedWeights:
     """A verified update: source tensors that fit the model, tied ones once.
 
     They are not copied. `packed` holds what had to be prepared of them, `backup` the weights that
-    were served after `num_writes` writes.
+    were served after `num_writes` writes. `started_at`: when staging began, of time.perf_counter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,6 +53,7 @@ class StagedWeights:
     backup: WeightBackup
     num_writes: int
     checksum: str
+    started_at: float
     seconds: float
 
 
@@ -61,12 +66,19 @@ class WeightUpdater:
         self._num_writes = 0
 
     @torch.no_grad()
-    def stage(self, named_tensors: NamedTensors) -> StagedWeights:
+    def stage(
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None] = lambda: None,
+        source_checksum: str = "",
+    ) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not touched.
 
         The host waits for each device once. Sharded tensors are gathered, in the order of their
-        names, which is a collective of all ranks that hold a part. Raises WeightUpdateError naming
-        the tensor at fault and what was expected of it.
+        names, which is a collective of all ranks that hold a part. `check` is called before each
+        tensor, and may raise to end staging. source_checksum: what `checksum_of` must be of the
+        tensors as they come, "" if not known. Raises WeightUpdateError naming the tensor at fault
+        and what was expected of it.
         """
         start = time.perf_counter()
         num_writes = self._num_writes
@@ -78,19 +90,23 @@ class WeightUpdater:
             with _blaming(f"checking {name!r}"):
                 _check_form(name, tensor, views[name])
         source = _gathered(source)
-        fingerprints = self._fingerprints(source, views)
+        dtypes = {name: view.dtype for name, view in views.items()}
+        fingerprints = self._fingerprints(source, dtypes, check)
+        if source_checksum:
+            self._check_source(source, fingerprints, dtypes, source_checksum, check)
         chosen: dict[int, str] = {}
         for name in source:
             first = chosen.setdefault(views[name].data_ptr(), name)
-            self._check_values(name, first, fingerprints, views[name].dtype)
+            self._check_values(name, first, fingerprints, dtypes[name])
         tensors = {name: source[name] for name in chosen.values()}
         origins = {name: chosen[view.data_ptr()] for name, view in views.items()}
         return StagedWeights(
             tensors=tensors,
-            packed=self._pack({name: source[origin] for name, origin in origins.items()}),
+            packed=self._pack({name: source[origin] for name, origin in origins.items()}, check),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
-            checksum=_checksum({name: fingerprints[o] for name, o in origins.items()}),
+            checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
+            started_at=start,
             seconds=time.perf_counter() - start,
         )
 
@@ -122,19 +138,24 @@ class WeightUpdater:
     def checksum(self) -> str:
         """Hash of names and bits of all weights: equal weights, equal checksum on any device."""
         views = self._model.weight_views()
-        return _checksum(self._fingerprints(views, views))
+        dtypes = {name: view.dtype for name, view in views.items()}
+        return checksum_of(self._fingerprints(views, dtypes))
 
     def _fingerprints(
-        self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]
+        self,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        check: Callable[[], None] = lambda: None,
     ) -> dict[str, Fingerprint]:
-        """Of each tensor as the view's dtype: computed where it is, fetched with one copy a device.
-
-        A source may be elsewhere than the model. Raises WeightUpdateError naming the tensor.
+        """Of each tensor, cast to its dtype in `dtypes`: computed where it is, fetched with one
+        copy a device. A source may be elsewhere than the model. Raises WeightUpdateError naming the
+        tensor.
         """
         queued: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
+            check()
             with _blaming(f"checking {name!r}"):
-                fingerprint = self._ops.fingerprint(tensor, views[name].dtype)
+                fingerprint = self._ops.fingerprint(tensor, dtypes[name])
                 queued.setdefault(tensor.device, {})[name] = fingerprint
         fetched: dict[str, Fingerprint] = {}
         for device, by_name in queued.items():
@@ -142,6 +163,26 @@ class WeightUpdater:
                 rows = torch.stack([*by_name.values()]).cpu().tolist()
             fetched |= zip(by_name, rows, strict=True)
         return fetched
+
+    def _check_source(
+        self,
+        source: Mapping[str, Tensor],
+        fingerprints: Mapping[str, Fingerprint],
+        dtypes: Mapping[str, torch.dtype],
+        source_checksum: str,
+        check: Callable[[], None],
+    ) -> None:
+        """Refuse tensors other than those announced. Only those that are cast are read again."""
+        own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
+        cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
+        checksum = checksum_of(
+            {name: fingerprints[name] for name in source} | self._fingerprints(cast, own, check)
+        )
+        if checksum != source_checksum:
+            raise WeightUpdateError(
+                f"the tensors that came have the checksum {checksum}, not {source_checksum} as "
+                "announced; the serving weights are kept"
+            )
 
     def _check_values(
         self, name: str, first: str, fingerprints: Mapping[str, Fingerprint], dtype: torch.dtype
@@ -158,12 +199,13 @@ class WeightUpdater:
                 "different values; send one of them, or equal ones"
             )
 
-    def _pack(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+    def _pack(self, tensors: Mapping[str, Tensor], check: Callable[[], None]) -> list[Any]:
         """What `refresh` will want, by layer; while the old weights still serve."""
         views = self._model.weight_views()
         by_address = {views[name].data_ptr(): tensor for name, tensor in tensors.items()}
         packed = []
         for path, layer in self._model.linear_layers().items():
+            check()
             with _blaming(f"packing {path!r}"):
                 parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
                 packed.append(layer.stage(parts))
@@ -260,7 +302,13 @@ def _blaming(culprit: str) -> Iterator[None]:
         ) from error
 
 
-def _checksum(fingerprints: Mapping[str, Fingerprint]) -> str:
+def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is cast to for the fingerprint of its own values: mostly its own dtype."""
+    is_known = not dtype.is_floating_point or dtype in EXPONENT_BITS
+    return dtype if is_known else torch.float32  # holds each value of the 8-bit ones
+
+
+def checksum_of(fingerprints: Mapping[str, Fingerprint]) -> str:
     """BLAKE2b, 16 hex digits, over sorted names and their hashes."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(fingerprints):

@@ -147,8 +147,8 @@ class PlanBuilder:
     def _add_scores(self, sequence: Sequence, first_source: int, start: int, end: int) -> None:
         sources, targets = self._scores
         last = min(end, sequence.num_prompt - 1)
-        if last == start:
-            return  # the last prompt token has nothing to score
+        if last <= start:
+            return  # the last prompt token has nothing to score, nor have those after it
         sources.extend(range(first_source, first_source + last - start))
         targets.extend(sequence.tokens[start + 1 : last + 1])
         self.planned.scored.append((sequence, last - start))

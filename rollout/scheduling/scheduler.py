@@ -151,6 +151,10 @@ class Scheduler:
         """The request's blocks, also those it shares."""
         return self._sequences[request_id].blocks.copy()
 
+    def active_ids(self) -> list[int]:
+        """The requests that have rows: neither waiting nor ended."""
+        return [sequence.request_id for sequence in self._context.active]
+
     def kv_spans(self, request_id: int) -> VersionSpans:
         """Which version wrote the KV of each of the request's positions, so far."""
         return self._sequences[request_id].kv_spans.copy()
@@ -177,11 +181,15 @@ class Scheduler:
         """No request is queued, running or paused; plans of ended ones may be in flight."""
         return not self._sequences
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._context.waiting)
+
     def counts(self) -> SchedulerCounts:
         """A snapshot."""
         num_paused = len(self._context.paused)
         return SchedulerCounts(
-            num_waiting=len(self._context.waiting),
+            num_waiting=self.num_waiting,
             num_running=len(self._context.active) - num_paused,
             num_paused=num_paused,
             num_blocks_used=self._blocks.num_used_blocks,

@@ -29,6 +29,7 @@ class Sequence:
     """Counts are *planned*: they include the plans in flight. `tokens` holds committed tokens only.
 
     num_computed    positions whose KV is written
+    num_entered     tokens with which it entered this engine
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_prompt      length of the original prompt, before any checkpoint
     num_in_flight   plans in flight that it has a part in
@@ -59,6 +60,7 @@ class Sequence:
     num_blocks_sent: int = 0
     num_computed: int = 0
     num_tokens: int = 0
+    num_entered: int = 0
     num_in_flight: int = 0
     writable_end: int = 0
     is_on_device: bool = False  # it decodes: its last token was sampled in this row
@@ -74,7 +76,7 @@ class Sequence:
     max_length: int = 0
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.tokens)
+        self.num_tokens = self.num_entered = len(self.tokens)
         self.max_length = self.stop_rule.max_length
 
     @property
@@ -90,7 +92,7 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """The prompt's log-probs are wanted, and not had yet."""
-        return self.wants_prompt_logprobs and self.num_tokens == self.num_prompt
+        return self.wants_prompt_logprobs and self.num_tokens == self.num_entered
 
     def restart(self) -> None:
         """Forget all running state; the tokens are kept and computed again from position 0."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout import InferenceConfig, WeightUpdateError
-from rollout.apis.engine_process import run, run_engine
+from rollout.apis import engine_process
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     Ack,
     AssignRequest,
@@ -97,10 +97,12 @@ def _live(
     class Agent(_TellingAgent):
         tell, book = staticmethod(words.send), _Diary(diary)
 
-    run.EngineAgent = Agent  # type: ignore[misc]
+    engine_process.EngineAgent = Agent  # type: ignore[misc]
     BEHAVIOURS[behaviour](Agent)
     try:
-        run_engine(address, model, None, config, on_registered=lambda: words.send(("here", None)))
+        engine_process.run_engine(
+            address, model, None, config, on_registered=lambda: words.send(("here", None))
+        )
     except Exception as error:
         words.send(("failed", f"{type(error).__name__}: {error}"))
 
@@ -153,7 +155,7 @@ class _TellingAgent(EngineAgent):
 def _die_voted(agent: type[EngineAgent]) -> None:
     """Kill itself once its vote is with the coordinator, which an answered heartbeat says."""
 
-    class MortalLink(EngineLink):
+    class MortalLink(Link):
         def send(self, message: Message) -> None:
             super().send(message)
             if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
@@ -161,7 +163,7 @@ def _die_voted(agent: type[EngineAgent]) -> None:
                     time.sleep(0.005)
                 _die()
 
-    run.EngineLink = MortalLink  # type: ignore[misc]
+    engine_process.Link = MortalLink  # type: ignore[misc]
 
 
 def _die_committing(agent: type[EngineAgent]) -> None:

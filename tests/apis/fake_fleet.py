@@ -14,7 +14,8 @@ import pytest
 
 from rollout import LLM, SamplingParams
 from rollout.apis import async_llm
-from rollout.coordinator.client.requests import RequestFuture
+from rollout.coordinator.client.inference_client import ClientStateError
+from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -28,13 +29,19 @@ class FakeProcesses:
     """`linger`: closing them takes until `may_end` is set."""
 
     address: str = "tcp://127.0.0.1:1"
+    curve: None = None  # no keys
     is_closing: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event | None = None
     num_closed: int = 0
+    # What tells the AsyncLLM that its coordinator is lost.
+    lose: Callable[[CoordinatorLostError], object] = lambda error: None
 
     def linger(self) -> threading.Event:
         self.may_end = threading.Event()
         return self.may_end
+
+    def end_restarts(self) -> None:
+        pass
 
     def close(self) -> None:
         self.is_closing.set()
@@ -53,6 +60,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.futures: dict[int, RequestFuture] = {}
         self.answers = False
+        self.refusals: dict[int, Exception] = {}  # by request id, of those answered
         self.priorities: list[int] = []
         self.is_updating = threading.Event()
         self._orders: list[asyncio.Future[Any]] = []
@@ -61,10 +69,13 @@ class FakeClient:
         self._loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
-        self.fail(CoordinatorLostError("the client was stopped"))
+        self.stop()
+
+    def stop(self) -> None:
+        self.fail(ClientStateError("the client was stopped"))
         for order in self._orders:
             if not order.done():
-                order.set_exception(CoordinatorLostError("the client was stopped"))
+                order.set_exception(ClientStateError("the client was stopped"))
 
     # ---- what an AsyncLLM orders
 
@@ -113,7 +124,10 @@ class FakeClient:
 
     def _reply(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
-            self.futures[request_id].set_result(_record(request_id))
+            if request_id in self.refusals:
+                self.futures[request_id].set_exception(self.refusals[request_id])
+            else:
+                self.futures[request_id].set_result(_record(request_id))
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         async def do() -> None:
@@ -147,7 +161,12 @@ class FakeFleet:
 def fake_fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
     """What the next LLM or AsyncLLM gets instead of processes and a client."""
     fleet = FakeFleet()
-    monkeypatch.setattr(async_llm, "FleetProcesses", lambda *_, **__: fleet.processes)
+
+    def processes(*_: Any, on_lost: Any, **__: Any) -> FakeProcesses:
+        fleet.processes.lose = on_lost
+        return fleet.processes
+
+    monkeypatch.setattr(async_llm, "FleetProcesses", processes)
     monkeypatch.setattr(async_llm, "InferenceClient", lambda *_, **__: fleet.client)
     return fleet
 

@@ -33,11 +33,6 @@ def census(mark: str, *more_pids: int) -> Census:
     )
 
 
-def listens(port: int) -> bool:
-    """Whether anybody does."""
-    return port in _listening_ports().values()
-
-
 def holders(memory_files: frozenset[str]) -> list[int]:
     """All processes that have one of them open."""
     return [pid for pid in _all_pids() if memory_files.intersection(_open_files(pid))]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from rollout import (
     EngineStateError,
     InvalidRequestError,
 )
+from rollout.apis import fleet_processes
+from rollout.apis.fleet_processes import coordinator_arguments
+from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
 from tests.apis.fleets import CONFIG, directory, params, until, weights, with_fleet
@@ -208,3 +212,22 @@ def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
         AsyncLLM(directory(), None, CONFIG, data_parallel_size=0)
     with pytest.raises(ConfigError, match="does not exist"):
         AsyncLLM(directory(), None, CONFIG.replace(device="tpu"))
+
+
+def test_a_slow_start_is_told_about_and_has_a_deadline(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_processes, "_REMIND_S", 0.01)
+    with pytest.raises(ConfigError, match=r"did not start within 0.5 s"):
+        AsyncLLM(directory(), None, CONFIG, start_timeout_s=0.5)
+    assert re.search(
+        r"waiting for the start of the coordinator \(process \d+\), engine 0 \(process \d+\) since",
+        caplog.text,
+    )
+
+
+def test_requests_wait_for_an_engine_as_long_as_one_may_take_to_start() -> None:
+    options = {"data_parallel_size": 1, "host": None, "port": None}
+    for own, expected in (({}, 77.0), ({"limits": CoordinatorLimits(orphan_deadline_s=5)}, 5)):
+        arguments = coordinator_arguments(CONFIG, own, orphan_deadline_s=77.0, **options)
+        assert arguments["limits"].orphan_deadline_s == expected

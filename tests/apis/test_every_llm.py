@@ -155,7 +155,8 @@ def test_requests_go_on_through_updates_in_flight(llm: AnyLLM) -> None:
     begun = llm.begin([prompt_of(n, seed=4) for n in (9, 17)], sampled(9, 160), n=3)
     for _ in range(2):
         report = next_weights(llm, in_flight=True)
-        assert 0 < report.stall_seconds <= report.seconds
+        # From the end of the step before, so perhaps above `seconds`.
+        assert report.stall_seconds > 0
     requests, margins = llm.finish(begun), Margins()
     models = {version: dense(version) for version in range(first, first + 3)}
     for request in requests:

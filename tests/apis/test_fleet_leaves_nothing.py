@@ -22,7 +22,6 @@ from tests.apis.leftovers import (
     MARK,
     census,
     holders,
-    listens,
     shared_memory,
     unused,
     wait_until_gone,
@@ -51,10 +50,12 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     theirs.close()
     try:
         assert ours.poll(WAIT_S), log.read_text()
-        port = ours.recv()
+        socket = Path(ours.recv().removeprefix("ipc://"))
         started_s = time.monotonic() - start
         alive = census(mark, process.pid or 0)
-        assert alive.ports == {port}
+        assert not alive.ports, "nobody but this user could find the fleet"
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert socket.is_socket()
         assert len(alive.pids) >= 3, "the user's, the coordinator's and the engine's"
         assert len(alive.memory_files) == 1, "of the last weights"
         ours.send("end")
@@ -69,20 +70,17 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.join()
-    # A process that ends is without its name a moment before it is without its sockets.
-    deadline = time.monotonic() + WAIT_S
-    while listens(port) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not listens(port)
+    assert not socket.exists()
     assert not holders(alive.memory_files)
     assert not unused(shared_memory() - shm_before)
     assert os.listdir(folder) == []
-    said = log.read_text()
+    # A busy machine may stop any process for a while, which its log may say.
+    said = "".join(line for line in log.open() if "stood still" not in line)
     assert "never retrieved" not in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said[-1500:]
     assert not said or end in SIGNALS, "a regular end is silent"
     print(
-        f"\n{end}: {len(alive.pids)} processes, {len(alive.ports)} port, "
+        f"\n{end}: {len(alive.pids)} processes, "
         f"{len(alive.memory_files)} memory file; started in {started_s:.1f} s, all gone "
         f"{gone_s:.2f} s after their parent"
     )
@@ -103,7 +101,7 @@ def _user(end: str, line: Connection, mark: str, folder: Path, log: Path) -> Non
             running = asyncio.ensure_future(llm.generate(prompt_of(9), params(1, 400)))
             async for _ in llm.stream(prompt_of(9), params(1, 400)):
                 break
-            line.send(int(llm.address.rpartition(":")[2]))
+            line.send(llm.address)
             await asyncio.to_thread(line.recv)
             if end == "exits":
                 return

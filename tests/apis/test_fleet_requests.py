@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,15 @@ import pytest
 from rollout import (
     AsyncLLM,
     DetokenizeError,
+    EngineStateError,
     InvalidRequestError,
     RolloutGroup,
     SamplingParams,
     Status,
 )
+from rollout.apis.interrupts import interrupt_deferred
 from rollout.coordinator.dealer import CoordinatorLostError
-from tests.apis.fake_fleet import WAIT_S, fake_fleet
+from tests.apis.fake_fleet import WAIT_S, FakeFleet, fake_fleet
 
 Ended = tuple[Status | None, str | None]
 DONE, LOST = (Status.COMPLETED, "length"), (Status.FAILED, "error")
@@ -152,3 +156,99 @@ def test_an_interrupted_generate_aborts_its_own_requests_and_no_others(
         assert ends_of(groups) == [[DONE, DONE]]
         fleet.client.answers = True
         assert llm.generate([4]).status is Status.COMPLETED
+
+
+def interrupt_amid(submission: FakeFleet) -> None:
+    """Have Ctrl-C come when half of the groups are with the client."""
+    client = submission.client
+    add_group = client.add_group
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if len(client.futures) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return add_group(*args, **kwargs)
+
+    client.add_group = interrupted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("verb", ["generate", "submit"])
+def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    with fleet.llm() as llm:
+        (mine,) = llm.submit([1])
+        interrupt_amid(fleet)
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(llm, verb)([[i] for i in range(40)])
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert fleet.client.open_ids == [0]
+        fleet.client.reply(0)
+        assert [group.group_id for group in llm.collect()] == [mine]
+
+
+def test_a_second_ctrl_c_is_not_deferred() -> None:
+    def interrupted_twice() -> None:
+        with interrupt_deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+
+
+@pytest.mark.parametrize("prompts", [[[1], [2], [3]], [1]], ids=["batch", "single"])
+def test_a_request_that_no_engine_takes_fails_alone_in_an_async_llm(
+    prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    fleet.client.answers = True
+    refused = InvalidRequestError("token id 1 is not in the vocabulary")
+    fleet.client.refusals = {0: refused}
+
+    async def work() -> None:
+        async with AsyncLLM("a model") as llm:
+            given = await llm.generate(prompts)
+            first, *others = given if isinstance(given, list) else [given]
+            assert (first.status, first.finish_reason) == LOST
+            assert first.prompt_tokens.tolist() == [1]
+            assert str(first.events[0].payload) == str(refused)
+            assert [(r.status, r.finish_reason) for r in others] == [DONE] * len(others)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("use", [lambda llm: llm.generate([1]), lambda llm: llm.update_weights({})])
+def test_the_end_of_the_coordinators_process_is_named_in_what_it_cuts_short(
+    use: Callable[[AsyncLLM], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+
+    async def work() -> None:
+        async with AsyncLLM("a model") as llm:
+            waiting = asyncio.ensure_future(use(llm))
+            await asyncio.sleep(0.05)
+            await asyncio.to_thread(fleet.processes.lose, CoordinatorLostError("process 7"))
+            for each in (waiting, use(llm)):
+                with pytest.raises(CoordinatorLostError, match="process 7"):
+                    await asyncio.wait_for(each, WAIT_S)
+        with pytest.raises(EngineStateError, match="make a new one"):
+            await llm.pause()
+
+    asyncio.run(work())
+
+
+def test_requests_of_an_llm_that_lose_their_coordinator_are_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fake_fleet(monkeypatch)
+    with fleet.llm() as llm:
+        llm.submit([[1], [2]])
+        fleet.processes.lose(CoordinatorLostError("process 7"))
+        groups = llm.collect(timeout_s=WAIT_S)
+        assert ends_of(groups) == [[LOST], [LOST]]
+        assert "process 7" in str(groups[0].requests[0].events[0].payload)
+        with pytest.raises(CoordinatorLostError, match="process 7"):
+            llm.generate([3])

@@ -26,6 +26,7 @@ FLOORS = {
     "rollout.models": 5,
     "rollout.layers": 4,
     "rollout.kv": 4,
+    "rollout.record_text": 4,
     "rollout.scheduling": 4,
     "rollout.journal": 4,
     "rollout.config": 3,
@@ -36,10 +37,12 @@ FLOORS = {
     "rollout.step": 3,
     "rollout.parallel": 2,
     "rollout.sampling_params": 2,
+    "rollout.child_process": 2,
     "rollout.errors": 1,
     "rollout.version_spans": 1,
     "rollout.text": 1,
     "rollout.telemetry": 1,
+    "rollout.lazy_names": 1,
 }
 # rollout/__init__.py lists the public names: above every package of rollout, below trainer_hooks.
 PUBLIC_DOOR = "rollout"

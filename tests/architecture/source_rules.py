@@ -148,27 +148,3 @@ def charter_violations(root: Path) -> list[str]:
         if not init.exists() or not ast.get_docstring(ast.parse(init.read_text("utf-8"))):
             violations.append(f"{init.relative_to(root)}: no charter docstring")
     return violations
-
-
-def public_names_violations(tree: ast.Module) -> list[str]:
-    """Where a module's literal __all__ differs from the public names bound at its top level."""
-    listed: list[str] = []
-    bound: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {t.id for t in targets if isinstance(t, ast.Name)}
-            if "__all__" in names and node.value is not None:
-                listed = list(ast.literal_eval(node.value))
-            bound |= names
-    public = {name for name in bound if not name.startswith("_")}
-    violations = [f"{name} is public but not in __all__" for name in sorted(public - set(listed))]
-    violations += [f"{name} is in __all__ but not bound" for name in sorted(set(listed) - bound)]
-    twice = sorted({name for name in listed if listed.count(name) > 1})
-    return violations + [f"{name} is listed twice" for name in twice]

@@ -19,3 +19,6 @@ def test_every_part_takes_time_and_is_shown() -> None:
         assert all(case[part] > 0 for part in PARTS)
         assert case["total"] == pytest.approx(sum(case[part] for part in PARTS))
         assert f"{case['total']:.2f}" in as_text(results)
+    assert len(results["reports"]) == 4
+    for case in results["reports"]:
+        assert 0 < case["median"] <= case["p99"] <= case["longest"]

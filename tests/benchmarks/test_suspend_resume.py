@@ -32,3 +32,7 @@ def test_a_small_run_writes_page_json_and_plot(tmp_path: Path) -> None:
     assert written["recompute"]["prefill_cpu_seconds"] > 0
     assert written["recompute"]["over_floor"] > 0
     assert 0 < written["update"]["stall_seconds"] < written["update"]["seconds"]
+    for place in ("in_process", "engine_process"):
+        gaps = written["update_gaps"][place]
+        assert len(gaps["gaps"]) == len(gaps["reported"]) == 2
+        assert all(gap > stall for gap, stall in zip(gaps["gaps"], gaps["reported"], strict=True))

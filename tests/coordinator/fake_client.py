@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rollout import SamplingParams
-from rollout.coordinator.protocol.framing import unpack
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    AbortRequest,
     Ack,
     Attempt,
     Command,
@@ -25,8 +26,11 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     UpdateWeights,
     WeightsSource,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
+from rollout.coordinator.protocol.wire import unpack
 from tests.coordinator.fake_engine import tokens_of
 
 PROMPT = (1, 2, 3, 4)
@@ -68,14 +72,18 @@ class FakeClient:
             self.asked[request_id] = Asked(seed, count, streaming)
             params = pack_params(SamplingParams(num_tokens_to_generate=count))
             samples.append(Sample(request_id=request_id, sampling_params=params, seed=seed))
-        prompt = more.pop("prompt", np.array(PROMPT, np.int32))
-        message = SubmitRequest(samples=tuple(samples), prompt=prompt, streaming=streaming, **more)
+        if "prompt" not in more:
+            more.setdefault("prompt_tokens", np.array(PROMPT, np.int32))
+        message = SubmitRequest(samples=tuple(samples), streaming=streaming, **more)
         self.submitted.append(message)
         return message
 
+    def abort_all(self) -> AbortRequest:
+        return AbortRequest(attempts=tuple(Attempt(request_id=i) for i in self.asked))
+
     def command(self, header: Headers, **more: Any) -> Command:
         self.num_commands += 1
-        return Command(header=header, command_id=self.num_commands, **more)
+        return COMMAND_TYPES[header](command_id=self.num_commands, **more)
 
     def update(self, source: WeightsSource, **more: Any) -> UpdateWeights:
         self.num_commands += 1

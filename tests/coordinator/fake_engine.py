@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -14,6 +14,7 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Command,
     Commit,
+    Credit,
     EngineReply,
     EngineReplyPartial,
     EngineStatus,
@@ -30,8 +31,11 @@ from rollout.coordinator.protocol.messages import (
     TokenRun,
     WeightsSource,
     nack_of,
+)
+from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
+from rollout.coordinator.protocol.wire import pack
 from rollout.engine.state import COMMANDS, EngineState
 from rollout.errors import EngineStateError, WeightUpdateError
 
@@ -90,6 +94,10 @@ class FakeEngine:
     rank: int | None = None
     num_steps: int = 0
     must_register: bool = False
+    max_requests: int = 64
+    num_waiting: int = 0  # as it says: all it holds make a token in each step
+    num_received: int = 0
+    num_granted: int = 0
     seen: list[Message] = field(default_factory=list)
 
     def registration(self) -> Register:
@@ -107,7 +115,7 @@ class FakeEngine:
             weights_version=self.version,
             weights_checksum=self.checksum,
             block_size_tokens=4,
-            max_requests=64,
+            max_requests=self.max_requests,
             running=tuple(running),
             prepared_command_id=None if self.prepared is None else self.prepared.command_id,
         )
@@ -116,7 +124,7 @@ class FakeEngine:
         status = EngineStatus(
             state=self.state,
             num_steps=self.num_steps,
-            num_waiting=0,
+            num_waiting=self.num_waiting,
             num_running=len(self.held),
             num_blocks_free=9,
             weights_version=self.version,
@@ -137,7 +145,16 @@ class FakeEngine:
             else:
                 out.append(self.report(request_id, held.num_reported))
                 held.num_reported = held.num_tokens
-        return out
+        return [*out, *self.credit()]
+
+    def credit(self) -> list[Message]:
+        """What it accepts, if that is more than it has said."""
+        ahead = num_ahead(self.max_requests)
+        room = min(ahead - self.num_waiting, self.max_requests + ahead - len(self.held))
+        if self.num_received + max(0, room) <= self.num_granted:
+            return []
+        self.num_granted = self.num_received + room
+        return [Credit(num_granted=self.num_granted)]
 
     def report(self, request_id: int, start: int) -> EngineReplyPartial:
         held = self.held[request_id]
@@ -156,6 +173,10 @@ class FakeEngine:
 
     def receive(self, message: Message) -> list[Message]:
         self.seen.append(message)
+        answers = self._answers(message)
+        return answers if self.must_register else [*answers, *self.credit()]
+
+    def _answers(self, message: Message) -> list[Message]:
         if isinstance(message, Nack):
             self.must_register = True
             return []
@@ -185,12 +206,14 @@ class FakeEngine:
             assert run.token_ids.tolist() == tokens_of(seed, 0, num_known), "resumed others' tokens"
         total = unpack_params(sample.sampling_params).num_tokens_to_generate
         assert total is not None
+        self.num_received += 1
         self.held[sample.request_id] = Held(sample.attempt, seed, num_known, total, num_known)
         self.ended.pop(sample.request_id, None)
         return []
 
     def _enter(self, message: RegisterAck) -> list[Message]:
         self.rank, self.must_register = message.rank, False
+        self.num_received = self.num_granted = 0
         kept = {a.request_id: a.attempt for a in message.keep}
         self.held = {i: h for i, h in self.held.items() if kept.get(i) == h.attempt}
         self.ended = {i: r for i, r in self.ended.items() if kept.get(i) == r.attempt}
@@ -230,6 +253,8 @@ class FakeEngine:
             self.version = message.arguments["version"]
         elif message.header is Headers.SHUTDOWN:
             self.state = "STOPPED"
+        elif message.header is Headers.STATS:
+            return
         else:
             command = COMMANDS[message.header.name.lower()]
             if EngineState[self.state] not in (*command.sources, command.target):

@@ -31,6 +31,8 @@ from rollout.coordinator.protocol.messages import (
     decode,
     encode,
     nack_of,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.errors import RolloutError
@@ -66,7 +68,7 @@ def submission(chance: random.Random, request_id: int, num_prompt: int = 5) -> S
     params = SamplingParams(num_tokens_to_generate=chance.randint(1, 4))
     return SubmitRequest(
         samples=(Sample(request_id=request_id, sampling_params=pack_params(params), seed=1),),
-        prompt=np.full(num_prompt, chance.randrange(200), np.int32),
+        prompt_tokens=np.full(num_prompt, chance.randrange(200), np.int32),
         priority=chance.choice((0, 0, -5, 2**62)),
         deadline_s=chance.choice((None, None, 0.0, 1e9)),
         streaming=chance.random() < 0.3,

@@ -12,8 +12,8 @@ from rollout import DynamicInferenceEngine, EngineState
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink, LinkClosedError
 from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.link import Link, LinkClosedError
 from rollout.coordinator.protocol.messages import Message
 from rollout.coordinator.publisher import fetch_weights
 from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
@@ -31,7 +31,7 @@ class HeldLink:
     """A line whose engine stands still while it is held: an order waits before it is done, or, if
     `holds_answers`, is done and its answer waits. The link's own thread goes on all the time."""
 
-    def __init__(self, link: EngineLink, *, holds_answers: bool) -> None:
+    def __init__(self, link: Link, *, holds_answers: bool) -> None:
         self.link, self._holds_answers = link, holds_answers
         self.is_free = threading.Event()
         self.is_free.set()
@@ -61,9 +61,7 @@ class LiveEngine:
             max_requests=16,
             fetch=fetch_weights,
         )
-        self.link = EngineLink(
-            address, registration=self.agent.registration, status=self.agent.status
-        )
+        self.link = Link(address, handshake=self.agent.registration, status=self.agent.status)
         # Every second one has done an order when its answer is held back.
         self.line = HeldLink(self.link, holds_answers=number % 2 == 1)
         self._thread = threading.Thread(target=self._run, name=f"engine {number}", daemon=True)
@@ -85,8 +83,8 @@ class LiveEngine:
 class LiveFleet:
     """A context manager. `address`: where clients are served."""
 
-    def __init__(self, num_engines: int = 2) -> None:
-        self.coordinator = DataParallelInferenceCoordinator(None, num_engines, None, limits=LIMITS)
+    def __init__(self, num_engines: int = 2, limits: CoordinatorLimits = LIMITS) -> None:
+        self.coordinator = DataParallelInferenceCoordinator(None, num_engines, None, limits=limits)
         self.address = self.coordinator.address
         self._thread = threading.Thread(target=self.coordinator.start, daemon=True)
         self._thread.start()

@@ -6,38 +6,40 @@ field by field, arrays by dtype and bits, without the code under test.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
-from rollout.coordinator.protocol.field_types import Binary, Bounds, Length, Plain
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     MESSAGE_TYPES,
     PROTOCOL_VERSION,
     AssignRequest,
-    Command,
     Connect,
     EngineReply,
-    Headers,
     Message,
     Register,
     Sample,
     SubmitRequest,
     TokenRun,
+    TokenRuns,
     TopNRun,
     WireError,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
+from rollout.coordinator.protocol.wire import PlainMap
 
-COMMANDS = [header for header, cls in MESSAGE_TYPES.items() if cls is Command]
-TYPES = list(dict.fromkeys(MESSAGE_TYPES.values()))
+COMMANDS = list(COMMAND_TYPES)
+TYPES = list(MESSAGE_TYPES.values())
 MAX_TOKENS = 6
 
 text = st.text(max_size=8)  # no lone surrogates: UTF-8 has none
@@ -76,21 +78,21 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of([st.none() if arg is types.NoneType else of(arg) for arg in args])
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple)
+    if hint == PlainMap:
+        return plain_maps
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return st.dictionaries(text, of(args[1]), max_size=3)
-    if hint is Headers:
-        return st.sampled_from(COMMANDS)
     if hint in _BY_HAND:
         return _BY_HAND[hint]()
-    if dataclasses.is_dataclass(hint):
+    if issubclass(hint, msgspec.Struct):
         return built(hint)
     return {bool: st.booleans(), str: text, bytes: st.binary(max_size=16)}[hint]
 
 
 def built(cls: type, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Instances of a dataclass, fields by their annotations save those given."""
+    """Instances of a struct, fields by their annotations save those given."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: of(hints[field.name]) for field in dataclasses.fields(cls)}
+    fields = {name: of(hints[name]) for name in cls.__struct_fields__ if name not in given}
     return st.builds(cls, **{**fields, **given})
 
 
@@ -98,23 +100,28 @@ def array(dtype: str, size: int, low: int | None = None) -> st.SearchStrategy[np
     elements = None
     if dtype == "<i4":
         elements = st.integers(-(2**31) if low is None else low, 2**31 - 1)
+    if dtype == "<i8":
+        elements = st.integers(0, 2**63 - 1)
     return arrays.arrays(np.dtype(dtype), size, elements=elements)
 
 
-def _annotated(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
-    if isinstance(rule, Binary):
-        return st.integers(0, MAX_TOKENS).flatmap(lambda n: array(rule.dtype, n, rule.low))
-    if isinstance(rule, Plain):
-        return plain_maps
-    if isinstance(rule, Bounds):
-        return (st.integers if hint is int else st.floats)(rule.low, rule.high)
-    assert isinstance(rule, Length)
-    high = min(rule.high, max(rule.low, 4))
+token_ids = st.integers(0, MAX_TOKENS).flatmap(lambda n: array("<i4", n, low=0))
+
+
+def _annotated(hint: Any, rule: msgspec.Meta) -> st.SearchStrategy[Any]:
+    if hint is int:
+        return st.integers(rule.ge, 2**64 - 1 if rule.le is None else rule.le)
+    if hint is float:
+        return st.floats(rule.ge, rule.le)
+    low = rule.min_length or 0
+    high = min(rule.max_length, max(low, 4))
     if hint is str:
-        return st.text(min_size=rule.low, max_size=high)
+        return st.text(min_size=low, max_size=high)
     if hint is bytes:
-        return st.binary(min_size=rule.low, max_size=high)
-    return st.lists(of(typing.get_args(hint)[0]), min_size=rule.low, max_size=high).map(tuple)
+        return st.binary(min_size=low, max_size=high)
+    if typing.get_origin(hint) is tuple:
+        return st.lists(of(typing.get_args(hint)[0]), min_size=low, max_size=high).map(tuple)
+    return of(hint)
 
 
 def top_n_runs(size: int) -> st.SearchStrategy[TopNRun]:
@@ -155,6 +162,14 @@ def groups(*, fresh: bool = False) -> st.SearchStrategy[tuple[Sample, ...]]:
     return st.lists(samples(fresh=fresh), min_size=1, max_size=3, unique_by=name).map(tuple)
 
 
+def submissions() -> st.SearchStrategy[SubmitRequest]:
+    group = groups(fresh=True)
+    return st.one_of(
+        built(SubmitRequest, samples=group, prompt_tokens=token_ids),
+        built(SubmitRequest, samples=group, prompt_tokens=st.none(), prompt=text),
+    )
+
+
 def engine_replies() -> st.SearchStrategy[EngineReply]:
     return st.one_of(
         built(EngineReply, record=st.binary(max_size=64)),
@@ -162,13 +177,40 @@ def engine_replies() -> st.SearchStrategy[EngineReply]:
     )
 
 
+def token_runs_of_many() -> st.SearchStrategy[TokenRuns]:
+    def of_counts(shape: list[tuple[int, bool, bool]]) -> st.SearchStrategy[TokenRuns]:
+        counts, has_log_probs, has_top_n = ([row[i] for row in shape] for i in range(3))
+        ids = array("<i8", len(shape), low=0)
+        size = sum(counts)
+        num_log_probs = sum(c for c, has in zip(counts, has_log_probs, strict=True) if has)
+        num_top_n = sum(c for c, has in zip(counts, has_top_n, strict=True) if has)
+        given = {
+            **dict.fromkeys(("request_ids", "attempts", "offsets"), ids),
+            "counts": st.just(np.array(counts, np.int32)),
+            "entry_versions": array("<i4", len(shape)),
+            "token_ids": array("<i4", size, low=0),
+            "policy_versions": array("<i4", size),
+            "context_kv_version_min": array("<i4", size),
+            "context_kv_version_mean": array("<f8", size),
+            "has_log_probs": st.just(np.array(has_log_probs, np.uint8)),
+            "log_probs": array("<f4", num_log_probs),
+            "has_top_n": st.just(np.array(has_top_n, np.uint8)),
+            "top_n": top_n_runs(num_top_n),
+        }
+        return built(TokenRuns, **given)
+
+    row = st.tuples(st.integers(0, 4), st.booleans(), st.booleans())
+    return st.lists(row, max_size=4).flatmap(of_counts)
+
+
 _BY_HAND = types.MappingProxyType(
     {
         TopNRun: lambda: st.integers(0, MAX_TOKENS).flatmap(top_n_runs),
         TokenRun: token_runs,
+        TokenRuns: token_runs_of_many,
         Sample: samples,
-        SubmitRequest: lambda: built(SubmitRequest, samples=groups(fresh=True)),
-        AssignRequest: lambda: built(AssignRequest, samples=groups()),
+        SubmitRequest: submissions,
+        AssignRequest: lambda: built(AssignRequest, samples=groups(), prompt_tokens=token_ids),
         EngineReply: engine_replies,
         Connect: lambda: built(Connect, protocol_version=st.just(PROTOCOL_VERSION)),
         Register: lambda: built(Register, protocol_version=st.just(PROTOCOL_VERSION)),
@@ -192,9 +234,9 @@ def run_of(num_tokens: int, **changes: object) -> TokenRun:
 def assert_same(one: Any, other: Any) -> None:
     """Equal in type and value, all the way down; NaNs by their bits."""
     assert type(one) is type(other), (one, other)
-    if dataclasses.is_dataclass(one):
-        for field in dataclasses.fields(one):
-            assert_same(getattr(one, field.name), getattr(other, field.name))
+    if isinstance(one, msgspec.Struct):
+        for name in one.__struct_fields__:
+            assert_same(getattr(one, name), getattr(other, name))
     elif isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUpdateError
-from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import WeightsSource
 from rollout.coordinator.publisher import WeightPublisher

@@ -39,14 +39,16 @@ COORDINATOR_ID = bytes(range(16))
 
 
 def connect_ack(**changes: object) -> ConnectAck:
+    """Of a coordinator that knows its clients again, after however long."""
     fields = {
         "protocol_version": PROTOCOL_VERSION,
         "coordinator_id": COORDINATOR_ID,
         "state": "RUNNING",
         "data_parallel_size": 2,
         "weights_version": 3,
-        "lease_s": LEASE_S,
+        "lease_s": 60.0,
         "heartbeat_s": HEARTBEAT_S,
+        "is_resumed": True,
     }
     return ConnectAck(**{**fields, **changes})
 
@@ -176,15 +178,17 @@ class ScriptedRouter:
         assert is_done.wait(BOUND_S)
 
     def _run(self) -> None:
-        while not self._is_done:
-            while not self._orders.empty():
-                self._orders.get()()
-            if self._router is None or self._router.closed:
-                time.sleep(0.002)
-            elif self._router.poll(2):
-                self._take()
-        if self._router is not None:
-            self._router.close()
+        try:
+            while not self._is_done:
+                while not self._orders.empty():
+                    self._orders.get()()
+                if self._router is None or self._router.closed:
+                    time.sleep(0.002)
+                elif self._router.poll(2):
+                    self._take()
+        finally:  # also if a script raises
+            if self._router is not None:
+                self._router.close()
 
     def _take(self) -> None:
         identity, *frames = self._router.recv_multipart()

@@ -8,10 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,21 @@ import zmq
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
+    AssignRequest,
     Connect,
     Disconnect,
     EngineReply,
-    Heartbeat,
     Message,
     Nack,
     decode,
     encode,
 )
-from rollout.coordinator.router import CurveServerKeys
+from rollout.coordinator.protocol.wire import pack
+from rollout.coordinator.security import CurveKeys, CurveServerKeys
 from rollout.errors import ConfigError
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
@@ -41,27 +41,6 @@ from tests.processes import PROCESSES
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
-
-
-class LetterTokenizer:
-    """One token per character. A text that says "wait" waits at the gate."""
-
-    eos_id = None
-    bos_id = 1
-    vocab_size = 50000
-
-    def __init__(self, gate: Event | None = None) -> None:
-        self._gate = gate
-
-    def encode(self, text: str) -> list[int]:
-        if self._gate is not None and "wait" in text:
-            assert self._gate.wait(WAIT_S)
-        if "broken" in text:
-            raise ValueError("cannot read this")
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
 
 
 class Line:
@@ -73,16 +52,15 @@ class Line:
         address: str,
         peer: FakeEngine | FakeClient,
         *,
-        server_public: bytes | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         self.peer = peer
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        if server_public is not None:
-            public, secret = zmq.curve_keypair()
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.connect(address)
 
     def send(self, *messages: Message) -> None:
@@ -92,11 +70,18 @@ class Line:
     def turn(self, wait_s: float = 0.0) -> bool:
         """Take what is there and answer; an engine then makes a step."""
         is_here = self.socket.poll(wait_s * 1000) != 0
-        while self.socket.poll(0):
-            self.send(*self.peer.receive(decode(self.socket.recv())))
+        self.take()
         if isinstance(self.peer, FakeEngine):
             self.send(*self.peer.step())
         return is_here
+
+    def take(self, wait_s: float = 0.0) -> list[Message]:
+        """Take what is there and answer."""
+        taken = []
+        while self.socket.poll(1000 * wait_s if not taken else 0):
+            taken.append(decode(self.socket.recv()))
+            self.send(*self.peer.receive(taken[-1]))
+        return taken
 
 
 def until(condition: Callable[[], object], *lines: Line) -> None:
@@ -113,7 +98,7 @@ def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
     """A started coordinator and its address; it must be gone at the end."""
     here, there = PROCESSES.Pipe()
     ready = PROCESSES.Event()
-    options = {"data_parallel_size": 2, "tokenizer": LetterTokenizer()} | options
+    options = {"data_parallel_size": 2, "tokenizer": None} | options
     process = PROCESSES.Process(
         target=DataParallelInferenceCoordinator.entrypoint, args=(there, ready), kwargs=options
     )
@@ -184,24 +169,51 @@ def test_requests_commands_and_garbage_through_a_process_that_leaves_nothing_beh
         probe.bind(address)  # nobody has the port any more
 
 
-def test_texts_are_tokenized_beside_the_loop_and_a_bad_one_fails_alone() -> None:
-    gate = PROCESSES.Event()
-    with (
-        coordinator_process(tokenizer=LetterTokenizer(gate)) as (process, address),
-        lines(address) as (client, engines),
-    ):
-        fake = client.peer
-        assert isinstance(fake, FakeClient)
-        client.send(fake.submission([3], prompt="wait"), fake.submission([3], prompt="broken"))
-        client.send(Heartbeat(sequence=7))
-        until(lambda: Heartbeat(sequence=7) in fake.seen, client)
-        assert not fake.asked[0].replies
-        gate.set()
-        until(lambda: all(asked.replies for asked in fake.asked.values()), client, *engines)
-        assert not fake.asked[0].replies[0].is_failed
-        assert "cannot read" in str(fake.asked[1].replies[0].error)
+def test_an_engine_process_that_is_killed_is_noticed_at_once_and_its_requests_move() -> None:
+    """Before its lease runs out, which here it does not."""
+    limits = CoordinatorLimits(engine_lease_s=10 * WAIT_S, max_lost_attempts=9)
+    with coordinator_process(limits=limits) as (process, address):
+        here, there = PROCESSES.Pipe()
+        engine_process = PROCESSES.Process(target=engine_alone, args=(address, there), daemon=True)
+        engine_process.start()
+        there.close()
+        assert here.poll(WAIT_S)
+        here.recv()
+        with lines(address, num_engines=0) as (client, _), zmq.Context() as context:
+            fake = client.peer
+            assert isinstance(fake, FakeClient)
+            client.send(fake.submission([2]))
+            assert here.poll(WAIT_S)
+            assert here.recv() == "a request"
+            other = FakeEngine(b"other", bytes([78]) * 16)
+            line = Line(context, address, other)
+            line.send(other.registration())
+            until(lambda: other.rank is not None, line)
+            os.kill(engine_process.pid or 0, signal.SIGKILL)
+            killed_at = time.monotonic()
+            until(lambda: other.num_received, client, line)
+            noticed_s = time.monotonic() - killed_at
+            until(lambda: fake.asked[0].replies, client, line)
+            line.socket.close()
+        print(f"\nnoticed after {noticed_s:.3f} s")
+        assert noticed_s < 8.0, "today's lease is 10 s, a probe goes out every 0.25 s"
+        engine_process.join()
         process.terminate()
-        until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client)
+
+
+def engine_alone(address: str, pipe: Connection) -> None:
+    """Takes requests and never answers."""
+    context = zmq.Context()
+    engine = FakeEngine(b"alone", bytes([77]) * 16)
+    line = Line(context, address, engine)
+    line.send(engine.registration())
+    until(lambda: engine.rank is not None, line)
+    pipe.send("registered")
+    engine.num_waiting = num_ahead(engine.max_requests)  # it makes no step
+    while True:
+        for message in line.take(0.05):
+            if isinstance(message, AssignRequest):
+                pipe.send("a request")
 
 
 def test_a_stop_fails_what_is_unfinished_and_writes_the_schedule(tmp_path: Path) -> None:
@@ -293,7 +305,8 @@ def is_running(pid: int) -> bool:
     [
         {"data_parallel_size": 0},
         {"host": "0.0.0.0"},
-        {"host": "nowhere"},
+        {"host": "n" * 64},
+        {"host": None, "inference_coordinator_port": 5555},
         {"enable_prefix_caching": True},
         {"prefix_caching_coordinator_policy": "round"},
         {"schedule_output_path": "/nowhere/at/all.json"},
@@ -309,7 +322,7 @@ def test_illegal_options_are_refused_and_nothing_stays_bound(options: dict[str, 
 def test_other_machines_are_let_in_where_that_is_asked_for() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", insecure=True)
     coordinator.stop()
-    assert coordinator.address.startswith("tcp://0.0.0.0:")
+    assert coordinator.address.startswith("tcp://127.0.0.1:"), "which can be dialled from here"
 
 
 def test_a_peer_of_another_protocol_version_is_told_so() -> None:
@@ -319,7 +332,8 @@ def test_a_peer_of_another_protocol_version_is_told_so() -> None:
     context = zmq.Context()
     try:
         line = Line(context, coordinator.address, FakeClient(b"c", b"c" * 16))
-        line.send(Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16))
+        stranger = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
+        line.socket.send(pack(stranger))
         until(lambda: line.peer.seen, line)
         (nack,) = line.peer.seen
         assert isinstance(nack, Nack)
@@ -348,21 +362,26 @@ def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
 
 
-def test_with_keys_only_those_who_know_the_public_one_are_heard() -> None:
+def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
     public, secret = zmq.curve_keypair()
-    keys = CurveServerKeys(public=public, secret=secret)
+    keys = CurveServerKeys(public=public, secret=secret, clients=frozenset())
+    _, unknown = keys.with_client()
+    keys, known = keys.with_client()
     coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", curve=keys)
     thread = threading.Thread(target=coordinator.start)
     thread.start()
-    address = coordinator.address.replace("0.0.0.0", "127.0.0.1")
-    context = zmq.Context()
+    context, address = zmq.Context(), coordinator.address
     try:
-        outsider = Line(context, address, FakeClient(b"o", b"o" * 16))
-        outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
-        insider = Line(context, address, FakeClient(b"i", b"i" * 16), server_public=public)
+        outsiders = [
+            Line(context, address, FakeClient(b"o", b"o" * 16), keys=own) for own in (None, unknown)
+        ]
+        for outsider in outsiders:
+            outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
+        until(lambda: coordinator.num_refused_keys, *outsiders)
+        insider = Line(context, address, FakeClient(b"i", b"i" * 16), keys=known)
         insider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"i" * 16))
-        until(lambda: insider.peer.seen, insider, outsider)
-        assert not outsider.peer.seen
+        until(lambda: insider.peer.seen, insider, *outsiders)
+        assert not any(outsider.peer.seen for outsider in outsiders)
         assert coordinator.counters.num_frames == 1
     finally:
         context.destroy()

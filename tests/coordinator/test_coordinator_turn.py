@@ -53,7 +53,7 @@ def turned(
     monkeypatch.setattr(f"{module}.Router", lambda *_, **__: socket)
     monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: socket.now))
     coordinator = DataParallelInferenceCoordinator(None, 1, None)
-    coordinator._turn(has_frames=True)
+    coordinator._turn()
     return coordinator
 
 
@@ -64,8 +64,8 @@ def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
     it from when it sent what was received."""
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     coordinator: Any = turned(monkeypatch, socket)
-    sessions = coordinator._core._books.sessions
-    assert [engine.last_seen for engine in sessions.engines.values()] == [100.25, 100.5, 100.75]
+    engines = coordinator._core._registry.engines
+    assert [engine.last_seen for engine in engines.values()] == [100.25, 100.5, 100.75]
     coordinator.stop()
 
 
@@ -73,7 +73,7 @@ def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) 
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     socket.seconds_per_frame = 100.0  # far above any lease
     coordinator: Any = turned(monkeypatch, socket)
-    assert len(coordinator._core._books.sessions.engines) == len(ENGINES)
+    assert len(coordinator._core._registry.engines) == len(ENGINES)
     coordinator.stop()
 
 

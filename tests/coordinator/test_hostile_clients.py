@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +17,8 @@ from rollout.coordinator.protocol.messages import (
     Sample,
     SubmitRequest,
     encode,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from tests.coordinator.fake_client import FakeClient
@@ -34,24 +34,9 @@ pytestmark = pytest.mark.distributed
 PARAMS = pack_params(SamplingParams(num_tokens_to_generate=1))
 
 
-class SlowTokenizer:
-    """A text takes a tenth of a second."""
-
-    eos_id = None
-    bos_id = None
-    vocab_size = 50000
-
-    def encode(self, text: str) -> list[int]:
-        time.sleep(0.1)
-        return [1]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return ""
-
-
-def submit(request_id: int, prompt: Any) -> SubmitRequest:
+def submit(request_id: int) -> SubmitRequest:
     sample = Sample(request_id=request_id, sampling_params=PARAMS, seed=1)
-    return SubmitRequest(samples=(sample,), prompt=prompt)
+    return SubmitRequest(samples=(sample,), prompt_tokens=np.ones(4, np.int32))
 
 
 def answered_s(line: Line, sequence: int) -> float:
@@ -63,46 +48,19 @@ def answered_s(line: Line, sequence: int) -> float:
 
 
 @pytest.mark.slow
-def test_texts_of_clients_that_have_left_are_not_kept() -> None:
-    """They come, submit what is slow to tokenize, leave, and come again."""
-    text, num_rounds = "a" * 500_000, 200
-    with (
-        coordinator_process(tokenizer=SlowTokenizer()) as (process, address),
-        lines(address) as (client, _),
-        zmq.Context() as context,
-    ):
-        before = rss_mib(process.pid)
-        peer = HostilePeer(context, address, client_greeting(1), reads=True)
-        for number in range(num_rounds):
-            peer.send([encode(submit(number, text))])
-            peer.send([encode(Disconnect(reason="done"))])
-            peer.greet()
-        peer.socket.send(encode(Heartbeat(sequence=5)))
-        while peer.socket.recv() != encode(Heartbeat(sequence=5)):
-            pass
-        after = rss_mib(process.pid)
-        print(f"\n{num_rounds} texts of 0.5 MB left behind; RSS {before:.1f}, then {after:.1f} MiB")
-        peer.socket.close(linger=0)
-        process.terminate()
-        until(lambda: any(isinstance(m, Disconnect) for m in client.peer.seen), client)
-    assert after - before < 48
-
-
-@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_nobody() -> None:
     """It has many kept replies, does not read them, and asks for them again and again."""
     limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)
     num_kept, num_asked = 2000, 150
     with (
-        coordinator_process(limits=limits, tokenizer=None) as (process, address),
+        coordinator_process(limits=limits) as (process, address),
         lines(address) as (client, engines),
         zmq.Context() as context,
     ):
         before = rss_mib(process.pid)
         peer = HostilePeer(context, address, client_greeting(1), reads=False)
-        prompt = np.ones(4, np.int32)
         for number in range(num_kept):
-            peer.send([encode(submit(number, prompt))])
+            peer.send([encode(submit(number))])
         own = client.peer
         assert isinstance(own, FakeClient)
         client.send(own.submission([3]))  # behind all of them
@@ -130,7 +88,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
 def test_a_message_of_many_large_parts_is_dropped_and_its_memory_given_back() -> None:
     """Each part is of a legal size; a message of ours has one."""
     with (
-        coordinator_process(tokenizer=None, max_frame_bytes=2**20) as (process, address),
+        coordinator_process(max_frame_bytes=2**20) as (process, address),
         lines(address) as (client, _),
         zmq.Context() as context,
     ):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import fcntl
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource, decode, encode
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.errors import WeightUpdateError
+from tests.tiny_models import tiny_engine, tiny_model
 
+WAIT_S = 30.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,14 +80,22 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
 
 
 def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
+    def weight_files() -> int:
+        """Other threads open and close descriptors of their own meanwhile."""
+        found = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):
+                found.append(os.readlink(descriptor))
+        return sum("rollout-weights" in name for name in found)
+
     publisher = WeightPublisher()
-    before = len(os.listdir("/proc/self/fd"))
+    before = weight_files()
     for _ in range(50):
         publisher.publish(tensors())
         publisher.commit()
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert weight_files() == before + 1
     publisher.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert weight_files() == before
 
 
 def test_a_tensor_that_cannot_be_copied_is_named() -> None:
@@ -89,6 +104,140 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
         publisher.publish({"good": torch.ones(2), "bad": torch.empty(2, device="meta")})
     publisher.commit()
     assert publisher.committed is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_that_are_not_finite_are_refused_before_anything_is_announced(
+    value: float, dtype: torch.dtype
+) -> None:
+    bad = torch.ones(1000, dtype=dtype)
+    bad[777] = value
+    publisher = WeightPublisher()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightUpdateError, match="'bad' holds NaN or infinity"):
+        publisher.publish({"good": torch.ones(2), "bad": bad})
+    publisher.commit()
+    assert publisher.committed is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    lenient = WeightPublisher(reject_non_finite=False)
+    fetched = fetch_weights(lenient.publish({"bad": bad}))["bad"]
+    assert torch.equal(fetched.isfinite(), bad.isfinite())
+    lenient.close()
+
+
+def test_the_checksum_is_that_of_an_engine_which_reads_all_of_it() -> None:
+    weights = dict(tiny_model(seed=3).named_parameters())
+    publisher = WeightPublisher()
+    source = publisher.publish(weights | {"rotary_emb.inv_freq": torch.ones(3)})
+    engine = tiny_engine(tiny_model(seed=4))
+    assert engine.stage_weights(
+        fetch_weights(source), source_checksum=source.tensors_checksum
+    ).tensors
+    half = publisher.publish({name: weight.bfloat16() for name, weight in weights.items()})
+    assert half.tensors_checksum not in ("", source.tensors_checksum)
+    assert engine.stage_weights(fetch_weights(half), source_checksum=half.tensors_checksum).tensors
+    with pytest.raises(WeightUpdateError, match=f"not {source.tensors_checksum} as announced"):
+        engine.stage_weights(fetch_weights(half), source_checksum=source.tensors_checksum)
+    publisher.close()
+
+
+def test_dtypes_that_engines_cast_can_be_published() -> None:
+    publisher = WeightPublisher()
+    eighth = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    fetched = fetch_weights(publisher.publish({"w": eighth[:1], "d": torch.ones(2).double()}))
+    assert fetched["w"].dtype == torch.float8_e4m3fn
+    with pytest.raises(WeightUpdateError, match="'w' holds NaN"):
+        publisher.publish({"w": eighth})
+    publisher.close()
+
+
+def test_nobody_can_change_what_was_published() -> None:
+    publisher = WeightPublisher()
+    source = publisher.publish({"w": torch.ones(4)})
+    path = source.address.partition(" ")[0]
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.write(descriptor, b"others")
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, 16)
+        for size in (8, 8192):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+    assert torch.equal(fetch_weights(source)["w"], torch.ones(4))
+    publisher.close()
+
+
+@contextmanager
+def source_at(descriptor: int, name: str) -> Iterator[WeightsSource]:
+    """Of 16 bytes, in a file that is no publisher's."""
+    publisher = WeightPublisher()
+    source = publisher.publish({"w": torch.ones(4)})
+    try:
+        yield structs.replace(source, address=f"/proc/{os.getpid()}/fd/{descriptor} {name}")
+    finally:
+        publisher.close()
+        os.close(descriptor)
+
+
+def test_memory_that_is_not_sealed_is_refused() -> None:
+    name = "rollout-weights-0123"
+    for seals in (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, 16)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        with (
+            source_at(descriptor, name) as source,
+            pytest.raises(WeightUpdateError, match="not sealed"),
+        ):
+            fetch_weights(source)
+
+
+def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
+    publisher = WeightPublisher()
+    source = publisher.publish({"w": torch.ones(4)})
+    path, _, name = source.address.partition(" ")
+    for other in ("", "rollout-weights-", name[:-1], name + " (deleted)", f"{name} {name}"):
+        with pytest.raises(WeightUpdateError, match="cannot be had"):
+            fetch_weights(structs.replace(source, address=f"{path} {other}"))
+    ordinary = tmp_path / name
+    ordinary.write_bytes(bytes(16))
+    with pytest.raises(WeightUpdateError, match="cannot be had"):
+        fetch_weights(structs.replace(source, address=f"{ordinary} {name}"))
+    larger = publisher.publish({"w": torch.ones(4), "more": torch.ones(4)})
+    manifest = {"w": larger.manifest["w"]}
+    with pytest.raises(WeightUpdateError, match="has 80 bytes, not 16"):
+        fetch_weights(structs.replace(larger, manifest=manifest))
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", ["", "pipe", "rollout-weights-0123"])
+@pytest.mark.parametrize("by_descriptor", [False, True])
+def test_a_pipe_that_nobody_fills_blocks_no_reader(
+    tmp_path: Path, name: str, by_descriptor: bool
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    address = f"/proc/{os.getpid()}/fd/{descriptor}" if by_descriptor else str(path)
+    source = WeightsSource(kind="shared", address=f"{address} {name}", manifest={}, checksum="")
+    errors: list[Exception] = []
+
+    def fetch() -> None:
+        try:
+            fetch_weights(source)
+        except Exception as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=fetch, daemon=True)
+    reader.start()
+    reader.join(WAIT_S)
+    assert not reader.is_alive()
+    os.close(descriptor)
+    assert [type(error) for error in errors] == [WeightUpdateError]
 
 
 @pytest.mark.parametrize(
@@ -106,11 +255,11 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher = WeightPublisher()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
-    manifest = {"w": dataclasses.replace(source.manifest["w"], **change)}
+    manifest = {"w": structs.replace(source.manifest["w"], **change)}
     with pytest.raises(WeightUpdateError, match="'w'"):
-        fetch_weights(dataclasses.replace(source, manifest=manifest))
+        fetch_weights(structs.replace(source, manifest=manifest))
     with pytest.raises(WeightUpdateError, match="kind 'carrier pigeon'"):
-        fetch_weights(dataclasses.replace(source, kind="carrier pigeon"))
+        fetch_weights(structs.replace(source, kind="carrier pigeon"))
     publisher.close()
 
 
@@ -135,7 +284,7 @@ sys.stdin.read()
         publisher = WeightPublisher()
         here = publisher.publish({"w": torch.arange(5.0)})
         publisher.close()
-        there = dataclasses.replace(here, address=address)
+        there = structs.replace(here, address=address)
         fetched = fetch_weights(there)["w"]
     finally:
         process.send_signal(signal.SIGKILL)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,12 +21,12 @@ import pytest
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.requests import RequestStream
+from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import EngineLink
 from rollout.coordinator.engine_side.serve import serve
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
@@ -77,7 +77,7 @@ def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path)
         max_requests=64,
         fetch=fetch_weights,
     )
-    with EngineLink(address, registration=agent.registration, status=agent.status) as link:
+    with Link(address, handshake=agent.registration, status=agent.status) as link:
         link.wait_registered(WAIT_S)
         pipe.send("ready")
         serve(agent, link)
@@ -123,11 +123,10 @@ class Heard:
     def __init__(self, client: InferenceClient) -> None:
         self.tokens: Counter[tuple[int, int]] = Counter()  # by request id and position
         self.replies: Counter[int] = Counter()
-        link: Any = client._link
-        self._pass_on: Callable[[list[Message]], None] = link._on_messages
-        link._on_messages = self._take
+        self._pass_on = client._take
+        client._take = self._take  # type: ignore[method-assign]
 
-    def _take(self, messages: list[Message]) -> None:
+    def _take(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 run = message.tokens

@@ -22,7 +22,6 @@ from rollout import (
     SamplingParams,
     Status,
 )
-from rollout.errors import EngineStateError
 from rollout.version_spans import VersionSpans
 from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
 
@@ -166,31 +165,6 @@ def test_a_record_read_from_a_running_engine_is_a_copy_with_lists() -> None:
     (request,) = drain(engine).values()
     assert request.generated_tokens == expected.generated_tokens
     assert request.policy_versions.tolist() == [0] * 8
-
-
-def test_new_tokens_are_those_of_the_record_from_the_offset_on_until_the_request_ends() -> None:
-    engine = tiny_engine(model(), weights_version=2)
-    engine.add_request(prompt_of(9), params(return_log_probs=True))
-    assert engine.new_tokens(0, 0) is None
-    for num_tokens in (1, 2, 3):
-        engine.step()
-        engine.pause()
-        if num_tokens == 2:
-            engine.suspend("recompute")
-            engine.resume()
-        engine.set_generation_epoch(2 + num_tokens)
-        engine.unpause()
-    whole, tokens = engine.get_record(0).merge(), engine.new_tokens(0, 1)
-    assert tokens is not None
-    assert tokens.token_ids.tolist() == whole.generated_tokens[1:]
-    assert tokens.policy_versions.tolist() == whole.policy_versions[1:].tolist() == [3, 4]
-    assert tokens.context_kv_version_min.tolist() == whole.context_kv_version_min[1:]
-    assert tokens.context_kv_version_mean.tolist() == whole.context_kv_version_mean[1:]
-    assert tokens.log_probs.tolist() == whole.generated_log_probs[1:].tolist()
-    assert engine.new_tokens(0, 3) is None
-    drain(engine)
-    with pytest.raises(EngineStateError, match="not in the engine"):
-        engine.new_tokens(0, 0)
 
 
 def test_statuses_follow_the_request() -> None:

@@ -6,6 +6,7 @@ Prints one JSON object of what happened.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib
 import json
 import mmap
@@ -24,6 +25,7 @@ import zmq  # noqa: F401  (while the names are there: they are taken from us, no
 ABSENT = {
     mmap: "MADV_DONTDUMP MADV_DODUMP MADV_HUGEPAGE MADV_DONTFORK MADV_REMOVE MAP_POPULATE "
     "MAP_DENYWRITE MAP_EXECUTABLE MAP_STACK",
+    fcntl: "F_ADD_SEALS F_GET_SEALS F_SEAL_SEAL F_SEAL_SHRINK F_SEAL_GROW F_SEAL_WRITE",
     os: "memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING sched_getaffinity sched_setaffinity eventfd "
     "pidfd_open posix_fadvise posix_fallocate O_TMPFILE O_PATH copy_file_range splice getrandom "
     "setns unshare",

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
-from rollout.apis.clean_process import needs_main, start_clean_process
-from rollout.errors import ConfigError
-from trainer_hooks.rewards.calling import RewardFunction, rewards_of
-from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed, RewardProcessesClosed
+from rollout.child_process import ChildProcess, pickled
+from rollout.errors import RolloutError
+from trainer_hooks.rewards.calling import RewardFunction
+from trainer_hooks.rewards.failures import RewardFailed, RewardProcessesClosed
 from trainer_hooks.rewards.turns import Turns
 
 _START_TIMEOUT_S = 120.0
@@ -117,9 +117,8 @@ class RewardProcesses:
 
 class _Worker:
     def __init__(self, reward_fn: RewardFunction) -> None:
-        self._process, self._pipe = start_clean_process(
-            _serve, reward_fn, name="reward", imports_main=needs_main(reward_fn)
-        )
+        self._reward_fn = pickled(reward_fn, f"the reward function {reward_fn!r}")
+        self._process = ChildProcess("trainer_hooks.rewards.process")
         self._is_ready = False
 
     def call(
@@ -129,44 +128,26 @@ class _Worker:
 
         Raises RewardFailed if the process is gone, or silent for too long.
         """
+        pipe = self._process.pipe
         try:
             if not self._is_ready:  # the imports of a new process take no reward's time
-                self._receive(_START_TIMEOUT_S)
+                self._process.send(self._reward_fn)
+                self._process.receive(_START_TIMEOUT_S)
                 self._is_ready = True
-            self._pipe.send((args, named))
-            rewards, error, cause = self._receive(timeout_s)
-        except (EOFError, OSError) as lost:
+            pipe.send((args, named))
+            if not pipe.poll(timeout_s):
+                raise RewardFailed(f"no reward within {timeout_s:g} s")
+            rewards, error, cause = pipe.recv()
+        except (EOFError, OSError, RolloutError) as lost:
+            if isinstance(lost, RewardFailed):
+                raise
             raise RewardFailed(f"the reward's process ended: {lost!r}") from lost
         if error is not None:
             error.__cause__ = cause  # which no pickle of the error carries
         return rewards, error
 
-    def _receive(self, timeout_s: float | None) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise RewardFailed(f"no reward within {timeout_s:g} s")
-        return self._pipe.recv()
-
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(_END_TIMEOUT_S)
+        with contextlib.suppress(TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
         # Its end is gone, so a thread that still waits at this end wakes up by itself.
-
-
-def _serve(pipe: Connection, reward_fn: RewardFunction) -> None:
-    """The life of a process."""
-    pipe.send("ready")
-    while True:
-        try:
-            args, named = pipe.recv()
-        except EOFError:
-            return
-        error: Exception | None = None
-        try:
-            pipe.send((rewards_of(reward_fn, args, named), None, None))
-        except ConfigError as fault:
-            error, cause = ConfigError(str(fault)), RemoteTraceback.of(fault)
-        except Exception as fault:  # the user's function; the other side makes a failed reward
-            error = RewardFailed(f"{type(fault).__name__}: {fault}")
-            cause = RemoteTraceback.of(fault)
-        if error is not None:
-            pipe.send((None, error, cause))

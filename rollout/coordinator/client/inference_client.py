@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
-import zmq.asyncio
+import zmq
 
-from rollout.coordinator.client.commands import ClientCommands, CommandFuture
-from rollout.coordinator.client.link import CoordinatorLink
-from rollout.coordinator.client.requests import ClientRequests, RequestFuture, RequestStream
+from rollout.config import KVCacheManagementMode
+from rollout.coordinator.client.pending_commands import CommandFuture, PendingCommands
+from rollout.coordinator.client.pending_requests import PendingRequests
+from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt, submission_of
-from rollout.coordinator.client.verbs import EngineVerbs
 from rollout.coordinator.dealer import CoordinatorLostError, CurveKeys, address_of
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.link import Link
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     DEFAULT_MAX_FRAME_BYTES,
     Ack,
-    Command,
     Connect,
     ConnectAck,
     EngineReply,
@@ -28,48 +32,66 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
+    WeightsSource,
 )
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
+from rollout.text import as_tokenizer
 
+_logger = logging.getLogger(__name__)
 # Above a coordinator's commit_grace_s and abort_grace_s: it may answer so long after a deadline.
 _GRACE_S = 15.0
+COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
+_BATCH = 64  # messages taken before others of the event loop have their turn
+
+Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
 class ClientStateError(RolloutError):
     """A client was used before its start, after its end, or from a loop that is not its own."""
 
 
-class InferenceClient(EngineVerbs):
+class InferenceClient:
     """A coordinator's client: of one event loop, as many as one likes. An async context manager.
 
-    inference_coordinator_port: on loopback, or a full address. seed: requests without a seed of
-    their own get mix_seed(seed, request id); None takes a seed that no other client has.
+    inference_coordinator_port: on loopback, or a full address. tokenizer: for prompts that are
+    text, and for the text of what is generated; one of our own, a directory with one, or a Hugging
+    Face tokenizer. seed: requests without a seed of their own get mix_seed(seed, request id); None
+    takes a seed that no other client has.
+
     Verbs are plain functions that return futures, so that what is called first is sent first. A
-    future may be ignored. All raise ClientStateError where they cannot be used, and
-    CoordinatorLostError while the coordinator is given up; pending futures fail with it then. A
-    coordinator that is back sooner is told all that is pending again.
+    future may be ignored. All raise ClientStateError where they cannot be used. A coordinator that
+    is lost fails all that is pending with CoordinatorLostError, at once if its process has ended;
+    after that the client is of no more use, and a new one is needed. An event loop that is blocked,
+    however long, loses nothing: a thread of the client's own keeps the session.
     """
 
     def __init__(
         self,
         inference_coordinator_port: int | str,
         *,
+        tokenizer: Any | None = None,
         seed: int | None = None,
         name: str = "",
         curve: CurveKeys | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
+        """Raises ConfigError for no address, TypeError for no tokenizer."""
         self.address = address_of(inference_coordinator_port)
         self.client_id = uuid.uuid4().bytes
         self.next_request_id = 0
+        self.coordinator: ConnectAck | None = None  # what it said of itself, None before the start
+        self.listener_task: asyncio.Task[None] | None = None  # takes what the coordinator sends
         self._name, self._curve, self._max_frame_bytes = name, curve, max_frame_bytes
         self._seed = int.from_bytes(self.client_id[:8], "big") if seed is None else seed
+        self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._next_command_id = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._link: CoordinatorLink | None = None
-        self._requests = ClientRequests(self._send)
-        self._commands = ClientCommands(self._send)
+        self._link: Link | None = None
+        self._news = asyncio.Event()
+        self._requests = PendingRequests(self._send, self._tokenizer, _GRACE_S)
+        self._commands = PendingCommands(self._send)
+        self._lost: RolloutError | None = None
         self._is_stopped = False
 
     # ---- life
@@ -93,20 +115,21 @@ class InferenceClient(EngineVerbs):
         greeting = Connect(
             protocol_version=PROTOCOL_VERSION, client_id=self.client_id, name=self._name
         )
-        self._link = CoordinatorLink(
+        self._link = Link(
             self.address,
-            greeting,
-            on_messages=self._take,
-            on_welcome=self._welcome,
-            on_lost=self._fail,
+            handshake=lambda: greeting,
+            on_news=self._wake_listener,
             curve=self._curve,
+            max_queued=None,  # what is pending bounds what comes and goes
             max_frame_bytes=self._max_frame_bytes,
         )
         try:
-            await self._link.open(timeout_s)
+            await asyncio.to_thread(self._link.wait_registered, timeout_s)
         except BaseException:
             await self.aclose()
             raise
+        self._take(self._link.receive())
+        self.listener_task = running.create_task(self._listen(), name="inference-client-listener")
 
     async def __aenter__(self) -> InferenceClient:
         await self.start()
@@ -124,29 +147,24 @@ class InferenceClient(EngineVerbs):
         """Say goodbye, so that unfinished requests are aborted; fail what is pending and close the
         socket. From any state; twice is fine.
         """
-        self._stop()
-
-    async def aclose(self) -> None:
-        """As `stop`, and wait until the tasks are gone."""
-        await asyncio.gather(*self._stop(), return_exceptions=True)
-
-    def _stop(self) -> list[asyncio.Task[None]]:
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
-            return []
-        tasks = self._link.close("the client stops")
+            return
         if not self._loop.is_closed():
+            if self.listener_task is not None:
+                self.listener_task.cancel()
             error = ClientStateError("the client was stopped before the answer came")
             self._requests.fail(error, quietly=True)
             self._commands.fail(error)
-        return tasks
+        self._link.close("the client stops")
+
+    async def aclose(self) -> None:
+        """As `stop`, and wait until the listener is gone."""
+        self.stop()
+        if self.listener_task is not None:
+            await asyncio.gather(self.listener_task, return_exceptions=True)
 
     # ---- state
-
-    @property
-    def coordinator(self) -> ConnectAck | None:
-        """What the coordinator said of itself in its latest greeting, None before the first."""
-        return None if self._link is None else self._link.coordinator
 
     @property
     def completion_futures(self) -> dict[int, RequestFuture]:
@@ -154,16 +172,12 @@ class InferenceClient(EngineVerbs):
         return self._requests.futures
 
     @property
-    def listener_task(self) -> asyncio.Task[None] | None:
-        """The task that takes what the coordinator sends."""
-        return None if self._link is None else self._link.listener_task
-
-    @property
-    def context(self) -> zmq.asyncio.Context | None:
+    def context(self) -> zmq.Context[zmq.Socket[bytes]] | None:
         return None if self._link is None else self._link.context
 
     @property
-    def socket(self) -> zmq.asyncio.Socket | None:
+    def socket(self) -> zmq.Socket[bytes] | None:
+        """To look at: it is of a thread of its own, and another one after a reconnect."""
         return None if self._link is None else self._link.socket
 
     @property
@@ -186,9 +200,11 @@ class InferenceClient(EngineVerbs):
         `future.request_id`, also if it failed with one, and raises the error of one without.
 
         Higher priorities first. After `deadline_s` seconds it is aborted. Cancelling the future
-        aborts it, too. Raises InvalidRequestError for a malformed one, before anything is sent.
+        aborts it, too. As many may be added as one likes: those that the coordinator does not take
+        yet wait here. Raises InvalidRequestError for a malformed one, before anything is sent; a
+        tokenizer that raises on the prompt fails the future with it.
         """
-        return self._submit(prompt, [sampling_params], [seed], priority, deadline_s)[0]
+        return self._submit([(prompt, [sampling_params])], [seed], priority, deadline_s)[0][0]
 
     def add_group(
         self,
@@ -200,7 +216,15 @@ class InferenceClient(EngineVerbs):
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
         """Submit samples of one prompt, which go to one engine. As `add_request` otherwise."""
-        return self._submit(prompt, sampling_params, seeds, priority, deadline_s)
+        return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
+
+    def add_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestFuture]]:
+        """Submit groups, each a prompt and its samples' params: all of them, or none if one is
+        malformed, or if anything is raised meanwhile (Ctrl-C). As `add_group` otherwise.
+        """
+        return self._submit(groups, None, priority, deadline_s)
 
     def stream(
         self,
@@ -216,8 +240,9 @@ class InferenceClient(EngineVerbs):
         otherwise. Closing the iterator aborts it.
         """
         params = replace(sampling_params, streaming=True)
-        futures = self._submit(prompt, [params], [seed], priority, deadline_s, streaming=True)
-        return self._requests.stream(futures[0], params.streaming_interval)
+        group = (prompt, [params])
+        future = self._submit([group], [seed], priority, deadline_s, streaming=True)[0][0]
+        return RequestStream(future, self._requests.tokens_of(future), params.streaming_interval)
 
     def abort(self, request_id: int) -> None:
         """Ask for the end of a request; its future resolves to the record with the tokens so far.
@@ -228,43 +253,124 @@ class InferenceClient(EngineVerbs):
 
     def _submit(
         self,
-        prompt: Prompt,
-        sampling_params: Sequence[SamplingParams],
+        groups: Sequence[Group],
         seeds: Sequence[int | None] | None,
         priority: int,
         deadline_s: float | None,
         streaming: bool = False,
-    ) -> list[RequestFuture]:
+    ) -> list[list[RequestFuture]]:
         self._require_usable()
-        ids = range(self.next_request_id, self.next_request_id + len(sampling_params))
-        submission = submission_of(
-            prompt,
-            sampling_params,
-            request_ids=ids,
-            seeds=seeds,
-            client_seed=self._seed,
-            priority=priority,
-            deadline_s=deadline_s,
-            streaming=streaming,
-        )
-        futures = self._requests.submit(submission, _GRACE_S)
-        self.next_request_id = ids.stop
-        return futures
+        submissions, next_id = [], self.next_request_id
+        for prompt, sampling_params in groups:
+            ids = range(next_id, next_id + len(sampling_params))
+            submission = submission_of(
+                prompt,
+                sampling_params,
+                tokenizer=self._tokenizer,
+                request_ids=ids,
+                seeds=seeds,
+                client_seed=self._seed,
+                priority=priority,
+                deadline_s=deadline_s,
+                streaming=streaming,
+            )
+            submissions.append(submission)
+            next_id = ids.stop
+        self.next_request_id = next_id
+        return self._requests.submit(submissions)
 
-    # ---- commands
+    # ---- commands: each resolves to the engines' results once the last of them has confirmed, and
+    # raises the reason if it is refused or its deadline passes
+
+    def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Freeze all engines at their next step."""
+        return self._command(Headers.PAUSE, deadline_s)
+
+    def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Let paused engines go on."""
+        return self._command(Headers.UNPAUSE, deadline_s)
+
+    def suspend_engines(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] | None = None,
+        discard_weights: bool = False,
+        *,
+        deadline_s: float = COMMAND_DEADLINE_S,
+    ) -> CommandFuture:
+        """Have paused engines give memory back. As `engine.suspend`; None takes its default."""
+        arguments: dict[str, Any] = {"discard_weights": discard_weights}
+        if mode is not None:
+            arguments["mode"] = mode.value if isinstance(mode, KVCacheManagementMode) else mode
+        if release is not None:
+            arguments["release"] = list(release)
+        return self._command(Headers.SUSPEND, deadline_s, **arguments)
+
+    def resume_engines(
+        self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> CommandFuture:
+        """Bring back what was given up, or the part `only` names."""
+        return self._command(Headers.RESUME, deadline_s, **({} if only is None else {"only": only}))
+
+    def set_generation_epoch(
+        self, version: int, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> CommandFuture:
+        """Set the weights version of paused or suspended engines, without new weights."""
+        return self._command(Headers.SET_GENERATION_EPOCH, deadline_s, version=version)
+
+    def increment_staleness(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """`set_generation_epoch` of the current version + 1."""
+        return self._command(Headers.INCREMENT_STALENESS, deadline_s)
+
+    def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Stop paused or suspended engines for good."""
+        return self._command(Headers.STOP, deadline_s)
+
+    def shutdown_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Stop the engines from any state."""
+        return self._command(Headers.SHUTDOWN, deadline_s)
+
+    def engine_stats(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
+        """Ask each engine for its counters, in any state; nothing changes."""
+        return self._command(Headers.STATS, deadline_s)
+
+    def update_weights(
+        self,
+        source: WeightsSource,
+        version: int | None = None,
+        in_flight: bool = False,
+        *,
+        deadline_s: float = UPDATE_DEADLINE_S,
+    ) -> CommandFuture:
+        """Have all engines serve `source`, or none. version: None means current + 1. in_flight:
+        while they run.
+        """
+        return self._commands.submit(
+            UpdateWeights(
+                command_id=self._new_command_id(),
+                source=source,
+                version=version,
+                in_flight=in_flight,
+                deadline_s=float(deadline_s),
+            ),
+            _GRACE_S,
+        )
+
+    def _command(self, header: Headers, deadline_s: float, **arguments: Any) -> CommandFuture:
+        command = COMMAND_TYPES[header](
+            command_id=self._new_command_id(), arguments=arguments, deadline_s=float(deadline_s)
+        )
+        return self._commands.submit(command, _GRACE_S)
 
     def _new_command_id(self) -> int:
         self._require_usable()
         self._next_command_id += 1
         return self._next_command_id - 1
 
-    def _order(self, order: Command | UpdateWeights) -> CommandFuture:
-        return self._commands.order(order, _GRACE_S)
-
-    # ---- between the session and what is pending
+    # ---- between the link and what is pending
 
     def _require_usable(self) -> None:
-        if self._is_stopped or self._link is None or self._link.coordinator is None:
+        if self._is_stopped or self.coordinator is None:
             remedy = "is stopped" if self._is_stopped else "is not started; await start() first"
             raise ClientStateError(f"this client {remedy}")
         try:
@@ -276,25 +382,51 @@ class InferenceClient(EngineVerbs):
                 "a client belongs to the event loop it was started in; from elsewhere use "
                 "loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
             )
-        if self._link.lost is not None:
-            raise CoordinatorLostError(*self._link.lost.args)
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        if self._link is not None:
+        if self._link is not None and not self._is_stopped:
             self._link.send(message)
 
-    def _take(self, messages: list[Message]) -> None:
+    def _wake_listener(self) -> None:
+        """Called by the link's thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for anything
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def _listen(self) -> None:
+        """Take what the coordinator sends, until it is lost."""
+        assert self._link is not None
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while messages := self._link.receive():
+                    for start in range(0, len(messages), _BATCH):
+                        self._take(messages[start : start + _BATCH])
+                        await asyncio.sleep(0)
+        except RolloutError as end:
+            self._lose(end)
+        except Exception as fault:
+            _logger.exception("the client's listener failed")
+            self._lose(CoordinatorLostError(f"this client failed: {fault!r}"))
+            raise
+        finally:
+            self._link.close("the client stops")
+
+    def _take(self, messages: Sequence[Message]) -> None:
         self._requests.take(
             [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
         )
         for message in messages:
             if isinstance(message, (Ack, Nack)):
                 self._commands.take(message)
+            elif isinstance(message, ConnectAck):
+                self.coordinator = message
+                self._requests.welcome(message)
 
-    def _welcome(self, is_known: bool) -> None:
-        self._requests.welcome(is_known)
-        self._commands.welcome(is_known)
-
-    def _fail(self, error: CoordinatorLostError) -> None:
+    def _lose(self, error: RolloutError) -> None:
+        self._lost = error
         self._requests.fail(error)
         self._commands.fail(error)

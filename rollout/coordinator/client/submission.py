@@ -1,37 +1,84 @@
-"""What a user gives as a request, checked and brought to the form of a SubmitRequest."""
+"""What a user gives as a group of requests, checked and brought to the form that is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.protocol.messages import Sample, SubmitRequest, pack_params
+from rollout.coordinator.protocol.messages import Sample, SubmitRequest
+from rollout.coordinator.protocol.packed import pack_params
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
+from rollout.text import Tokenizer
 
 # Text, or token ids: a list, an array or a tensor.
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """text: that of the prompt, if it is one. error: of the tokenizer, which ends the samples."""
+
+    message: SubmitRequest
+    text: str | None
+    error: InvalidRequestError | None
 
 
 def submission_of(
     prompt: Prompt,
     sampling_params: Sequence[SamplingParams],
     *,
+    tokenizer: Tokenizer | None,
     request_ids: Sequence[int],
     seeds: Sequence[int | None] | None,
     client_seed: int,
     priority: int,
     deadline_s: float | None,
     streaming: bool,
-) -> SubmitRequest:
-    """Return the submission of samples of one prompt. Raises InvalidRequestError.
+) -> Submission:
+    """Return what is to be sent for samples of one prompt. Raises InvalidRequestError.
 
     A sample's seed is the one given, else that of its params, else mix(client seed, request id).
     """
+    given = _checked_seeds(seeds, sampling_params)
+    _check_int("priority", priority, -(2**63), 2**63 - 1)
+    if deadline_s is not None and not 0.0 <= deadline_s <= 1e9:
+        raise InvalidRequestError(f"deadline_s={deadline_s!r} must be in [0, 1e9], or None")
+    error = None
+    if isinstance(prompt, str):
+        tokens_N, error = _encoded(tokenizer, prompt, sampling_params)
+        if sampling_params[0].add_BOS:  # it is among the tokens now
+            sampling_params = [replace(params, add_BOS=False) for params in sampling_params]
+    else:
+        tokens_N = _checked_ids(prompt)
+    # Samples mostly share their params.
+    packed = {key: pack_params(p) for key, p in {id(p): p for p in sampling_params}.items()}
+    samples = tuple(
+        Sample(
+            request_id=request_id,
+            sampling_params=packed[id(params)],
+            seed=_seed_of(seed, params, client_seed, request_id),
+        )
+        for request_id, params, seed in zip(request_ids, sampling_params, given, strict=True)
+    )
+    message = SubmitRequest(
+        samples=samples,
+        prompt_tokens=tokens_N,
+        priority=priority,
+        deadline_s=None if deadline_s is None else float(deadline_s),
+        streaming=streaming,
+    )
+    return Submission(message, prompt if isinstance(prompt, str) else None, error)
+
+
+def _checked_seeds(
+    seeds: Sequence[int | None] | None, sampling_params: Sequence[SamplingParams]
+) -> Sequence[int | None]:
     if not sampling_params:
         raise InvalidRequestError("a group needs at least one SamplingParams")
     given = [None] * len(sampling_params) if seeds is None else seeds
@@ -44,24 +91,7 @@ def submission_of(
             raise InvalidRequestError(f"expected SamplingParams, got {type(params).__name__}")
     for seed in given:
         _check_int("seed", seed, -(2**63), 2**64 - 1, optional=True)
-    _check_int("priority", priority, -(2**63), 2**63 - 1)
-    if deadline_s is not None and not 0.0 <= deadline_s <= 1e9:
-        raise InvalidRequestError(f"deadline_s={deadline_s!r} must be in [0, 1e9], or None")
-    samples = tuple(
-        Sample(
-            request_id=request_id,
-            sampling_params=pack_params(params),
-            seed=_seed_of(seed, params, client_seed, request_id),
-        )
-        for request_id, params, seed in zip(request_ids, sampling_params, given, strict=True)
-    )
-    return SubmitRequest(
-        samples=samples,
-        prompt=_checked_prompt(prompt),
-        priority=priority,
-        deadline_s=None if deadline_s is None else float(deadline_s),
-        streaming=streaming,
-    )
+    return given
 
 
 def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request_id: int) -> int:
@@ -70,14 +100,36 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
     return mix_seed(client_seed, request_id) if params.seed is None else params.seed
 
 
-def _checked_prompt(prompt: Prompt) -> str | npt.NDArray[np.int32]:
-    """Text as it is, ids as int32 [n]. The vocabulary is known to the engines only."""
+def _encoded(
+    tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
+) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:
+    """The ids of a text, or what the tokenizer raised on it. Raises InvalidRequestError."""
+    if not text:
+        raise InvalidRequestError("the prompt is empty; give it at least one token")
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "a text prompt needs a tokenizer: pass InferenceClient(..., tokenizer=), or token ids"
+        )
+    add_bos = {params.add_BOS for params in sampling_params}
+    if len(add_bos) > 1:
+        raise InvalidRequestError("add_BOS must be the same for all samples of one prompt")
+    first = [tokenizer.bos_id] if True in add_bos else []
+    if None in first:
+        raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
+    try:
+        tokens = tokenizer.encode(text)
+    except Exception as fault:  # the tokenizer is the user's: it may raise anything
+        reason = f"the tokenizer cannot encode the prompt {text[:40]!r}: {fault!r}"
+        return np.empty(0, np.int32), InvalidRequestError(reason)
+    return _checked_ids([*first, *tokens]), None
+
+
+def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
+    """As int32 [n]. The vocabulary is known to the engines only."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):
         raise InvalidRequestError("the prompt is empty; give it at least one token")
-    if isinstance(prompt, str):
-        return prompt
     try:
         ids_N = np.asarray(prompt)
     except (TypeError, ValueError) as fault:

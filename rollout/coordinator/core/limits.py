@@ -13,16 +13,20 @@ class CoordinatorLimits:
 
     client_lease_s, engine_lease_s: a peer unheard of for so long has gone.
     heartbeat_s: how often peers should send one.
+    probe_interval_s: how often each engine is sent something, which fails if it was killed.
     progress_deadline_s: a step count that stands still for so long, with work to do, is death.
-    orphan_deadline_s: how long requests wait for an engine when there is none.
+    orphan_deadline_s: how long requests wait while there is no engine at all.
     command_deadline_s: of commands that name none.
-    max_lost_attempts: a request whose engine was lost so often fails: it may be the reason.
+    max_lost_attempts: a request fails when so many engines were lost while they ran it.
     abort_grace_s: how long an aborted request waits for its engine's record.
     commit_grace_s: least time engines have for a commit, once it is decided.
     report_interval_tokens: most tokens of a request between two partial replies.
-    max_requests, max_client_requests: unfinished ones and kept replies, of all and of one client.
+    max_client_requests: unfinished requests of one client; a client holds the others back.
+    max_requests: unfinished requests and kept replies of all clients.
     max_client_request_bytes: of one client's unfinished requests, their prompts above all.
-    max_kept_reply_bytes: of one client. Beyond these four, new requests are refused.
+    max_kept_reply_bytes: of one client. Beyond these three, new requests are refused for now.
+    max_token_log_bytes: of all tokens reported so far. Beyond it, requests that nobody streams are
+    resumed from an earlier token if their engine is lost.
     max_answered_ids: acknowledged requests of a client that a late repetition is known by.
     max_answers: answered commands of a client that a repetition is answered from.
     max_queued_commands: of all clients.
@@ -32,8 +36,9 @@ class CoordinatorLimits:
     client_lease_s: float = 30.0
     engine_lease_s: float = 10.0
     heartbeat_s: float = 1.0
+    probe_interval_s: float = 0.25
     progress_deadline_s: float = 60.0
-    orphan_deadline_s: float = 60.0
+    orphan_deadline_s: float = 1800.0
     command_deadline_s: float = 60.0
     max_lost_attempts: int = 3
     abort_grace_s: float = 10.0
@@ -45,6 +50,7 @@ class CoordinatorLimits:
     max_client_requests: int = 2**16
     max_client_request_bytes: int = 2**30
     max_kept_reply_bytes: int = 2**30
+    max_token_log_bytes: int = 2**30
     max_answered_ids: int = 2**16
     max_answers: int = 256
     max_queued_commands: int = 256

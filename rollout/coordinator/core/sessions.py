@@ -1,48 +1,82 @@
-"""Who the coordinator talks with: clients and engines, by their ids and socket identities."""
+"""Session: a peer that has shaken hands, a client or an engine."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from rollout.coordinator.core.bounded_ids import BoundedIds
-from rollout.coordinator.protocol.messages import Ack, Attempt, EngineStatus, Nack
+from rollout.coordinator.protocol.messages import Ack, EngineStatus, Nack
+
+K = TypeVar("K", bound=Hashable)
+
+
+class RecentIds(Generic[K]):
+    """At most `max_ids` ids; beyond, those added first are forgotten."""
+
+    __slots__ = ("_ids", "_max_ids")
+
+    def __init__(self, max_ids: int) -> None:
+        # Not a dict: to find its first key it passes over all that were deleted before.
+        self._ids: OrderedDict[K, None] = OrderedDict()
+        self._max_ids = max_ids
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, key: K) -> bool:
+        """Add `key`; returns whether it is new, as far as is remembered."""
+        if key in self._ids:
+            return False
+        self._ids[key] = None
+        if len(self._ids) > self._max_ids:
+            self._ids.popitem(last=False)
+        return True
 
 
 @dataclass(slots=True, eq=False)
-class ClientPeer:
+class ClientSession:
     """One client, until its lease runs out. `identity` is where it is reached now.
 
-    server_ids: of its unfinished requests and kept replies, by its own ids. request_bytes: of the
-    former, kept_bytes: of the latter. answered: its ids of acknowledged requests. answers: by
-    command id; None while the command waits or runs. has_missed: something could not be
-    delivered, so it gets everything again with its next heartbeat.
+    server_ids: of its unfinished requests and kept replies, by its own ids. num_unfinished: of the
+    former. request_bytes: of the former, kept_bytes: of the latter. answered: its ids of
+    acknowledged requests. answers: by command id; None while the command waits or runs.
+    missed_tokens: what could not be delivered, by its own request id and offset: the reply if there
+    is one by now. missed_answers: by command id.
     """
 
     client_id: bytes
     identity: bytes
     name: str
     last_seen: float
-    answered: BoundedIds[int]
+    answered: RecentIds[int]
     server_ids: dict[int, int] = field(default_factory=dict)
+    num_unfinished: int = 0
     request_bytes: int = 0
     kept_bytes: int = 0
     answers: OrderedDict[int, Ack | Nack | None] = field(default_factory=OrderedDict)
-    has_missed: bool = False
+    missed_tokens: dict[int, int] = field(default_factory=dict)
+    missed_answers: dict[int, None] = field(default_factory=dict)
+    has_left: bool = False
 
     def __str__(self) -> str:
         return f"client {self.client_id.hex()[:8]} {self.name!r}"
 
 
 @dataclass(slots=True, eq=False)
-class EnginePeer:
+class EngineSession:
     """One registered engine. It gets work and commands once it `is_ready`.
 
-    progress_at: when its step count last rose, or it had no reason to. server_ids: the requests
-    assigned to it, oldest first. ended: attempts whose end is safe here, not yet told to it.
-    told: name of the state and weights version it was told to have when it registered. is_awaited:
-    a command waits for its answer, which has a deadline of its own.
+    max_held: requests that it holds at most. num_granted: requests that it accepts, num_assigned:
+    those that it was sent, both since it registered. progress_at: when its step count last rose,
+    or it had no reason to. server_ids: the requests assigned to it, oldest first. last_chance_id:
+    the request that no other such request may run beside. expected: name of the state and weights
+    version that it was given when it registered. num_awaited: commands that wait for its answer,
+    each with a deadline of its own.
     """
 
     engine_id: bytes
@@ -50,82 +84,26 @@ class EnginePeer:
     rank: int
     weights_version: int
     weights_checksum: str
-    max_requests: int
+    max_held: int
     last_seen: float
     progress_at: float
+    num_granted: int = 0
+    num_assigned: int = 0
     status: EngineStatus | None = None
     is_ready: bool = False
-    is_awaited: bool = False
-    told: tuple[str, int] | None = None
+    num_awaited: int = 0
+    expected: tuple[str, int] | None = None
     server_ids: dict[int, None] = field(default_factory=dict)
-    ended: list[Attempt] = field(default_factory=list)
+    last_chance_id: int | None = None
+
+    @property
+    def room(self) -> int:
+        """How many requests it accepts now."""
+        granted = self.num_granted - self.num_assigned
+        return min(granted, self.max_held - len(self.server_ids))
 
     def __str__(self) -> str:
         return f"rank {self.rank} (engine {self.engine_id.hex()[:8]})"
 
 
-Peer = ClientPeer | EnginePeer
-
-
-class Sessions:
-    """All peers that have shaken hands. Remembers the ranks of the `max_ranks` latest engines."""
-
-    def __init__(self, max_ranks: int) -> None:
-        self._peers: dict[bytes, Peer] = {}
-        self.clients: dict[bytes, ClientPeer] = {}
-        self.engines: dict[bytes, EnginePeer] = {}
-        self._rank_of_engine: OrderedDict[bytes, int] = OrderedDict()
-        self._max_ranks = max_ranks
-
-    def peer(self, identity: bytes) -> Peer | None:
-        return self._peers.get(identity)
-
-    def add(self, peer: Peer) -> None:
-        """Its id must be free; whoever had its identity is no longer reached there."""
-        self._peers[peer.identity] = peer
-        if isinstance(peer, ClientPeer):
-            self.clients[peer.client_id] = peer
-        else:
-            self.engines[peer.engine_id] = peer
-
-    def remove(self, peer: Peer) -> None:
-        """Its messages are those of a stranger from now on."""
-        if self._peers.get(peer.identity) is peer:
-            del self._peers[peer.identity]
-        if isinstance(peer, ClientPeer):
-            del self.clients[peer.client_id]
-        else:
-            del self.engines[peer.engine_id]
-
-    def move(self, client: ClientPeer, identity: bytes) -> None:
-        """The client is reached at another identity now."""
-        if self._peers.get(client.identity) is client:
-            del self._peers[client.identity]
-        client.identity = identity
-        self._peers[identity] = client
-
-    def identities(self) -> list[bytes]:
-        return list(self._peers)
-
-    def ready_engines(self) -> Iterator[EnginePeer]:
-        """In the order in which they joined."""
-        return (engine for engine in self.engines.values() if engine.is_ready)
-
-    def forgive(self, seconds: float) -> None:
-        """Time in which nobody could be heard."""
-        for client in self.clients.values():
-            client.last_seen += seconds
-        for engine in self.engines.values():
-            engine.last_seen += seconds
-            engine.progress_at += seconds
-
-    def assign_rank(self, engine_id: bytes) -> int:
-        """The engine's earlier rank if nobody has it now, else the lowest that nobody has."""
-        taken = {engine.rank for engine in self.engines.values()}
-        rank = self._rank_of_engine.pop(engine_id, -1)
-        if rank < 0 or rank in taken:
-            rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        self._rank_of_engine[engine_id] = rank
-        if len(self._rank_of_engine) > self._max_ranks:
-            self._rank_of_engine.popitem(last=False)
-        return rank
+Session = ClientSession | EngineSession

@@ -1,29 +1,33 @@
 """EngineAgent: does with one engine what the coordinator's messages ask. Messages in, messages out.
 
-No socket, no thread, no clock: whoever owns those calls `handle` for each message and `step` while
+No socket: whoever owns one calls `handle` for each message, `poll` now and then, and `step` while
 the engine may run.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.engine_side.commands import run_command
 from rollout.coordinator.engine_side.requests import EngineRequests
+from rollout.coordinator.engine_side.weights import Fetch, WeightUpdates
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     AssignRequest,
+    Attempt,
     Command,
     Commit,
-    EngineReply,
-    EngineReplyPartial,
+    Credit,
     EngineStatus,
+    Heartbeat,
     Message,
     Nack,
     Prepare,
@@ -31,27 +35,26 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
     ReplyAck,
     Rollback,
-    WeightsSource,
     nack_of,
 )
 from rollout.engine.engine import Engine
 from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
-from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
 
 _logger = logging.getLogger(__name__)
-_ANSWERS_KEPT = 256
+_NUM_ANSWERS_KEPT = 256
+_ENTRY_S = 600.0  # for the weights of the fleet, at each try to enter it
+_RETRY_S = 0.5  # after an entry that failed
+_MAX_ENTRY_FAILURES = 20  # in sequence
+_IDLE_S = 0.5
+_STAGING_POLL_S = 0.005
+# They move the memory that staging reads, or end the engine.
+_END_STAGING = (Headers.SUSPEND, Headers.RESUME, Headers.STOP, Headers.SHUTDOWN)
 Ordered = Command | Prepare | Commit | Rollback
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    message: Prepare
-    staged: StagedWeights
-
-
 class EngineAgent:
-    """The only caller of its engine."""
+    """The only caller of its engine, save for the staging of weights."""
 
     def __init__(
         self,
@@ -60,40 +63,58 @@ class EngineAgent:
         engine_id: bytes,
         block_size_tokens: int,
         max_requests: int,
-        fetch: Callable[[WeightsSource], NamedTensors],
+        fetch: Fetch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fetch` brings the tensors of a source; they must not change until the next call."""
-        self._engine, self._engine_id, self._fetch = engine, engine_id, fetch
+        """`fetch` as for WeightUpdates. `clock`: for deadlines, in seconds."""
+        self._engine, self._engine_id, self._clock = engine, engine_id, clock
         self._block_size, self._max_requests = block_size_tokens, max_requests
         self._requests = EngineRequests(engine)
+        self._updates = WeightUpdates(engine, fetch)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
-        self._prepared: _Prepared | None = None
-        self._checksum = engine.weights_checksum()
-        self._report_interval = 1
-        self._num_steps = self._reported_step = 0
+        self._registered_vote: int | None = None  # as the latest registration named it
+        self._entry: RegisterAck | None = None  # until the engine is what it says
+        self._num_entry_failures, self._retry_at = 0, 0.0
+        self._num_steps = self._num_granted = 0
         self.is_shut_down = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would bring something."""
-        return self._engine.state is EngineState.RUNNING and self._engine.has_unfinished_requests()
+        is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
+        return is_in_fleet and self._engine.has_unfinished_requests()
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether weights are being staged: `poll` will have news."""
+        return self._updates.in_staging is not None
+
+    @property
+    def max_idle_s(self) -> float:
+        """How long `poll` may wait while there is no work."""
+        return _STAGING_POLL_S if self.is_staging else _IDLE_S
+
+    @property
+    def suspects(self) -> tuple[Attempt, ...]:
+        """After a step that raised: the attempts that ran in it, any of which may be the cause."""
+        return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
         """What the coordinator must know of the engine, at first and after a lease has run out.
 
         Another thread may ask.
         """
-        prepared = self._prepared
+        self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
             engine_id=self._engine_id,
             state=self._engine.state.name,
             weights_version=self._engine.weights_version,
-            weights_checksum=self._checksum,
+            weights_checksum=self._updates.checksum,
             block_size_tokens=self._block_size,
             max_requests=self._max_requests,
             running=tuple(self._requests.held()),
-            prepared_command_id=None if prepared is None else prepared.message.command_id,
+            prepared_command_id=self._registered_vote,
         )
 
     def status(self) -> EngineStatus:
@@ -112,23 +133,36 @@ class EngineAgent:
         """One step of the engine; returns progress and ends. Whatever the step raises is raised."""
         records = self._engine.step()
         self._num_steps += 1
-        replies = self._requests.note_ended(records)
-        if self._num_steps - self._reported_step < self._report_interval:
-            return [*self._requests.due_progress(), *replies]
-        return [*self._progress(), *replies]
+        replies = self._requests.ended(records)
+        return [*self._requests.due_progress(), *replies, *self._credit()]
 
-    def _progress(self) -> Sequence[Message]:
-        self._reported_step = self._num_steps
-        return self._requests.progress()
+    def _credit(self) -> Sequence[Message]:
+        """Accept further requests, where more of them have room than was said before: as many wait
+        here as a step may begin, and the others wait in the coordinator, for any engine. None
+        before the engine has entered the fleet."""
+        if self._entry is not None:
+            return []
+        ahead, requests = num_ahead(self._max_requests), self._requests
+        room = min(
+            ahead - self._engine.num_waiting,
+            self._max_requests + ahead - requests.num_running,
+        )
+        num_granted = requests.num_received + max(0, room)
+        if num_granted <= self._num_granted:
+            return []
+        self._num_granted = num_granted
+        return [Credit(num_granted=num_granted)]
 
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Do what `message` asks; returns the answers.
-
-        Raises ProtocolError for a message that is not for an engine, and WeightUpdateError where
-        the weights it must have to enter the fleet cannot be had.
+        """Do what `message` asks; returns the answers, and what more can be accepted then. Raises
+        ProtocolError for a message that is not for an engine, and what has kept the engine from
+        entering the fleet several times.
         """
+        return [*self._handle(message), *self._credit()]
+
+    def _handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest):
             return self._requests.assign(message)
         if isinstance(message, AbortRequest):
@@ -138,95 +172,182 @@ class EngineAgent:
                 self._requests.forget(acknowledged)
             return []
         if isinstance(message, RegisterAck):
-            return self._enter(message)
+            return self._begin_session(message)
         if isinstance(message, Ordered):
             return self._answer(message)
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
-    def refuse(self, reply: EngineReply | EngineReplyPartial, error: RolloutError) -> EngineReply:
-        """End the attempt that `reply` tells of, as that cannot be sent; returns what can."""
-        return self._requests.refuse(reply, error)
+    def poll(self) -> Sequence[Message]:
+        """Return the answers that have come about beside the steps. Raises as `handle`."""
+        return [*self._poll(), *self._credit()]
+
+    def _poll(self) -> Sequence[Message]:
+        ended = self._updates.poll(self._clock())
+        if ended is not None:
+            order, error = ended
+            if isinstance(order, Prepare):
+                return [self._vote(order, error)]
+            return self._enter(error)
+        is_due = self._entry is not None and self._clock() >= self._retry_at
+        return self._enter() if is_due and not self.is_staging else []
+
+    def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
+        """What to send instead of an answer that cannot be sent. What a request brought ends that
+        request, and nothing else. Raises `error` for other messages.
+        """
+        return self._requests.instead_of(message, error)
+
+    def close(self) -> None:
+        """Let no other thread use the engine any more."""
+        self._updates.cancel()
+        self._updates.wait_until_unused()
+
+    # ---- commands
 
     def _answer(self, message: Ordered) -> Sequence[Message]:
         """Done once per command and phase; a repeated one gets the answer it got before.
 
         Before it comes all progress, so that whoever has the answer knows every token from before.
         """
-        key = (type(message), message.command_id)
-        if key not in self._answers:
-            try:
-                self._answers[key] = Ack(command_id=message.command_id, result=self._do(message))
-            except Exception as error:
-                if not isinstance(error, RolloutError):
-                    _logger.exception("command %d failed", message.command_id)
-                self._answers[key] = nack_of(message.command_id, error)
-            if len(self._answers) > _ANSWERS_KEPT:
-                self._answers.popitem(last=False)
-        return [*self._progress(), self._answers[key]]
+        answer = self._answers.get((type(message), message.command_id))
+        if answer is not None:
+            return [*self._requests.progress(), answer]
+        if isinstance(message, Prepare):
+            return self._prepare(message)
+        votes = self._cancel_update() if self._ends_staging(message) else []
+        try:
+            answer = Ack(command_id=message.command_id, result=self._do(message))
+        except Exception as error:
+            if not isinstance(error, RolloutError):
+                _logger.exception("command %d failed", message.command_id)
+            answer = nack_of(message.command_id, error)
+        return [*votes, *self._requests.progress(), self._keep(message, answer)]
 
-    def _do(self, message: Ordered) -> Mapping[str, Any]:
+    def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
+        self._answers[type(message), message.command_id] = answer
+        if len(self._answers) > _NUM_ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        return answer
+
+    def _do(self, message: Command | Commit | Rollback) -> Mapping[str, Any]:
         if isinstance(message, Command):
             self.is_shut_down |= message.header is Headers.SHUTDOWN
             return run_command(self._engine, message)
-        if isinstance(message, Prepare):
-            return self._prepare(message)
-        prepared = self._prepared
-        if prepared is None or prepared.message.command_id != message.command_id:
-            if isinstance(message, Rollback):
-                return {}
+        is_staged = self._updates.voted_command_id == message.command_id
+        if isinstance(message, Rollback):
+            if is_staged:
+                self._updates.drop()
+            return {}
+        if not is_staged:
             raise WeightUpdateError(
                 f"nothing is prepared for version {message.version}; prepare it again"
             )
-        self._prepared = None
-        if isinstance(message, Rollback):
-            return {}
-        in_flight = prepared.message.in_flight
-        return self._note_served(
-            self._engine.commit_weights(prepared.staged, message.version, in_flight)
+        return self._updates.commit()
+
+    # ---- weight updates
+
+    def _prepare(self, message: Prepare) -> Sequence[Message]:
+        """Begin staging; the vote comes from `poll`."""
+        staging = self._updates.in_staging
+        if isinstance(staging, Prepare) and staging.command_id == message.command_id:
+            return []
+        votes = self._cancel_update()
+        self._updates.drop()
+        try:
+            self._engine.check_update(message.version, message.in_flight)
+        except RolloutError as error:
+            return [*votes, self._vote(message, error)]
+        seconds = math.inf if message.deadline_s is None else message.deadline_s
+        self._updates.begin(message, message.source, self._clock() + seconds)
+        return votes
+
+    def _vote(self, message: Prepare, error: BaseException | None) -> Ack | Nack:
+        if error is not None:
+            return self._keep(message, nack_of(message.command_id, error))
+        result = {"checksum": self._updates.staged_checksum}
+        return self._keep(message, Ack(command_id=message.command_id, result=result))
+
+    def _ends_staging(self, message: Command | Commit | Rollback) -> bool:
+        if isinstance(message, Command):
+            return message.header in _END_STAGING
+        staging = self._updates.in_staging
+        return isinstance(staging, Prepare) and staging.command_id == message.command_id
+
+    def _cancel_update(self) -> list[Message]:
+        """End staging; when this returns no thread uses the weights. Returns the vote, if any."""
+        order = self._updates.cancel()
+        self._updates.wait_until_unused()
+        if not isinstance(order, Prepare):
+            return []
+        error = WeightUpdateError(
+            f"version {order.version} was given up before it was staged; the serving weights are "
+            "kept"
         )
+        return [self._vote(order, error)]
 
-    def _note_served(self, report: WeightUpdateReport) -> Mapping[str, Any]:
-        self._checksum = report.checksum
-        return asdict(report)
+    # ---- entering the fleet
 
-    def _prepare(self, message: Prepare) -> Mapping[str, Any]:
-        self._prepared = None
-        self._engine.check_update(message.version, message.in_flight)
-        staged = self._staged(message.source)
-        self._prepared = _Prepared(message, staged)
-        return {"checksum": staged.checksum}
-
-    def _staged(self, source: WeightsSource) -> StagedWeights:
-        """Raises WeightUpdateError if they cannot be had, or are not those that were announced."""
-        staged = self._engine.stage_weights(self._fetch(source))
-        if source.checksum not in ("", staged.checksum):
-            raise WeightUpdateError(
-                f"the tensors at {source.address!r} have the checksum {staged.checksum}, "
-                f"not {source.checksum} as announced; the serving weights are kept"
-            )
-        return staged
-
-    def _enter(self, message: RegisterAck) -> Sequence[Message]:
-        """Hold the attempts, serve the weights and be in the state that the coordinator says."""
-        engine = self._engine
-        self._report_interval = max(1, message.report_interval_tokens)
+    def _begin_session(self, message: RegisterAck) -> Sequence[Message]:
+        """Hold the attempts that the coordinator names, and become what it says."""
+        self._requests.report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
-        if message.weights is not None and message.weights_version > engine.weights_version:
-            if engine.state is EngineState.RUNNING:
-                engine.pause()
-            elif engine.state is EngineState.SUSPENDED:
-                engine.resume()  # its weights need memory to be put into
-            self._prepared = None
-            staged = self._staged(message.weights)
-            self._note_served(engine.commit_weights(staged, message.weights_version))
-        target = EngineState[message.state]
+        self._requests.num_received = self._num_granted = 0
+        if self._updates.voted_command_id != self._registered_vote:
+            self._updates.drop()  # the coordinator does not know that it must decide
+        self._entry, staging = message, self._updates.in_staging
+        if isinstance(staging, RegisterAck) and staging.weights == message.weights:
+            return []
+        return [*self._cancel_update(), *self._enter()]
+
+    def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
+        """Enter the fleet, or begin to stage what that needs. `error`: that of staging.
+
+        The fleet may have given up the weights that it named for newer ones by then: it will name
+        those. Memory may be short for a while, too. So it is tried several times.
+        """
+        entry = self._entry
+        assert entry is not None
+        try:
+            if error is not None:
+                raise error
+            if self._lacks_weights_of(entry):
+                return []
+            self._reach(EngineState[entry.state])
+        except Exception as fault:
+            self._num_entry_failures += 1
+            if self._num_entry_failures == _MAX_ENTRY_FAILURES:
+                raise
+            is_known = isinstance(fault, WeightUpdateError)
+            _logger.warning("the fleet is not entered yet: %s", fault, exc_info=not is_known)
+            self._retry_at = self._clock() + _RETRY_S
+            return []
+        self._entry, self._num_entry_failures = None, 0
+        # It gets work once it is known to be there: at once, not with the next heartbeat.
+        return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
+
+    def _lacks_weights_of(self, entry: RegisterAck) -> bool:
+        """Serve the entry's weights, or begin to stage them."""
+        engine = self._engine
+        if entry.weights is None or entry.weights_version <= engine.weights_version:
+            return False
+        if self._updates.is_staged_for_entry:
+            self._updates.commit()
+            return False
+        if engine.state is EngineState.RUNNING:
+            engine.pause()
+        elif engine.state is EngineState.SUSPENDED:
+            engine.resume()  # its weights need memory to be put into
+        self._updates.begin(entry, entry.weights, self._clock() + _ENTRY_S)
+        return True
+
+    def _reach(self, target: EngineState) -> None:
+        engine = self._engine
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
         if target is EngineState.RUNNING:
             engine.unpause()
-            return self._requests.unacknowledged()
+            return
         if engine.state is EngineState.RUNNING:
             engine.pause()
         if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
             engine.suspend()
-        return self._requests.unacknowledged()

@@ -11,18 +11,45 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     EngineReply,
     EngineReplyPartial,
+    Message,
+    Progress,
     RunningAttempt,
     Sample,
     WireError,
+)
+from rollout.coordinator.protocol.packed import (
     pack_record,
+    resumed_record,
+    token_runs,
     unpack_params,
 )
-from rollout.coordinator.protocol.record_runs import resumed_record, token_run
 from rollout.engine.engine import Engine
-from rollout.errors import RolloutError
+from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 _logger = logging.getLogger(__name__)
+
+
+class _ReportTimes:
+    """Which attempts are reported after which steps: each one every `interval` steps, and about as
+    many at every step, since reports of all at one step would keep the next step waiting.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        # By interval: the request ids that are due at steps with each remainder.
+        self._slots: dict[int, list[dict[int, None]]] = {}
+
+    def slot(self, interval: int) -> dict[int, None]:
+        """The slot of this interval that has the fewest requests, for one more to be put in."""
+        slots = self._slots.setdefault(interval, [{} for _ in range(interval)])
+        return min(slots, key=len)
+
+    def after_step(self) -> list[int]:
+        """The requests that are due after one more step."""
+        self._num_steps += 1
+        slots = (each[self._num_steps % interval] for interval, each in self._slots.items())
+        return [request_id for slot in slots for request_id in slot]
 
 
 @dataclass(slots=True)
@@ -30,22 +57,25 @@ class _Running:
     attempt: int
     num_reported: int
     prompt: str | None
-    interval: int | None  # steps between two reports, if the client streams
-    num_steps_unreported: int = 0
-
-    def is_due(self) -> bool:
-        """After a step: whether a report is due to the client that streams it."""
-        self.num_steps_unreported += 1
-        return self.interval is not None and self.num_steps_unreported >= self.interval
+    slot: dict[int, None]  # of the report times
 
 
 class EngineRequests:
-    """Engine and coordinator name a request by the same id. An end is kept until acknowledged."""
+    """Engine and coordinator name a request by the same id. An end is kept until acknowledged.
+    `num_received`: samples assigned since the engine registered, whatever became of them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[int, _Running] = {}
+        self._report_times = _ReportTimes()
+        self.report_interval = 1  # of requests to come: steps between two reports, at most
         self._ended: dict[int, EngineReply] = {}
+        self.num_received = 0
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that have not ended, in the engine's queue or beyond."""
+        return len(self._running)
 
     def held(self) -> list[RunningAttempt]:
         """All attempts with the tokens told of them; those ended and not acknowledged included.
@@ -62,6 +92,14 @@ class EngineRequests:
         ]
         return running + ended
 
+    def attempts(self, request_ids: Iterable[int]) -> tuple[Attempt, ...]:
+        """Those of running requests, by their ids."""
+        return tuple(
+            Attempt(request_id=i, attempt=self._running[i].attempt)
+            for i in request_ids
+            if i in self._running
+        )
+
     def unacknowledged(self) -> list[EngineReply]:
         return list(self._ended.values())
 
@@ -72,6 +110,7 @@ class EngineRequests:
 
         Returns the ends there are already: of those that cannot run here, and of repeated ones.
         """
+        self.num_received += len(message.samples)
         replies: list[EngineReply] = []
         new: list[Sample] = []
         for sample in message.samples:
@@ -116,9 +155,13 @@ class EngineRequests:
             ids = [sample.request_id for sample in samples]
             self._engine.add_group(tokens, seeded, ids, message.priority)
         for sample, own in zip(samples, params, strict=True):
-            interval = own.streaming_interval if own.streaming else None
+            interval = self.report_interval
+            if own.streaming:
+                interval = min(interval, own.streaming_interval)
+            slot = self._report_times.slot(interval)
+            slot[sample.request_id] = None
             self._running[sample.request_id] = _Running(
-                sample.attempt, _num_known(sample), message.prompt, interval
+                sample.attempt, _num_known(sample), message.prompt, slot
             )
 
     # ---- going
@@ -131,16 +174,26 @@ class EngineRequests:
             return [self._ended[named.request_id]]
         return [self._end(self._engine.abort_request(named.request_id))]
 
-    def refuse(self, reply: EngineReply | EngineReplyPartial, error: RolloutError) -> EngineReply:
-        """End the attempt that `reply` tells of, by what kept that from being sent."""
-        _logger.warning("what request %d brought cannot be sent: %s", reply.request_id, error)
-        self.drop(reply.request_id)
-        return self._keep(_refusal(reply, error))
+    def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
+        """What to send instead of a message that cannot be sent: its parts, or the end of the only
+        attempt that it tells of. Raises `error` if it tells of none.
+        """
+        if isinstance(message, Progress):
+            return list(message.partials())
+        if not isinstance(message, (EngineReply, EngineReplyPartial)):
+            raise error
+        if isinstance(message, EngineReply) and message.record is None:
+            raise error
+        _logger.warning("what request %d brought cannot be sent: %s", message.request_id, error)
+        self.drop(message.request_id)
+        return [self._keep(_refusal(message, error))]
 
     def drop(self, request_id: int) -> None:
         """End an attempt that counts no more, without a word."""
         self._ended.pop(request_id, None)
-        if self._running.pop(request_id, None) is not None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            del running.slot[request_id]
             self._engine.abort_request(request_id)
 
     def keep_only(self, attempts: Iterable[Attempt]) -> None:
@@ -158,35 +211,34 @@ class EngineRequests:
 
     # ---- what a step brought
 
-    def note_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
+    def ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
         """The ends of attempts; dropped ones have none."""
         return [self._end(record) for record in records if record.request_id in self._running]
 
-    def due_progress(self) -> list[EngineReplyPartial]:
-        """After a step: as `progress`, of attempts whose client wants to hear now."""
-        due = [item for item in self._running.items() if item[1].is_due()]
-        return self._reports(due)
+    def due_progress(self) -> list[Progress]:
+        """After a step: what is due of attempts to be reported."""
+        return self._report(self._report_times.after_step())
 
-    def progress(self) -> list[EngineReplyPartial]:
-        """What running attempts have generated and was not told yet."""
-        return self._reports(self._running.items())
+    def progress(self) -> list[Progress]:
+        """All that running attempts have generated and that is not reported yet."""
+        return self._report(self._running)
 
-    def _reports(self, running: Iterable[tuple[int, _Running]]) -> list[EngineReplyPartial]:
-        partials: list[EngineReplyPartial] = []
-        for request_id, attempt in running:
-            attempt.num_steps_unreported = 0
-            # Those of one that has ended come with its end: nobody could go on from them.
-            tokens = self._engine.new_tokens(request_id, attempt.num_reported)
-            if tokens is not None:
-                run = token_run(tokens)
-                attempt.num_reported += len(run)
-                partials.append(
-                    EngineReplyPartial(request_id=request_id, attempt=attempt.attempt, tokens=run)
-                )
-        return partials
+    def _report(self, request_ids: Iterable[int]) -> list[Progress]:
+        running = self._running
+        # Those of one that has ended come with its end: nobody could go on from them.
+        new = self._engine.new_tokens([(i, running[i].num_reported) for i in request_ids])
+        if not len(new.request_ids):
+            return []
+        attempts = []
+        for request_id, count in zip(new.request_ids.tolist(), new.counts.tolist(), strict=True):
+            attempt = running[request_id]
+            attempt.num_reported += count
+            attempts.append(attempt.attempt)
+        return [Progress(runs=token_runs(new, attempts))]
 
     def _end(self, record: DynamicInferenceRequestRecord) -> EngineReply:
         running = self._running.pop(record.request_id)
+        del running.slot[record.request_id]
         record[0].prompt = running.prompt
         return self._keep(
             EngineReply(

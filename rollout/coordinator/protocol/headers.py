@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 # Peers of different versions do not talk. Any change of a header or of a field raises it.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Headers(IntEnum):
@@ -38,18 +38,5 @@ class Headers(IntEnum):
     COMMIT = 79
     ROLLBACK = 80
     STATS = 81
-
-
-CONTROL_HEADERS = frozenset(
-    {
-        Headers.PAUSE,
-        Headers.UNPAUSE,
-        Headers.SUSPEND,
-        Headers.RESUME,
-        Headers.SET_GENERATION_EPOCH,
-        Headers.STOP,
-        Headers.INCREMENT_STALENESS,
-        Headers.SHUTDOWN,
-        Headers.STATS,
-    }
-)
+    CREDIT = 82
+    PROGRESS = 83

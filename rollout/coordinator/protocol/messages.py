@@ -1,169 +1,342 @@
-"""The wire protocol: one msgpack array [header, field, ...] per message. See docs/protocol.md."""
+"""The messages of the wire, one msgpack array [header, field, ...] each: docs/protocol.md.
+
+A request is named by (request_id, attempt) on both links. Between client and coordinator the id is
+the client's and the attempt is 0; between coordinator and engine the id is the coordinator's, and
+each assignment of the request is another attempt. A message forwarded from one link to the other
+changes its name, nothing else. Times are durations: no clock is shared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, new_class
+from typing import Annotated, ClassVar
 
-from rollout.coordinator.protocol.field_codecs import class_codec_of
-from rollout.coordinator.protocol.framing import (
-    DEFAULT_MAX_FRAME_BYTES,
-    check_num_items,
+import msgspec
+from msgspec import Meta, field
+
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION as PROTOCOL_VERSION
+from rollout.coordinator.protocol.headers import Headers as Headers
+from rollout.coordinator.protocol.parts import Attempt as Attempt
+from rollout.coordinator.protocol.parts import Attempts, Samples
+from rollout.coordinator.protocol.parts import EngineStatus as EngineStatus
+from rollout.coordinator.protocol.parts import RunningAttempt as RunningAttempt
+from rollout.coordinator.protocol.parts import Sample as Sample
+from rollout.coordinator.protocol.parts import TensorEntry as TensorEntry
+from rollout.coordinator.protocol.parts import WeightsSource as WeightsSource
+from rollout.coordinator.protocol.parts import WireError as WireError
+from rollout.coordinator.protocol.token_runs import TokenRun as TokenRun
+from rollout.coordinator.protocol.token_runs import TokenRuns as TokenRuns
+from rollout.coordinator.protocol.token_runs import TopNRun as TopNRun
+from rollout.coordinator.protocol.token_runs import join_runs as join_runs
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES as DEFAULT_MAX_FRAME_BYTES
+from rollout.coordinator.protocol.wire import (
+    FAULTS,
+    MAX_ITEMS,
+    MAX_PLAIN_BYTES,
+    TOKEN_IDS,
+    Count,
+    Int,
+    Int32s,
+    Name,
+    PlainMap,
+    Seconds,
+    Uuid,
+    Version,
+    WireData,
+    check_plain,
+    check_version,
     pack,
-    unpack,
+    set_columns,
 )
-from rollout.coordinator.protocol.headers import CONTROL_HEADERS, PROTOCOL_VERSION, Headers
-from rollout.coordinator.protocol.messages_control import (
-    Ack,
-    Command,
-    Commit,
-    Nack,
-    Prepare,
-    Rollback,
-    TensorEntry,
-    UpdateWeights,
-    WeightsSource,
-    WireError,
-    error_from,
-    nack_of,
-)
-from rollout.coordinator.protocol.messages_packed import (
-    pack_params,
-    pack_record,
-    unpack_params,
-    unpack_record,
-)
-from rollout.coordinator.protocol.messages_requests import (
-    AbortRequest,
-    AssignRequest,
-    Attempt,
-    EngineReply,
-    EngineReplyPartial,
-    ReplyAck,
-    Sample,
-    SubmitRequest,
-)
-from rollout.coordinator.protocol.messages_session import (
-    Connect,
-    ConnectAck,
-    Disconnect,
-    EngineStatus,
-    Heartbeat,
-    Register,
-    RegisterAck,
-    RunningAttempt,
-)
-from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun, join_runs
-from rollout.errors import ProtocolError
+from rollout.coordinator.protocol.wire import ProtocolVersionError as ProtocolVersionError
+from rollout.errors import ProtocolError, RolloutError
 
-__all__ = [
-    "ALLOWED",
-    "AbortRequest",
-    "Ack",
-    "AssignRequest",
-    "Attempt",
-    "Command",
-    "Commit",
-    "Connect",
-    "ConnectAck",
-    "DEFAULT_MAX_FRAME_BYTES",
-    "Disconnect",
-    "EngineReply",
-    "EngineReplyPartial",
-    "EngineStatus",
-    "Headers",
-    "Heartbeat",
-    "MESSAGE_TYPES",
-    "Message",
-    "Nack",
-    "PROTOCOL_VERSION",
-    "Prepare",
-    "ProtocolVersionError",
-    "Register",
-    "RegisterAck",
-    "ReplyAck",
-    "Role",
-    "Rollback",
-    "RunningAttempt",
-    "Sample",
-    "SubmitRequest",
-    "TensorEntry",
-    "TokenRun",
-    "TopNRun",
-    "UpdateWeights",
-    "WeightsSource",
-    "WireError",
-    "decode",
-    "encode",
-    "error_from",
-    "join_runs",
-    "nack_of",
-    "pack_params",
-    "pack_record",
-    "unpack_params",
-    "unpack_record",
-]
-
-Message = (
-    Connect
-    | ConnectAck
-    | SubmitRequest
-    | EngineReply
-    | EngineReplyPartial
-    | AbortRequest
-    | Command
-    | Disconnect
-    | Ack
-    | Nack
-    | Heartbeat
-    | Register
-    | RegisterAck
-    | AssignRequest
-    | ReplyAck
-    | UpdateWeights
-    | Prepare
-    | Commit
-    | Rollback
-)
-
-MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
-    {
-        Headers.CONNECT: Connect,
-        Headers.CONNECT_ACK: ConnectAck,
-        Headers.SUBMIT_REQUEST: SubmitRequest,
-        Headers.ENGINE_REPLY: EngineReply,
-        Headers.ENGINE_REPLY_PARTIAL: EngineReplyPartial,
-        Headers.ABORT_REQUEST: AbortRequest,
-        Headers.DISCONNECT: Disconnect,
-        Headers.ACK: Ack,
-        Headers.NACK: Nack,
-        Headers.HEARTBEAT: Heartbeat,
-        Headers.REGISTER: Register,
-        Headers.REGISTER_ACK: RegisterAck,
-        Headers.ASSIGN_REQUEST: AssignRequest,
-        Headers.REPLY_ACK: ReplyAck,
-        Headers.UPDATE_WEIGHTS: UpdateWeights,
-        Headers.PREPARE: Prepare,
-        Headers.COMMIT: Commit,
-        Headers.ROLLBACK: Rollback,
-        **dict.fromkeys(sorted(CONTROL_HEADERS), Command),
-    }
-)
-# A command's header is its first field; all others stand before the fields.
-_TYPES: Mapping[Headers, Any] = MESSAGE_TYPES  # mypy takes no class for hashable
-_CODECS = {
-    header: class_codec_of(cls, None if cls is Command else int(header))
-    for header, cls in _TYPES.items()
-}
-_WRITERS = {cls: _CODECS[header].write for header, cls in MESSAGE_TYPES.items()}
-_READERS = {int(header): codec.read for header, codec in _CODECS.items()}
-_HANDSHAKES = frozenset({int(Headers.CONNECT), int(Headers.REGISTER)})
+_TOKEN_COLUMNS = {"prompt_tokens": TOKEN_IDS}
 
 
-class ProtocolVersionError(ProtocolError):
-    """A handshake in another version of the protocol; to be answered by a Nack that says so."""
+class Message(WireData, frozen=True):
+    """Base of all that is a frame of its own. The tag of a class is its header."""
+
+
+# ---- who is there: handshakes, heartbeats, goodbyes
+
+
+class Connect(Message, frozen=True, kw_only=True, tag=0):
+    """Client -> coordinator, first of all. `client_id`: a uuid; after a reconnect the same."""
+
+    protocol_version: Count = PROTOCOL_VERSION
+    client_id: Uuid
+    name: Name = ""
+
+
+class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
+    """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
+    long has vanished. heartbeat_s: how often it should send one. max_requests, max_request_bytes:
+    the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
+    is_resumed: this client was here before, and nothing of it is forgotten.
+    """
+
+    protocol_version: Count = PROTOCOL_VERSION
+    coordinator_id: Uuid
+    state: Name
+    data_parallel_size: Count
+    weights_version: Version
+    lease_s: Seconds
+    heartbeat_s: Seconds
+    max_requests: Count = 2**16
+    max_request_bytes: Count = 2**30
+    is_resumed: bool = False
+
+
+class Register(Message, frozen=True, kw_only=True, tag=73):
+    """Engine -> coordinator, first of all and whenever its lease has run out.
+
+    engine_id: a uuid, one for the life of the process. state: name of its state.
+    prepared_command_id: the Prepare it has voted yes to and has no decision on; Commit or Rollback
+    follows the RegisterAck.
+    """
+
+    protocol_version: Count = PROTOCOL_VERSION
+    engine_id: Uuid
+    state: Name
+    weights_version: Version
+    weights_checksum: Name
+    block_size_tokens: Count
+    max_requests: Count
+    running: Annotated[tuple[RunningAttempt, ...], Meta(max_length=MAX_ITEMS)] = ()
+    prepared_command_id: Count | None = None
+
+
+class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
+    """Coordinator -> engine: what to be. The engine aborts all attempts that `keep` does not name.
+
+    rank: its place, small integers. state: the one to enter before it gets work.
+    lease_s: stop stepping when the coordinator was not heard for so long. heartbeat_s: how often to
+    send one. progress_deadline_s: a step count that stands still for so long, with work to do, is
+    death. report_interval_tokens: most tokens of a request between two partial replies.
+    weights: where to get `weights_version`, None if the engine serves it.
+    """
+
+    coordinator_id: Uuid
+    rank: Count
+    state: Name
+    lease_s: Seconds
+    heartbeat_s: Seconds
+    progress_deadline_s: Seconds
+    report_interval_tokens: Count
+    weights_version: Version
+    weights: WeightsSource | None = None
+    keep: Attempts = ()
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
+    """Either way; the coordinator answers each with its `sequence` and no status, which renews the
+    lease from when that one was *sent*. `status`: engines only."""
+
+    sequence: Count
+    status: EngineStatus | None = None
+
+
+class Credit(Message, frozen=True, kw_only=True, tag=82):
+    """Engine -> coordinator: requests it accepts since it registered, which never sinks. Room is
+    granted less assigned, so that messages on their way cannot confuse it."""
+
+    num_granted: Count
+
+
+class Disconnect(Message, frozen=True, kw_only=True, tag=60):
+    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by `suspects`, the
+    attempts of its failing step; the loss counts against no others."""
+
+    reason: Name = ""
+    is_fault: bool = False
+    suspects: Attempts = ()
+
+
+# ---- requests and what comes back of them
+
+
+class SubmitRequest(Message, frozen=True, kw_only=True, tag=20):
+    """Client -> coordinator: samples of one prompt, which go to one rank. Idempotent by name.
+
+    prompt_tokens: int32 [n]; prompt: its text. One of both is there. priority: higher first.
+    deadline_s: from arrival. streaming: send partial replies on to the client.
+    """
+
+    samples: Samples
+    prompt_tokens: Int32s | None = None
+    prompt: str | None = None
+    priority: Int = 0
+    deadline_s: Seconds | None = None
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        set_columns(self, _TOKEN_COLUMNS)
+        _check_names("SubmitRequest", self.samples)
+        if self.prompt_tokens is None and self.prompt is None:
+            raise ProtocolError("SubmitRequest: neither prompt_tokens nor a prompt")
+        for sample in self.samples:
+            if sample.attempt or sample.resumed is not None:
+                raise ProtocolError("SubmitRequest: a client's sample is attempt 0, not resumed")
+
+
+class AssignRequest(Message, frozen=True, kw_only=True, tag=75):
+    """Coordinator -> engine: run these samples of one prompt, int32 [n]; prompt: its text."""
+
+    samples: Samples
+    prompt_tokens: Int32s
+    prompt: str | None = None
+    priority: Int = 0
+
+    def __post_init__(self) -> None:
+        set_columns(self, _TOKEN_COLUMNS)
+        _check_names("AssignRequest", self.samples)
+
+
+class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
+    """Progress of one request: coordinator -> client, if it streams. An engine sends it only of a
+    Progress that is too long for one frame."""
+
+    request_id: Count
+    attempt: Count = 0
+    tokens: TokenRun
+
+
+class Progress(Message, frozen=True, kw_only=True, tag=83):
+    """Engine -> coordinator: what many attempts have generated since it last told of them."""
+
+    runs: TokenRuns
+
+    def partials(self) -> Iterator[EngineReplyPartial]:
+        """Yield the same, one message an attempt."""
+        for request_id, attempt, run in self.runs.apart():
+            yield EngineReplyPartial(request_id=request_id, attempt=attempt, tokens=run)
+
+
+class EngineReply(Message, frozen=True, kw_only=True, tag=21):
+    """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
+
+    record: packed by `pack_record`; if None, `error` says why. is_failed: its status is FAILED."""
+
+    request_id: Count
+    attempt: Count = 0
+    record: bytes | None = None
+    error: WireError | None = None
+    is_failed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.record is None and (self.error is None or not self.is_failed):
+            raise ProtocolError("EngineReply: without a record it needs an error and is_failed")
+
+
+class ReplyAck(Message, frozen=True, kw_only=True, tag=76):
+    """Client -> coordinator -> engine: these replies are safe here and may be forgotten there."""
+
+    attempts: Attempts
+
+
+class AbortRequest(Message, frozen=True, kw_only=True, tag=23):
+    """Client -> coordinator -> engine: end these. Each is answered by its EngineReply; what comes
+    of attempts that count no more is dropped."""
+
+    attempts: Attempts
+
+
+def _check_names(message: str, samples: Sequence[Sample]) -> None:
+    """Raise ProtocolError if two samples have one request id."""
+    if len(samples) == 1:
+        return
+    ids = [sample.request_id for sample in samples]
+    if len(set(ids)) != len(ids):
+        raise ProtocolError(f"{message}: request ids repeat in {ids[:16]}")
+
+
+# ---- commands, their answers, and weight updates in two phases
+
+
+class Command(Message, frozen=True, kw_only=True):
+    """Client -> coordinator -> engines. Answered once, by Ack or Nack of its `command_id`, which is
+    the sender's; a repeated one is the same command. One class per header: COMMAND_TYPES."""
+
+    header: ClassVar[Headers]
+    command_id: Count
+    arguments: PlainMap = field(default_factory=dict)
+    deadline_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        check_plain(f"{type(self).__name__}.arguments", self.arguments)
+
+
+class Ack(Message, frozen=True, kw_only=True, tag=70):
+    """Command `command_id` is done; to Prepare it is the vote yes."""
+
+    command_id: Count
+    result: PlainMap = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_plain("Ack.result", self.result)
+
+
+class Nack(Message, frozen=True, kw_only=True, tag=71):
+    """Command `command_id` is refused or has failed, and why; to Prepare it is the vote no.
+
+    Without an id: the peer is not taken, or no longer known, and may only connect or register.
+    """
+
+    command_id: Count | None
+    error: WireError
+
+
+def nack_of(command_id: int | None, error: BaseException) -> Nack:
+    """Return the refusal of a command (None: of a handshake) by `error`."""
+    return Nack(command_id=command_id, error=WireError.of(error))
+
+
+def error_from(nack: Nack) -> RolloutError:
+    """Return the error to raise where the refused command was given."""
+    return nack.error.to_error()
+
+
+class UpdateWeights(Message, frozen=True, kw_only=True, tag=77):
+    """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
+
+    version: None means current + 1. in_flight: at a step edge of running engines.
+    """
+
+    command_id: Count
+    source: WeightsSource
+    version: Version | None = None
+    in_flight: bool = False
+    deadline_s: Seconds | None = None
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag=78):
+    """Coordinator -> engine: stage and verify `source`, then vote by Ack or Nack. Changes nothing
+    that is served. A deadline that passes without a vote is the vote no."""
+
+    command_id: Count
+    version: Version
+    source: WeightsSource
+    in_flight: bool = False
+    deadline_s: Seconds | None = None
+
+
+class Commit(Message, frozen=True, kw_only=True, tag=79):
+    """Coordinator -> engine: all have voted yes to `command_id`; serve it. Answered by Ack."""
+
+    command_id: Count
+    version: Version
+
+
+class Rollback(Message, frozen=True, kw_only=True, tag=80):
+    """Coordinator -> engine: drop what `command_id` has staged. Answered by Ack, also if nothing
+    was."""
+
+    command_id: Count
+    version: Version
 
 
 class Role(Enum):
@@ -175,90 +348,102 @@ class Role(Enum):
     COORDINATOR = "coordinator"
 
 
-ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
+COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
     {
-        Role.STRANGER: frozenset({Connect, Register}),
-        Role.CLIENT: frozenset(
-            {
-                Connect,
-                SubmitRequest,
-                AbortRequest,
-                ReplyAck,
-                Command,
-                UpdateWeights,
-                Heartbeat,
-                Disconnect,
-            }
-        ),
-        Role.ENGINE: frozenset(
-            {Register, EngineReplyPartial, EngineReply, Ack, Nack, Heartbeat, Disconnect}
-        ),
-        Role.COORDINATOR: frozenset(
-            {
-                ConnectAck,
-                RegisterAck,
-                AssignRequest,
-                EngineReplyPartial,
-                EngineReply,
-                ReplyAck,
-                AbortRequest,
-                Command,
-                Prepare,
-                Commit,
-                Rollback,
-                Ack,
-                Nack,
-                Heartbeat,
-                Disconnect,
-            }
-        ),
+        header: new_class(
+            header.name.title().replace("_", ""),
+            (Command,),
+            {"tag": header.value},
+            lambda namespace, header=header: namespace.update(header=header),  # type: ignore[misc]
+        )
+        for header in (
+            *(Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP),
+            *(Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS),
+            *(Headers.SHUTDOWN, Headers.STATS),
+        )
     }
 )
 
 
-def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`. The same checks as `decode`, so that the fault is found here.
+def _classes(*classes: type[Message]) -> frozenset[type[Message]]:
+    return frozenset(classes)
 
-    Raises ProtocolError naming the field at fault, or the size or the number of items of a frame
-    nobody would take.
+
+_COMMANDS = _classes(*COMMAND_TYPES.values())
+_ANSWERS = _classes(EngineReplyPartial, EngineReply, Ack, Nack)
+_HANDSHAKES = _classes(Connect, Register)
+_PRESENCE = _classes(Heartbeat, Disconnect)
+ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
+    {
+        Role.STRANGER: _HANDSHAKES,
+        Role.CLIENT: _COMMANDS
+        | _PRESENCE
+        | _classes(Connect, SubmitRequest, AbortRequest, ReplyAck, UpdateWeights),
+        Role.ENGINE: _ANSWERS | _PRESENCE | _classes(Register, Credit, Progress),
+        Role.COORDINATOR: _COMMANDS
+        | _ANSWERS
+        | _PRESENCE
+        | _classes(ConnectAck, RegisterAck, AssignRequest, ReplyAck, AbortRequest)
+        | _classes(Prepare, Commit, Rollback),
+    }
+)
+_ALL = {cls.__struct_config__.tag: cls for classes in ALLOWED.values() for cls in classes}
+MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
+    {header: _ALL[header] for header in Headers}
+)
+
+
+# ---- to bytes and back
+
+_DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
+_WITH_PLAIN_MAP = _COMMANDS | _classes(Ack)
+_FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
+
+
+def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
+    """Return the frame of `message`, which is read again, so that a fault is found by its sender.
+
+    Raises ProtocolError as `decode` does.
     """
-    frame = pack(_WRITERS[type(message)](message))
+    name = type(message).__name__
+    try:
+        frame = pack(message)
+    except ProtocolError as fault:
+        raise ProtocolError(f"{name} {fault}") from fault
     if len(frame) > max_bytes:
-        name = type(message).__name__
         raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
-    check_num_items(frame)
+    decode(frame, max_bytes)
     return frame
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
-    """Return the message in `frame`; its arrays are read-only views of the received bytes.
+    """Return the message in `frame`; its arrays are read-only.
 
     Raises ProtocolError naming what is wrong, and nothing else, whatever the bytes; of a Connect or
     Register in another version, ProtocolVersionError.
     """
-    encoded = unpack(frame, max_bytes=max_bytes)
-    if type(encoded) is not list or not encoded:
-        raise ProtocolError(f"a frame is an array that starts with a header, got {_kind(encoded)}")
-    header = encoded[0]
-    if type(header) is not int:
-        raise ProtocolError(f"the header is no integer but {_kind(header)}")
-    read = _READERS.get(header)
-    if read is None:
-        raise ProtocolError(f"unknown header {header}")
-    if header in _HANDSHAKES:
-        _check_version(encoded)
-    message: Message = read(encoded)
-    return message
-
-
-def _check_version(handshake: list[Any]) -> None:
-    """Raise ProtocolVersionError if the first field, which every version has, is another one."""
-    version = handshake[1] if len(handshake) > 1 else None
-    if type(version) is int and version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(
-            f"the peer speaks protocol {version}, this process {PROTOCOL_VERSION}"
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
+    # A message has fewer than 16 fields, and a header is below 128: one byte each.
+    if len(frame) < 2 or frame[0] >> 4 != 9 or frame[0] == 0x90:
+        raise ProtocolError("a frame is a short array that starts with a header")
+    decoder = _DECODERS.get(frame[1])
+    if decoder is None:
+        raise ProtocolError(f"unknown header {frame[1]:#04x}")
+    if len(frame) > MAX_PLAIN_BYTES and decoder.type in _WITH_PLAIN_MAP:
+        raise ProtocolError(
+            f"{decoder.type.__name__} of {len(frame)} bytes, at most {MAX_PLAIN_BYTES} are allowed"
         )
+    if decoder.type in _HANDSHAKES:
+        check_version(frame)
+    try:
+        return decoder.decode(frame)
+    except FAULTS as fault:
+        raise ProtocolError(_describe(decoder.type, str(fault))) from fault
 
 
-def _kind(value: Any) -> str:
-    return "an empty one" if value == [] else type(value).__name__
+def _describe(cls: type[Message], fault: str) -> str:
+    """Name the message and its field at fault."""
+    position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
+    field = f".{cls.__struct_fields__[position - 1]}" if position else ""
+    return f"{cls.__name__}{field}: {fault:.200}"

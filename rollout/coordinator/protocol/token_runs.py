@@ -1,51 +1,69 @@
-"""TokenRun: generated tokens with their provenance, cut and joined by offset."""
+"""Generated tokens with their provenance: of one request, cut and joined by offset; of many."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
-from rollout.coordinator.protocol.field_codecs import WireData, wire_data
-from rollout.coordinator.protocol.field_types import (
+from rollout.coordinator.protocol.wire import (
+    FLAGS,
+    FLOAT32,
+    FLOAT64,
+    IDS,
+    INT32,
+    TOKEN_IDS,
     Count,
-    Doubles,
-    LogProbs,
-    Tokens,
+    Flags,
+    Float32s,
+    Float64s,
+    Int32s,
+    Int64s,
     Version,
-    Versions,
+    WireData,
+    set_columns,
 )
 from rollout.errors import ProtocolError
-from rollout.requests.codec import TopN
 
-# The arrays of a TokenRun.
-_PER_TOKEN = (
-    "token_ids",
-    "policy_versions",
-    "context_kv_version_min",
-    "context_kv_version_mean",
-    "log_probs",
-)
+_TOP_N_COLUMNS = {"counts": INT32, "token_ids": TOKEN_IDS, "log_probs": FLOAT32}
+_COLUMNS = {
+    "token_ids": TOKEN_IDS,
+    "policy_versions": INT32,
+    "context_kv_version_min": INT32,
+    "context_kv_version_mean": FLOAT64,
+    "log_probs": FLOAT32,
+}
 
 
-@wire_data
-class TopNRun(WireData):
+_OF_REQUESTS = {
+    "request_ids": IDS,
+    "attempts": IDS,
+    "offsets": IDS,
+    "counts": TOKEN_IDS,
+    "entry_versions": INT32,
+    "has_log_probs": FLAGS,
+    "has_top_n": FLAGS,
+}
+
+
+class TopNRun(WireData, frozen=True, kw_only=True):
     """The most probable tokens at each of n positions, one after the other.
 
     counts: int32 [n], how many each position has, -1 where there is no value. token_ids: int32,
     log_probs: float32, both [sum of the counts].
     """
 
-    counts: Versions
-    token_ids: Tokens
-    log_probs: LogProbs
+    counts: Int32s
+    token_ids: Int32s
+    log_probs: Float32s
 
     def __post_init__(self) -> None:
-        counts_n = np.asarray(self.counts, dtype=np.int64)
+        set_columns(self, _TOP_N_COLUMNS)
+        counts_n = self.counts.astype(np.int64)
         total = int(np.maximum(counts_n, 0).sum())
         if (counts_n < -1).any() or not total == len(self.token_ids) == len(self.log_probs):
             raise ProtocolError(
@@ -54,7 +72,7 @@ class TopNRun(WireData):
             )
 
     @classmethod
-    def from_rows(cls, rows: TopN) -> TopNRun:
+    def from_rows(cls, rows: Sequence[Mapping[int, float] | None]) -> TopNRun:
         """Return the run of the documents' form: a dictionary, or None, per position."""
         filled = [row for row in rows if row is not None]
         return cls(
@@ -63,7 +81,7 @@ class TopNRun(WireData):
             log_probs=np.array([row[key] for row in filled for key in row], dtype=np.float32),
         )
 
-    def rows(self) -> TopN:
+    def rows(self) -> list[dict[int, float] | None]:
         """Return the documents' form of it, in the same order."""
         pairs = zip(self.token_ids.tolist(), self.log_probs.tolist(), strict=True)
         return [
@@ -71,18 +89,19 @@ class TopNRun(WireData):
             for count in self.counts.tolist()
         ]
 
-    def from_position(self, start: int) -> TopNRun:
-        """Return positions [start, n)."""
-        num_skipped = int(np.maximum(self.counts[:start], 0).sum())
+    def positions(self, start: int, end: int | None = None) -> TopNRun:
+        """Return positions [start, end), to the last one without an end."""
+        counts_n = self.counts[start:end]
+        first = int(np.maximum(self.counts[:start], 0).sum())
+        last = first + int(np.maximum(counts_n, 0).sum())
         return TopNRun(
-            counts=self.counts[start:],
-            token_ids=self.token_ids[num_skipped:],
-            log_probs=self.log_probs[num_skipped:],
+            counts=counts_n,
+            token_ids=self.token_ids[first:last],
+            log_probs=self.log_probs[first:last],
         )
 
 
-@wire_data
-class TokenRun(WireData):
+class TokenRun(WireData, frozen=True, kw_only=True):
     """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
 
     Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
@@ -93,19 +112,23 @@ class TokenRun(WireData):
 
     offset: Count
     entry_version: Version
-    token_ids: Tokens
-    policy_versions: Versions
-    context_kv_version_min: Versions
-    context_kv_version_mean: Doubles
-    log_probs: LogProbs | None = None
+    token_ids: Int32s
+    policy_versions: Int32s
+    context_kv_version_min: Int32s
+    context_kv_version_mean: Float64s
+    log_probs: Float32s | None = None
     top_n: TopNRun | None = None
 
     def __post_init__(self) -> None:
-        values = [getattr(self, name) for name in _PER_TOKEN]
-        values.append(None if self.top_n is None else self.top_n.counts)
-        lengths = [len(value) for value in values if value is not None]
-        if len(set(lengths)) != 1:
-            raise ProtocolError(f"TokenRun: arrays of different lengths: {lengths}")
+        set_columns(self, _COLUMNS)
+        num_tokens = len(self.token_ids)
+        if not (
+            len(self.policy_versions) == len(self.context_kv_version_min) == num_tokens
+            and len(self.context_kv_version_mean) == num_tokens
+            and (self.log_probs is None or len(self.log_probs) == num_tokens)
+            and (self.top_n is None or len(self.top_n.counts) == num_tokens)
+        ):
+            raise ProtocolError(f"TokenRun: arrays of different lengths, {num_tokens} token ids")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,11 +149,81 @@ class TokenRun(WireData):
         if num_known == 0:
             return self
         cut: dict[str, Any] = {}
-        for name in _PER_TOKEN:
+        for name in _COLUMNS:
             values = getattr(self, name)
             cut[name] = None if values is None else values[num_known:]
-        top_n = None if self.top_n is None else self.top_n.from_position(num_known)
-        return dataclasses.replace(self, offset=offset, top_n=top_n, **cut)
+        top_n = None if self.top_n is None else self.top_n.positions(num_known)
+        return replace(self, offset=offset, top_n=top_n, **cut)
+
+
+class TokenRuns(WireData, frozen=True, kw_only=True):
+    """A TokenRun of each of R attempts, one after the other: T tokens in one set of columns.
+
+    request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
+    entry_versions: int32 [R]. log_probs: float32, and top_n, of those that has_log_probs and
+    has_top_n, uint8 [R], say have them. The others as in TokenRun, [T].
+    """
+
+    request_ids: Int64s
+    attempts: Int64s
+    offsets: Int64s
+    counts: Int32s
+    entry_versions: Int32s
+    token_ids: Int32s
+    policy_versions: Int32s
+    context_kv_version_min: Int32s
+    context_kv_version_mean: Float64s
+    has_log_probs: Flags
+    log_probs: Float32s
+    has_top_n: Flags
+    top_n: TopNRun | None = None
+
+    def __post_init__(self) -> None:
+        set_columns(self, _OF_REQUESTS)
+        set_columns(self, _COLUMNS)
+        num_requests = len(self.request_ids)
+        if any(len(getattr(self, name)) != num_requests for name in _OF_REQUESTS):
+            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_requests} requests")
+        num_tokens, num_log_probs, num_top_n = (
+            int(self.counts.sum(dtype=np.int64)),
+            int(self.counts[self.has_log_probs != 0].sum(dtype=np.int64)),
+            int(self.counts[self.has_top_n != 0].sum(dtype=np.int64)),
+        )
+        if not (
+            len(self.token_ids) == len(self.policy_versions) == num_tokens
+            and len(self.context_kv_version_min) == len(self.context_kv_version_mean) == num_tokens
+            and len(self.log_probs) == num_log_probs
+            and (0 if self.top_n is None else len(self.top_n.counts)) == num_top_n
+        ):
+            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_tokens} tokens")
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
+        """Yield (request id, attempt, its run); the arrays are views."""
+        rows = zip(*(getattr(self, name).tolist() for name in _OF_REQUESTS), strict=True)
+        start = start_log_probs = start_top_n = 0
+        for request_id, attempt, offset, count, entry_version, has_log_probs, has_top_n in rows:
+            end, log_probs, top_n = start + count, None, None
+            if has_log_probs:
+                log_probs = self.log_probs[start_log_probs : start_log_probs + count]
+                start_log_probs += count
+            if has_top_n and self.top_n is not None:
+                top_n = self.top_n.positions(start_top_n, start_top_n + count)
+                start_top_n += count
+            run = TokenRun(
+                offset=offset,
+                entry_version=entry_version,
+                token_ids=self.token_ids[start:end],
+                policy_versions=self.policy_versions[start:end],
+                context_kv_version_min=self.context_kv_version_min[start:end],
+                context_kv_version_mean=self.context_kv_version_mean[start:end],
+                log_probs=log_probs,
+                top_n=top_n,
+            )
+            start = end
+            yield request_id, attempt, run
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
@@ -139,19 +232,20 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
     Raises ProtocolError if one does not start where the one before ends, or only some have
     log-probs or top-n.
     """
-    first = runs[0]
     for before, run in pairwise(runs):
         if run.offset != before.end:
             raise ProtocolError(f"a run from {run.offset} does not follow one up to {before.end}")
-    joined = {name: _joined(name, [getattr(run, name) for run in runs]) for name in _PER_TOKEN}
+    joined = {name: _joined(name, [getattr(run, name) for run in runs]) for name in _COLUMNS}
     parts = [run.top_n for run in runs]
     top_n = None
     if any(part is not None for part in parts):
-        names = ("counts", "token_ids", "log_probs")
         top_n = TopNRun(
-            **{name: _joined(name, [getattr(part, name, None) for part in parts]) for name in names}
+            **{
+                name: _joined(name, [getattr(part, name, None) for part in parts])
+                for name in _TOP_N_COLUMNS
+            }
         )
-    return dataclasses.replace(first, top_n=top_n, **joined)
+    return replace(runs[0], top_n=top_n, **joined)
 
 
 def _joined(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import heapq
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -38,8 +38,9 @@ class RoutingPolicy(Protocol):
     def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
         """The rank dropped these blocks."""
 
-    def choose(self, hashes: Sequence[int]) -> int:
-        """The joined rank for a prompt with these blocks. There must be one."""
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
+        """One of `ranks`, the joined ones that have room, for samples of a prompt with these
+        blocks. `num_tokens`: as in `assigned`, of all samples."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         """The joined rank got a request with these blocks. `num_tokens`: prompt and new tokens that
@@ -69,11 +70,11 @@ class RoundRobinPolicy:
     def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
         """Nothing is known of blocks."""
 
-    def choose(self, hashes: Sequence[int]) -> int:
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         """The next rank above the previous one, then from the lowest again."""
-        assert self._ranks, "there is no rank to choose"
-        index = bisect.bisect_right(self._ranks, self._previous) % len(self._ranks)
-        self._previous = self._ranks[index]
+        start = bisect.bisect_right(self._ranks, self._previous)
+        in_turn = (*self._ranks[start:], *self._ranks[:start])
+        self._previous = next(rank for rank in in_turn if rank in ranks)
         return self._previous
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
@@ -84,7 +85,8 @@ class RoundRobinPolicy:
 
 
 class LongestPrefixPolicy(RoundRobinPolicy):
-    """The rank that was assigned the longest prefix of the prompt; of several, the latest.
+    """The rank that was assigned the longest prefix of the prompt; of several, the latest. In turn
+    if it has no room.
 
     At most `max_rows` pairs of block and rank are remembered. Load is not looked at: requests that
     share only their first block still go to one rank.
@@ -111,9 +113,11 @@ class LongestPrefixPolicy(RoundRobinPolicy):
     def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
         self._ownership.drop_blocks(rank, hashes)
 
-    def choose(self, hashes: Sequence[int]) -> int:
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         owner = self._ownership.longest_match_owner(hashes)
-        return super().choose(hashes) if owner is None else owner
+        if owner is not None and owner in ranks:
+            return owner
+        return super().choose(hashes, ranks, num_tokens)
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         self._ownership.assign(rank, hashes)
@@ -122,63 +126,68 @@ class LongestPrefixPolicy(RoundRobinPolicy):
 class FirstPrefixBlockPolicy(LongestPrefixPolicy):
     """The rank that was assigned the prompt's first block last. Remembers first blocks only."""
 
-    def choose(self, hashes: Sequence[int]) -> int:
-        return super().choose(hashes[:1])
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
+        return super().choose(hashes[:1], ranks, num_tokens)
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         super().assigned(rank, hashes[:1], num_tokens)
 
 
-class LoadBalancedPolicy(RoundRobinPolicy):
-    """The rank with the fewest outstanding tokens, or requests; of several, the one assigned last,
-    then the lowest.
+class LoadBalancedPolicy(LongestPrefixPolicy):
+    """The rank that was assigned the longest prefix of the prompt, while its load is bounded; else
+    the one with the least load: of several, the one assigned last, then the lowest.
+
+    A load is the outstanding tokens, or requests. That of the prefix's rank may be `max_imbalance`
+    times the least one, and what is to be assigned, too: so prompts that share a template spread,
+    and those that share more go where it is computed already.
     """
 
-    def __init__(self, load_unit: str = "tokens") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        load_unit: str = "tokens",
+        max_imbalance: float = 1.2,
+        max_rows: int = DEFAULT_MAX_ROWS,
+    ) -> None:
+        super().__init__(max_rows)
         if load_unit not in ("tokens", "requests"):
             raise ConfigError(f"load_unit={load_unit!r} must be 'tokens' or 'requests'")
-        self._counts_tokens = load_unit == "tokens"
+        if not max_imbalance >= 1:
+            raise ConfigError(f"max_imbalance={max_imbalance} must be at least 1")
+        self._counts_tokens, self._max_imbalance = load_unit == "tokens", max_imbalance
         self._num_assignments = 0
         # (outstanding, -number of the last assignment, rank): the smallest is chosen
-        self._order_of_rank: dict[int, tuple[int, int, int]] = {}
-        self._heap: list[tuple[int, int, int]] = []  # all of these, and outdated ones
+        self._load_of_rank: dict[int, tuple[int, int, int]] = {}
 
     def rank_joined(self, rank: int) -> None:
         super().rank_joined(rank)
-        self._place(rank, 0, 0)
+        self._load_of_rank[rank] = (0, 0, rank)
 
     def rank_left(self, rank: int) -> None:
         super().rank_left(rank)
-        del self._order_of_rank[rank]
+        del self._load_of_rank[rank]
 
-    def choose(self, hashes: Sequence[int]) -> int:
-        assert self._order_of_rank, "there is no rank to choose"
-        while self._order_of_rank.get(self._heap[0][2]) != self._heap[0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
+        least, _, least_rank = min(map(self._load_of_rank.__getitem__, ranks))
+        owner = self._ownership.longest_match_owner(hashes)
+        if owner is not None and owner in ranks:
+            bound = self._max_imbalance * least + self._load(num_tokens)
+            if self._load_of_rank[owner][0] <= bound:
+                return owner
+        return least_rank
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
+        super().assigned(rank, hashes, num_tokens)
         self._num_assignments += 1
-        outstanding = self._order_of_rank[rank][0] + self._load(num_tokens)
-        self._place(rank, outstanding, -self._num_assignments)
+        outstanding = self._load_of_rank[rank][0] + self._load(num_tokens)
+        self._load_of_rank[rank] = (outstanding, -self._num_assignments, rank)
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        outstanding, negative_last, _ = self._order_of_rank[rank]
+        outstanding, negative_last, _ = self._load_of_rank[rank]
         assert outstanding >= self._load(num_tokens), f"rank {rank} finished more than it was given"
-        self._place(rank, outstanding - self._load(num_tokens), negative_last)
+        self._load_of_rank[rank] = (outstanding - self._load(num_tokens), negative_last, rank)
 
     def _load(self, num_tokens: int) -> int:
         return num_tokens if self._counts_tokens else 1
-
-    def _place(self, rank: int, outstanding: int, negative_last: int) -> None:
-        order = (outstanding, negative_last, rank)
-        self._order_of_rank[rank] = order
-        heapq.heappush(self._heap, order)
-        # Twice the ranks and more: outdated entries pay for the rebuilding that drops them.
-        if len(self._heap) > 64 + 2 * len(self._order_of_rank):
-            self._heap = list(self._order_of_rank.values())
-            heapq.heapify(self._heap)
 
 
 PolicyFactory = Callable[..., RoutingPolicy]

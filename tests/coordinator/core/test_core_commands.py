@@ -203,7 +203,7 @@ def test_a_command_past_its_deadline_names_the_ranks_that_are_silent() -> None:
     assert "not begun in time" in error_of(client.answer(queued))
 
 
-@pytest.mark.parametrize("name", ["SET_GENERATION_EPOCH", "STATS", "UPDATE_WEIGHTS", "SHUTDOWN"])
+@pytest.mark.parametrize("name", ["SET_GENERATION_EPOCH", "UPDATE_WEIGHTS", "SHUTDOWN"])
 def test_a_command_whose_deadline_passes_with_that_of_the_one_before_is_not_begun(
     name: str,
 ) -> None:
@@ -378,3 +378,15 @@ def test_update_with_any_command_between_keeps_order() -> None:
     assert isinstance(client.answer(update), Ack)
     assert isinstance(client.answer(unpause), Ack)
     assert [engine.version for engine in engines] == [1, 1]
+
+
+def test_stats_are_answered_while_an_update_waits_for_votes() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    engines[0].ignores = {"Prepare"}
+    update, stats = client.update(source_of(1)), client.command(H.STATS)
+    fleet.send(client, update, stats)
+    fleet.run()
+    answer = client.answer(stats)
+    assert isinstance(answer, Ack)
+    assert set(answer.result["ranks"]) == {"0", "1"}
+    assert client.answer(update) is None

@@ -83,6 +83,12 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
         identity = b"%d" % number
         fleet.core.handle(identity, b"\xc1", fleet.now)
         fleet.core.handle(identity, EngineReply(request_id=1, record=b""), fleet.now)
-    notes = fleet.core._notes
-    assert len(notes._logged) == len(notes._answered_at) == LIMITS.max_noted_peers
+    core = fleet.core
+    assert len(core._logged) == len(core._answered_at) == LIMITS.max_noted_peers
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
+
+
+def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
+    core = FakeFleet().core
+    assert set(core._from_client) == ALLOWED[Role.CLIENT]
+    assert set(core._from_engine) == ALLOWED[Role.ENGINE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
+from msgspec import structs
 
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -13,12 +13,15 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Disconnect,
     EngineReply,
+    EngineReplyPartial,
     Heartbeat,
+    Progress,
     ReplyAck,
 )
 from rollout.errors import ProtocolError
 from tests.coordinator.fake_engine import FakeEngine, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+from tests.coordinator.protocol.test_token_runs import joined
 
 
 def assignments(engine: FakeEngine) -> list[AssignRequest]:
@@ -106,11 +109,30 @@ def test_progress_is_appended_by_offset_repeats_trimmed_and_gaps_refused() -> No
     engine.held[server_id].num_tokens = 6
     partial = engine.report(server_id, 0)
     runs = [(0, 4), (0, 4), (2, 6), (8, 10), (6, 7)]
-    fleet.send(engine, *(replace(partial, tokens=token_run(seed, *run)) for run in runs))
+    fleet.send(engine, *(structs.replace(partial, tokens=token_run(seed, *run)) for run in runs))
     fleet.run()
     assert client.asked[0].streamed == tokens_of(seed, 0, 7)
     assert fleet.core.counters.num_gaps == 1
     assert fleet.core.counters.num_duplicates == 2
+
+
+def test_progress_of_many_requests_goes_to_each_of_their_clients() -> None:
+    fleet = FakeFleet()
+    engine, clients = fleet.engine(), [fleet.client(), fleet.client()]
+    for client in clients:
+        fleet.send(client, client.submission([20], streaming=True))
+    fleet.run()
+    seeds = [client.asked[0].seed for client in clients]
+    ids = np.array([*engine.held, 10**9])  # and one that it should not have
+    for start, end in ((0, 3), (3, 5)):
+        runs = joined([token_run(seed, start, end) for seed in (*seeds, 1)])
+        runs = structs.replace(runs, request_ids=ids, attempts=np.zeros(3, np.int64))
+        fleet.send(engine, Progress(runs=runs))
+        fleet.run()
+    for client, seed in zip(clients, seeds, strict=True):
+        assert client.asked[0].streamed == tokens_of(seed, 0, 5)
+    (abort,) = [m for m in engine.seen if isinstance(m, AbortRequest)][:1]
+    assert [attempt.request_id for attempt in abort.attempts] == [10**9]
 
 
 def test_a_dead_engines_requests_go_on_elsewhere_from_the_last_reported_token() -> None:
@@ -168,14 +190,16 @@ def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() 
     assert not last.held
 
 
-def test_an_engine_that_goes_since_it_failed_counts_as_lost() -> None:
+def test_an_engine_that_fails_is_lost_to_the_requests_that_it_names_and_to_no_others() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
-    fleet.send(client, client.submission([9]))
+    fleet.send(client, client.submission([9]), client.submission([9]))
     fleet.run()
-    fleet.send(engine, Disconnect(reason="a step failed", is_fault=True))
+    suspects = (Attempt(request_id=0), Attempt(request_id=1, attempt=7), Attempt(request_id=99))
+    fleet.send(engine, Disconnect(reason="a step failed", is_fault=True, suspects=suspects))
     fleet.run()
     assert client.asked[0].replies[0].is_failed
+    assert not client.asked[1].replies, "an attempt that counts no more was blamed"
 
 
 def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost() -> None:
@@ -241,36 +265,14 @@ def test_what_a_returning_engine_still_says_of_old_attempts_is_dropped() -> None
     assert len(client.asked[0].replies) == 1
 
 
-def test_a_reply_of_another_life_of_the_coordinator_answers_nobody() -> None:
-    former = FakeFleet()
-    client, engine = former.client(), former.engine()
-    former.send(client, client.submission([4]))
-    former.run()
-    late = engine.step(4)
-    fleet = FakeFleet(coordinator_id=b"l" * 16)
-    client = fleet.client()
-    fleet.send(client, client.submission([6]))
-    fleet.run()
-    fleet.attach(engine, engine.registration())
-    fleet.run()
-    assert len(engine.held) == 1
-    fleet.send(engine, *late)
-    fleet.run()
-    assert not client.asked[0].replies
-    assert fleet.core.counters.num_stale == 1
-    fleet.finish()
-    assert len(client.asked[0].replies) == 1
-
-
-@pytest.mark.parametrize("coordinator_id", [bytes(16), b"\xff" * 16])
-def test_requests_are_recorded_from_0_in_every_life(coordinator_id: bytes) -> None:
+def test_requests_are_recorded_from_0() -> None:
     recorded: list[tuple[int, int, int]] = []
 
     class Recorder:
         def record(self, *record: int) -> None:
             recorded.append(record)
 
-    fleet = FakeFleet(coordinator_id=coordinator_id, recorder=Recorder())
+    fleet = FakeFleet(recorder=Recorder())
     client, _ = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4, 4]), client.submission([4]))
     fleet.run()
@@ -285,8 +287,8 @@ def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
     (server_id,) = engine.held
     engine.held[server_id].num_tokens = 2
     partial = engine.report(server_id, 0)
-    stale = replace(partial, attempt=7)
-    fleet.send(engine, stale, replace(partial, request_id=99))
+    stale = structs.replace(partial, attempt=7)
+    fleet.send(engine, stale, structs.replace(partial, request_id=99))
     fleet.run()
     aborts = [m for m in engine.seen if isinstance(m, AbortRequest)]
     assert [a.attempts[0] for a in aborts] == [
@@ -302,6 +304,7 @@ def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
 def test_an_engine_that_registers_again_keeps_the_attempts_that_count() -> None:
     fleet = FakeFleet()
     client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
     fleet.send(client, client.submission([9]), client.submission([9]))
     fleet.run()
     fleet.step_all()
@@ -462,6 +465,79 @@ def test_prompts_are_routed_by_their_blocks() -> None:
     fleet.run()
     prompts = [np.array(p, np.int32) for p in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9])]
     for prompt in prompts:
-        fleet.send(client, client.submission([3], prompt=prompt))
+        fleet.send(client, client.submission([3], prompt_tokens=prompt))
     fleet.run()
     assert [len(first.held), len(second.held)] == [2, 1]
+
+
+def test_a_slow_client_is_sent_again_what_it_missed_and_nothing_else() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    client.acknowledges = False
+    fleet.send(client, *(client.submission([2]) for _ in range(4)))
+    fleet.run()
+    fleet.finish()
+    second = client.asked[1].replies[0]
+    fleet.core.undelivered(client.identity, second, None, fleet.now)
+    for num_replies in (2, 2):
+        fleet.send(client, Heartbeat(sequence=1))
+        fleet.run()
+        assert [len(a.replies) for a in client.asked.values()] == [1, num_replies, 1, 1]
+
+
+def test_a_client_is_sent_again_the_streamed_tokens_that_it_missed() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.send(client, client.submission([9], streaming=True))
+    fleet.run()
+    for _ in range(2):
+        fleet.send(engine, *engine.step())
+        fleet.run(engine)
+    missed = [m for m in fleet.to_peer[client.identity] if isinstance(m, EngineReplyPartial)]
+    assert [m.tokens.offset for m in missed] == [0, 2]
+    fleet.to_peer[client.identity].clear()
+    for message in reversed(missed):
+        fleet.core.undelivered(client.identity, message, None, fleet.now)
+    fleet.send(client, Heartbeat(sequence=1))
+    fleet.run()
+    partials = [m for m in client.seen if isinstance(m, EngineReplyPartial)]
+    assert [(m.tokens.offset, len(m.tokens)) for m in partials] == [(0, 4)]
+
+
+def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_token_log_bytes=100))
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    fleet.send(client, client.submission([40]), client.submission([40], streaming=True))
+    fleet.run()
+    for _ in range(6):
+        fleet.step_all(2)
+    assert client.asked[1].streamed == tokens_of(client.asked[1].seed, 0, 12)
+    logged = [len(request.log) for request in fleet.core._table.requests.values()]
+    assert logged[0] < 12 == logged[1]
+    fleet.cut(first)
+    fleet.pass_time(1)
+    fleet.run()
+    assert second.held[0].num_tokens == logged[0]
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
+    assert fleet.core._table.num_log_bytes == 0
+
+
+def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.send(client, client.submission([9] * 5), client.submission([2] * 3))
+    fleet.run()
+    fleet.send(engine, *engine.step())
+    fleet.send(client, Disconnect())
+    for peer in (engine, client):
+        while fleet.to_core[peer.identity]:
+            fleet.handle(peer.identity, fleet.to_core[peer.identity].popleft())
+    num_seen = len(engine.seen)
+    fleet.run()
+    acks = [m for m in engine.seen[num_seen:] if isinstance(m, ReplyAck)]
+    aborts = [m for m in engine.seen[num_seen:] if isinstance(m, AbortRequest)]
+    assert [len(m.attempts) for m in acks[:1] + aborts] == [3, 5]
+    assert not engine.held

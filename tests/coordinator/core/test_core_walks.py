@@ -10,7 +10,9 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
+from rollout.coordinator.core.request_table import Phase
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -88,7 +90,7 @@ class FleetWalk(RuleBasedStateMachine):
         client = self.one_of(self.clients, number)
         tokens = np.array(prompt, np.int32)
         message = client.submission(
-            counts, streaming=streaming, prompt=tokens, deadline_s=deadline_s
+            counts, streaming=streaming, prompt_tokens=tokens, deadline_s=deadline_s
         )
         self.fleet.send(client, message)
 
@@ -114,7 +116,7 @@ class FleetWalk(RuleBasedStateMachine):
         for message in client.submitted:
             samples = tuple(s for s in message.samples if not client.asked[s.request_id].replies)
             if samples:
-                self.fleet.send(client, replace(message, samples=samples))
+                self.fleet.send(client, structs.replace(message, samples=samples))
         for _, command in [o for o in self.ordered if o[0] is client]:
             if client.answer(command) is None:
                 self.fleet.send(client, command)
@@ -269,12 +271,22 @@ class FleetWalk(RuleBasedStateMachine):
         core = self.fleet.core
         num_asked = sum(len(client.asked) for client in [*self.clients, *self.gone])
         assert core.num_requests_held <= num_asked
-        assert len(core._books.timers) <= 2 * num_asked + 64
-        groups = core._books.requests
-        assert set(groups.waiting_groups) <= set(groups.groups)
-        for engine in core._books.sessions.engines.values():
-            for server_id in engine.server_ids:
-                assert groups.requests[server_id].engine is engine
+        assert len(core._context.timers) <= 2 * num_asked + 64
+        table, dispatcher = core._table, core._dispatcher
+        assert set(dispatcher._waiting_groups()) <= set(table.groups)
+        for group in table.groups.values():
+            assert group.num_waiting == len(table.waiting(group))
+        for engine in core._registry.engines.values():
+            assert all(request.engine is engine for request in table.assigned(engine))
+        for client in core._clients.sessions.values():
+            held = [table.requests[server_id] for server_id in client.server_ids.values()]
+            assert client.num_unfinished == sum(r.phase is not Phase.FINISHED for r in held)
+        assert table.num_log_bytes == sum(r.log.num_bytes for r in table.requests.values())
+
+    @invariant()
+    def what_waits_has_no_engine_with_room(self) -> None:
+        dispatcher = self.fleet.core._dispatcher
+        assert not (dispatcher._with_room and len(dispatcher._queue))
 
     def teardown(self) -> None:
         fleet = self.fleet
@@ -301,13 +313,13 @@ class FleetWalk(RuleBasedStateMachine):
             fleet.cut(client)
         fleet.pass_time(LIMITS.client_lease_s + 1)
         assert fleet.core.num_requests_held == 0
-        assert not fleet.core._books.requests.groups
+        assert not fleet.core._table.groups
 
     def settle(self) -> None:
         for _ in range(6):
             self.all_messages_move()
             for client in self.clients:
-                is_known = client.client_id in self.fleet.core._books.sessions.clients
+                is_known = client.client_id in self.fleet.core._clients.sessions
                 if not is_known:
                     self.client_redials(self.clients.index(client))
         self.all_messages_move()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import Ack, Commit, Nack, Prepare, RegisterAck, Rollback

@@ -8,7 +8,8 @@ import pytest
 
 from rollout import EngineState
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.protocol.messages import RegisterAck, WeightsSource
+from rollout.coordinator.protocol.messages import Credit, Heartbeat, RegisterAck, WeightsSource
+from tests.coordinator.engine_side.test_engine_agent import staged
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import tiny_engine, tiny_model
 
@@ -36,7 +37,10 @@ def test_newer_weights_are_taken_by_an_engine_that_had_released_its_own(
     )
     engine.pause()
     engine.suspend(release=("kv_cache", "weights"), discard_weights=discard)
-    assert not list(agent.handle(acknowledged(state)))
+    assert not agent.handle(acknowledged(state))
+    beat, credit = staged(agent)
+    assert isinstance(beat, Heartbeat)
+    assert credit == Credit(num_granted=8)
     assert (engine.state, engine.weights_version) == (EngineState[state], 1)
     if engine.state is EngineState.SUSPENDED:
         engine.resume()

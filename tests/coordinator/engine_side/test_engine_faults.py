@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,13 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.engine_side import serve as serving
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.link import LinkClosedError
-from rollout.coordinator.protocol.framing import pack
+from rollout.coordinator.link import LinkClosedError
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
@@ -28,8 +28,11 @@ from rollout.coordinator.protocol.messages import (
     WeightsSource,
     encode,
     error_from,
+)
+from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
+from rollout.coordinator.protocol.wire import pack
 from rollout.errors import ProtocolError, RemoteError
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
@@ -41,8 +44,10 @@ MODEL: Any = tiny_model("qwen3", seed=20)
 class FaultyEngine:
     """A real engine, but that some of its functions raise the first `num_faults` times."""
 
-    def __init__(self, num_faults: int = 1000, **faults: Exception) -> None:
-        self._engine = tiny_engine(MODEL, num_blocks=64)
+    def __init__(
+        self, num_faults: int = 1000, *, max_requests: int = 4, **faults: Exception
+    ) -> None:
+        self._engine = tiny_engine(MODEL, num_blocks=64, max_requests=max_requests)
         self._faults = {name: [fault] * num_faults for name, fault in faults.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -56,15 +61,22 @@ class FaultyEngine:
 
 
 class ScriptedLink:
-    """Hands out one message at each `receive`, and is closed behind the last one."""
+    """Hands out one message at each `receive`, and is closed behind the last one. Nothing happens
+    while the agent stages weights. Its time is that of the waits.
+    """
 
     def __init__(self, *messages: Message, max_frame_bytes: int = 2**20) -> None:
         self._messages, self._max_frame_bytes = list(messages), max_frame_bytes
+        self.agent: EngineAgent | None = None
         self.sent: list[Message] = []
         self.timeouts: list[float] = []
         self.num_waits_left = 300
+        self.goodbye: dict[str, Any] = {}
 
     def receive(self, timeout_s: float) -> list[Message]:
+        if self.agent is not None and self.agent.is_staging:
+            time.sleep(0.001)
+            return []
         self.timeouts.append(timeout_s)
         if self._messages:
             return [self._messages.pop(0)]
@@ -80,18 +92,28 @@ class ScriptedLink:
     def may_step(self) -> bool:
         return True
 
+    def close(self, reason: str, **more: Any) -> None:
+        self.goodbye = {"reason": reason, **more}
+
+    def now(self) -> float:
+        return sum(self.timeouts)
+
     def of(self, message_type: type) -> list[Any]:
         return [m for m in self.sent if isinstance(m, message_type)]
 
 
-def agent_of(engine: Any) -> EngineAgent:
-    return EngineAgent(
+def agent_of(engine: Any, link: ScriptedLink | None = None) -> EngineAgent:
+    agent = EngineAgent(
         engine,
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=4,
         fetch=lambda _: dict(MODEL.named_parameters()),
+        clock=time.monotonic if link is None else link.now,
     )
+    if link is not None:
+        link.agent = agent
+    return agent
 
 
 def serve(agent: EngineAgent, link: ScriptedLink) -> None:
@@ -163,6 +185,38 @@ def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None
     assert not link.of(EngineReply)
 
 
+def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
+    engine = failing_at(FaultyEngine(max_requests=2), length=7)
+    broken = engine._engine._pipeline
+    broken._can_step_without_requests = lambda _: False  # type: ignore[method-assign]
+    assigned = [assignment(index) for index in range(4)]
+    # All are there before the first step: two of them have rows.
+    agent = agent_of(engine)
+    for message in (register_ack(), *assigned):
+        agent.handle(message)
+    link = ScriptedLink()
+    with pytest.raises(ArithmeticError, match="cannot be done"):
+        serving.serve(agent, link)  # type: ignore[arg-type]
+    assert link.goodbye["is_fault"]
+    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+
+
+def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones() -> None:
+    agent = agent_of(engine := FaultyEngine(max_requests=2))
+    for message in (register_ack(), *(assignment(index) for index in range(4))):
+        agent.handle(message)
+    agent.step()
+
+    def fail(*_: Any) -> None:
+        raise LookupError("no such block")
+
+    engine._engine._scheduler.schedule = fail  # type: ignore[assignment, method-assign]
+    link = ScriptedLink()
+    with pytest.raises(LookupError, match="no such block"):
+        serving.serve(agent, link)  # type: ignore[arg-type]
+    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+
+
 def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
     agent = agent_of(FaultyEngine())
     link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)
@@ -172,7 +226,7 @@ def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
     assert replies[0].is_failed
     with pytest.raises(ProtocolError, match="bytes, at most 4000"):
         raise replies[0].error.to_error()
-    assert agent.handle(assignment(0)) == [replies[0]]
+    assert agent.handle(assignment(0))[0] == replies[0]
 
 
 def test_progress_that_no_frame_can_carry_ends_its_request_alone() -> None:
@@ -195,7 +249,7 @@ def test_any_fault_while_staging_is_the_vote_no() -> None:
         for i in (1, 2)
     ]
     link = ScriptedLink(register_ack(), *prepares, assignment(0))
-    serve(agent_of(engine), link)
+    serve(agent_of(engine, link), link)
     (vote,) = link.of(Nack)
     error = error_from(vote)
     assert isinstance(error, RemoteError)
@@ -209,10 +263,9 @@ def test_any_fault_while_staging_is_the_vote_no() -> None:
 
 def test_an_entry_that_fails_is_tried_again_and_nothing_runs_before() -> None:
     engine = FaultyEngine(3, pause=RuntimeError("out of memory"))
-    agent = agent_of(engine)
     entry = register_ack(weights_version=4, weights=SOURCE, keep=(Attempt(request_id=0),))
     link = ScriptedLink(assignment(0), entry)
-    serve(agent, link)
+    serve(agent_of(engine, link), link)
     (beat,) = link.of(Heartbeat)
     assert beat.status.weights_version == 4
     (reply,) = link.of(EngineReply)
@@ -224,14 +277,14 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
     engine = FaultyEngine(pause=RuntimeError("the device is gone"))
     link = ScriptedLink(register_ack(state="PAUSED"))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        serving.serve(agent_of(engine), link)  # type: ignore[arg-type]
+        serving.serve(agent_of(engine, link), link)  # type: ignore[arg-type]
     assert link.sent == []
 
 
 def test_a_command_after_a_failed_one_is_done() -> None:
     engine = FaultyEngine(1, suspend=RuntimeError("the arena is broken"))
     commands = [
-        Command(header=header, command_id=i)
+        COMMAND_TYPES[header](command_id=i)
         for i, header in enumerate([Headers.PAUSE, Headers.SUSPEND, Headers.SUSPEND])
     ]
     link = ScriptedLink(register_ack(), *commands)

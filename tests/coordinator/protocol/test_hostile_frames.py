@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import ProtocolError, SamplingParams
-from rollout.coordinator.protocol import framing
-from rollout.coordinator.protocol.framing import unpack
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     MESSAGE_TYPES,
     EngineReply,
     Headers,
     decode,
     encode,
+)
+from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_params,
     unpack_record,
@@ -61,23 +62,23 @@ def traced(frame: bytes) -> tuple[type, int, float]:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (b"", "not a msgpack value"),
-        (b"\xc1", "not a msgpack value"),
-        (b"\xc0", "starts with a header, got NoneType"),
-        (b"\x80", "starts with a header, got dict"),
-        (b"\x90", "starts with a header, got an empty one"),
-        (b"\x91\xa1a", "the header is no integer but str"),
-        (b"\x91\xc3", "the header is no integer but bool"),
-        (b"\x91\xcb\x40\x34\0\0\0\0\0\0", "the header is no integer but float"),
-        (b"\x91\x05", "unknown header 5"),
-        (b"\x91\xff", "unknown header -1"),
-        (b"\x91\xcf" + b"\xff" * 8, f"unknown header {2**64 - 1}"),
-        (b"\x91\x48", "Heartbeat has 2 fields, got 0"),
-        (b"\x93\x48\xff\xc0", "Heartbeat.sequence: int -1 is not in"),
-        (b"\x93\x48\x01\xc0\xc0", "not a msgpack value"),
-        (b"\x92\x3c\xa1\xff", "not a msgpack value"),  # no UTF-8
-        (b"\x93\x3c\xd6\xff\0\0\0\0\xc2", "Disconnect.reason: expected str, got Timestamp"),
-        (b"\x93\x3c\xc7\x00\x01\xc2", "Disconnect.reason: expected str, got ExtType"),
+        (b"", "starts with a header"),
+        (b"\xc1\x01", "starts with a header"),
+        (b"\xc0\x01", "starts with a header"),
+        (b"\x81\x01\x01", "starts with a header"),
+        (b"\x90\x01", "starts with a header"),
+        (b"\xdc\x00\x01\x48", "starts with a header"),
+        (b"\x91\xa1a", "unknown header 0xa1"),
+        (b"\x91\xc3", "unknown header 0xc3"),
+        (b"\x91\x05", "unknown header 0x05"),
+        (b"\x91\xff", "unknown header 0xff"),
+        (b"\x91\x48", "Heartbeat: Expected `array` of at least length 2, got 1"),
+        (b"\x93\x48\xff\xc0", "Heartbeat.sequence: Expected `int` >= 0"),
+        (b"\x93\x48\x01\xc0\xc0", "Heartbeat: MessagePack data is malformed: trailing"),
+        (b"\x93\x48\x01", "Heartbeat: Input data was truncated"),
+        (b"\x92\x3c\xa1\xff", "Disconnect: 'utf-8' codec"),
+        (b"\x93\x3c\xd6\xff\0\0\0\0\xc2", "Disconnect.reason: Expected `str`, got `ext`"),
+        (b"\x93\x3c\xc7\x00\x01\xc2", "Disconnect.reason: Expected `str`, got `ext`"),
     ],
 )
 def test_what_is_wrong_is_named(frame, reason):
@@ -232,55 +233,8 @@ def test_an_honest_large_reply_costs_its_bytes_once():
 
 def test_a_fault_in_a_large_frame_is_shown_in_few_words():
     frame = msgpack.packb([int(Headers.DISCONNECT), b"x" * MiB, False])
-    with pytest.raises(ProtocolError, match=r"^Disconnect.reason: expected str, got bytes$"):
+    with pytest.raises(ProtocolError, match=r"^Disconnect.reason: Expected `str`, got `bytes`"):
         decode(frame)
-
-
-# ---- the walk that looks before msgpack builds
-
-
-@settings(max_examples=1000 if LONG else 200, deadline=None)
-@given(plain, st.binary(max_size=40))
-def test_the_walk_agrees_with_msgpack_on_what_is_complete(value, noise):
-    packed = msgpack.packb(value)
-    framing._walk(packed, 1000)
-    for candidate in (packed[:-1], packed + b"\0", noise, packed[:5] + noise):
-        try:
-            msgpack.unpackb(candidate, raw=True, strict_map_key=False)
-        except (ValueError, TypeError):  # TypeError: a map's key that is itself a map
-            continue
-        framing._walk(candidate, 1000)
-
-
-@pytest.mark.parametrize("first", [first for first in range(256) if first != 0xC1])  # unused
-def test_the_walk_knows_every_first_byte(first):
-    """A value that msgpack reads from `first` and n zeros ends where the walk ends."""
-    tail = bytes(80)
-    for end in range(1, 80):
-        packed = bytes([first]) + tail[: end - 1]
-        if complete(packed):
-            framing._walk(packed, 1000)
-            return
-        with pytest.raises(ProtocolError, match="cut short"):
-            framing._walk(packed, 1000)
-    pytest.fail(f"{first:#x} never ends")
-
-
-def complete(packed: bytes) -> bool:
-    unpacker = msgpack.Unpacker(raw=True, strict_map_key=False)
-    unpacker.feed(packed)
-    try:
-        unpacker.skip()
-    except msgpack.OutOfData:
-        return False
-    return unpacker.tell() == len(packed)
-
-
-def test_as_many_items_as_allowed_are_read():
-    values = [0] * (framing.DEFAULT_MAX_ITEMS - 1)
-    assert unpack(msgpack.packb(values)) == values
-    with pytest.raises(ProtocolError, match="items or more"):
-        unpack(msgpack.packb([*values, 0]))
 
 
 def test_a_reply_ack_may_name_very_many():
@@ -289,4 +243,5 @@ def test_a_reply_ack_may_name_very_many():
 
 
 def test_every_type_of_message_is_mutated():
-    assert {MESSAGE_TYPES[Headers(frame[1])] for frame in FRAMES} == set(TYPES)
+    mutated_types = {MESSAGE_TYPES[Headers(frame[1])] for frame in FRAMES}
+    assert mutated_types >= set(TYPES) - set(COMMAND_TYPES.values())

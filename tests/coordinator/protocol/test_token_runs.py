@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollout import ProtocolError
-from rollout.coordinator.protocol.messages import TokenRun, TopNRun, join_runs
+from rollout.coordinator.protocol.messages import (
+    Progress,
+    TokenRun,
+    TokenRuns,
+    TopNRun,
+    decode,
+    encode,
+    join_runs,
+)
 from tests.coordinator.message_strategies import assert_same, run_of, token_runs, top_n_runs
 
 EXAMPLES = 100
@@ -31,6 +40,66 @@ def test_top_n_rows_keep_order_and_absence():
     assert run.counts.tolist() == [2, -1, 0]
     assert run.rows() == rows
     assert list(run.rows()[0]) == [5, 3]
+
+
+# ---- runs of many requests
+
+
+def joined(runs: list[TokenRun]) -> TokenRuns:
+    """Runs as columns, of request 7, 8, ... at attempt 0, 1, ..."""
+    log_probs = [run.log_probs for run in runs if run.log_probs is not None]
+    top_n = [row for run in runs if run.top_n is not None for row in run.top_n.rows()]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0, getattr(run_of(0), name).dtype)] + [getattr(r, name) for r in runs]
+        )
+        for name in (
+            *("token_ids", "policy_versions"),
+            *("context_kv_version_min", "context_kv_version_mean"),
+        )
+    }
+    return TokenRuns(
+        request_ids=np.arange(7, 7 + len(runs)),
+        attempts=np.arange(len(runs)),
+        offsets=np.array([run.offset for run in runs], np.int64),
+        counts=np.array([len(run) for run in runs], np.int32),
+        entry_versions=np.array([run.entry_version for run in runs], np.int32),
+        has_log_probs=np.array([run.log_probs is not None for run in runs], np.uint8),
+        log_probs=np.concatenate([np.zeros(0, np.float32), *log_probs]),
+        has_top_n=np.array([run.top_n is not None for run in runs], np.uint8),
+        top_n=TopNRun.from_rows(top_n),
+        **columns,
+    )
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(token_runs(), max_size=4))
+def test_the_runs_of_many_requests_come_apart_as_they_were(runs):
+    received = decode(encode(Progress(runs=joined(runs))))
+    partials = list(received.partials())
+    assert [(p.request_id, p.attempt) for p in partials] == [(7 + i, i) for i in range(len(runs))]
+    for partial, run in zip(partials, runs, strict=True):
+        assert_same(partial.tokens, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attempts", np.zeros(1, np.int64)),
+        ("counts", np.array([2, 2], np.int32)),
+        ("counts", np.array([2**31 - 1, 2**31 - 1], np.int32)),
+        ("token_ids", np.zeros(4, np.int32)),
+        ("log_probs", np.zeros(2, np.float32)),
+        ("has_log_probs", np.zeros(2, np.uint8)),
+        ("top_n", TopNRun.from_rows([{1: -1.0}])),
+    ],
+)
+def test_columns_that_do_not_fit_the_counts_are_refused(name, value):
+    runs = joined(
+        [run_of(2, log_probs=np.zeros(2, np.float32)), run_of(1, log_probs=np.zeros(1, np.float32))]
+    )
+    with pytest.raises(ProtocolError, match="TokenRuns: columns of other lengths"):
+        structs.replace(runs, **{name: value})
 
 
 # ---- runs are cut and joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import pytest
@@ -42,14 +43,14 @@ class LastRankPolicy(RoundRobinPolicy):
         super().__init__()
         self.offset = offset
 
-    def choose(self, hashes: Sequence[int]) -> int:
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         return self._ranks[-1 - self.offset]
 
 
 @pytest.mark.usefixtures("own_registry")
 def test_a_registered_policy_is_made_by_its_name_with_its_options() -> None:
     assert register_policy("last_rank")(LastRankPolicy) is LastRankPolicy
-    assert ready(make_policy("last_rank", offset=1)).choose([]) == 1
+    assert ready(make_policy("last_rank", offset=1)).choose([], {0, 1, 2}, 1) == 1
     register_policy("last_rank")(LastRankPolicy)  # a module imported again
     with pytest.raises(ConfigError, match=r"'last_rank' is .*LastRankPolicy already"):
         register_policy("last_rank")(RoundRobinPolicy)
@@ -59,7 +60,7 @@ def test_a_registered_policy_is_made_by_its_name_with_its_options() -> None:
 def test_a_path_a_member_or_a_class_makes_a_policy_too() -> None:
     path = "rollout.coordinator.routing.policies:LoadBalancedPolicy"
     assert isinstance(make_policy(path, load_unit="requests"), LoadBalancedPolicy)
-    assert ready(make_policy(LastRankPolicy)).choose([]) == 2
+    assert ready(make_policy(LastRankPolicy)).choose([], {0, 1, 2}, 1) == 2
     for member in PrefixCachingCoordinatorPolicy:
         assert type(make_policy(member)) is type(make_policy(member.value))
 

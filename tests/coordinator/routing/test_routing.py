@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,27 +67,34 @@ class NaivePolicy:
     def finished(self, rank: int, num_tokens: int) -> None:
         self.outstanding[rank].remove(num_tokens)
 
-    def choose(self, hashes: Sequence[int]) -> int:
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
+        owner = self._owner(hashes)
         if self.name == "load_balanced":
-            return min(
-                self.ranks, key=lambda r: (sum(self.outstanding[r]), -self.last_assigned[r], r)
-            )
-        wanted = {"round_robin": 0, "first_prefix_block": 1, "longest_prefix": len(hashes)}
-        for block_hash in reversed(hashes[: wanted[self.name]]):
+            loads = {r: (sum(self.outstanding[r]), -self.last_assigned[r], r) for r in ranks}
+            least = min(loads.values())
+            bound = 1.2 * least[0] + num_tokens
+            return owner if owner in loads and loads[owner][0] <= bound else least[2]
+        if owner in ranks:
+            return owner
+        above = [rank for rank in ranks if rank > self.previous]
+        self.previous = min(above or ranks)
+        return self.previous
+
+    def _owner(self, hashes: Sequence[int]) -> int:
+        wanted = {"round_robin": 0, "first_prefix_block": 1}.get(self.name, len(hashes))
+        for block_hash in reversed(hashes[:wanted]):
             owners = [rank for rank in self.ranks if block_hash in self.owned[rank]]
             if owners:
                 return max(owners, key=lambda rank: self.owned[rank][block_hash])
-        above = [rank for rank in self.ranks if rank > self.previous]
-        self.previous = min(above or self.ranks)
-        return self.previous
+        return -1
 
 
 prompts = st.lists(st.integers(1, 3), max_size=4).map(hashes_of)
 ranks = st.integers(0, NUM_RANKS - 1)
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("request"), prompts, st.integers(1, 3)),
-        st.tuples(st.just("request"), prompts, st.integers(1, 3)),
+        st.tuples(st.just("request"), prompts, st.integers(1, 3), st.sets(ranks)),
+        st.tuples(st.just("request"), prompts, st.integers(1, 3), st.just(set())),
         st.tuples(st.just("send"), ranks, prompts),
         st.tuples(st.just("finish"), st.integers(0, 9)),
         st.tuples(st.just("join or leave"), ranks),
@@ -133,10 +141,12 @@ class Driver:
             self.joined[rank] = None
             self.tell("rank_joined", rank)
 
-    def _request(self, hashes: Sequence[int], num_tokens: int) -> int:
-        rank, *others = self.tell("choose", hashes)
+    def _request(self, hashes: Sequence[int], num_tokens: int, full: set[int]) -> int:
+        """`full`: ranks without room, unless all are."""
+        with_room = set(self.joined) - full or set(self.joined)
+        rank, *others = self.tell("choose", hashes, with_room, num_tokens)
         assert others == [rank] * len(others)
-        assert rank in self.joined
+        assert rank in with_room
         self._assign(rank, hashes, num_tokens)
         return rank
 
@@ -161,10 +171,15 @@ def test_a_policy_chooses_what_full_scans_choose(
 def test_the_same_calls_give_the_same_choices_also_with_few_rows(
     name: str, happened: list[tuple[Any, ...]]
 ) -> None:
-    options = {"max_rows": 5} if "prefix" in name else {}
+    options = {} if name == "round_robin" else {"max_rows": 5}
     driver = Driver([make_policy(name, **options), make_policy(name, **options)])
     for event in happened:
         driver.play(*event)
+
+
+def choice(policy: RoutingPolicy, hashes: Sequence[int] = (), num_tokens: int = 1) -> int:
+    """Among all ranks that joined."""
+    return policy.choose(hashes, set(policy._ranks), num_tokens)  # type: ignore[attr-defined]
 
 
 def ready(policy: RoutingPolicy, num_ranks: int = 3) -> RoutingPolicy:
@@ -175,10 +190,10 @@ def ready(policy: RoutingPolicy, num_ranks: int = 3) -> RoutingPolicy:
 
 def test_round_robin_goes_round_whoever_joins_or_leaves() -> None:
     policy = ready(RoundRobinPolicy())
-    assert [policy.choose([]) for _ in range(4)] == [0, 1, 2, 0]
+    assert [choice(policy) for _ in range(4)] == [0, 1, 2, 0]
     policy.rank_left(1)
     policy.rank_joined(3)
-    assert [policy.choose([]) for _ in range(4)] == [2, 3, 0, 2]
+    assert [choice(policy) for _ in range(4)] == [2, 3, 0, 2]
 
 
 def test_longest_prefix_goes_to_the_deepest_block_and_first_block_to_the_latest() -> None:
@@ -186,16 +201,16 @@ def test_longest_prefix_goes_to_the_deepest_block_and_first_block_to_the_latest(
     for policy in (longest, first):
         policy.assigned(1, hashes_of([1, 2, 3]), 10)
         policy.assigned(2, hashes_of([1, 2, 4]), 10)
-    assert longest.choose(hashes_of([1, 2, 3, 9])) == 1
-    assert longest.choose(hashes_of([1, 2, 9])) == 2
-    assert first.choose(hashes_of([1, 2, 3, 9])) == 2
+    assert choice(longest, hashes_of([1, 2, 3, 9])) == 1
+    assert choice(longest, hashes_of([1, 2, 9])) == 2
+    assert choice(first, hashes_of([1, 2, 3, 9])) == 2
 
 
 def test_without_a_match_prefix_policies_take_turns() -> None:
     for policy in (ready(LongestPrefixPolicy()), ready(FirstPrefixBlockPolicy())):
         policy.assigned(1, hashes_of([1, 2]), 10)
         prompts = [hashes_of([5]), [], hashes_of([1, 2]), hashes_of([2, 1]), hashes_of([6])]
-        assert [policy.choose(prompt) for prompt in prompts] == [0, 1, 1, 2, 0]
+        assert [choice(policy, prompt) for prompt in prompts] == [0, 1, 1, 2, 0]
 
 
 def test_load_balanced_counts_tokens_or_requests() -> None:
@@ -206,19 +221,19 @@ def test_load_balanced_counts_tokens_or_requests() -> None:
         policy.assigned(1, [], 100)
         policy.assigned(2, [], 50)
         policy.assigned(2, [], 50)
-    assert (by_tokens.choose([]), by_requests.choose([])) == (0, 1)
+    assert (choice(by_tokens), choice(by_requests)) == (0, 1)
 
 
 def test_of_equal_loads_the_latest_assignment_wins_then_the_lowest_rank() -> None:
     policy = ready(LoadBalancedPolicy())
-    assert policy.choose([]) == 0
+    assert choice(policy) == 0
     policy.assigned(2, [], 10)
-    assert policy.choose([]) == 0
+    assert choice(policy) == 0
     policy.finished(2, 10)
-    assert policy.choose([]) == 2
+    assert choice(policy) == 2
     policy.rank_left(2)
     policy.rank_joined(2)
-    assert policy.choose([]) == 0
+    assert choice(policy) == 0
 
 
 def test_the_least_loaded_is_found_after_many_requests_in_memory_that_does_not_grow() -> None:
@@ -230,7 +245,7 @@ def test_the_least_loaded_is_found_after_many_requests_in_memory_that_does_not_g
             policy.finished(rank, num_tokens)
             loads[rank] -= num_tokens
         else:
-            assert loads[policy.choose([])] == min(loads)
+            assert loads[choice(policy)] == min(loads)
             running.append((draw.randrange(5), draw.randrange(1000)))
             policy.assigned(running[-1][0], [], running[-1][1])
             loads[running[-1][0]] += running[-1][1]
@@ -244,4 +259,22 @@ def test_a_rank_that_leaves_takes_its_load_with_it() -> None:
     policy.assigned(1, [], 20)
     policy.rank_left(1)
     policy.rank_joined(1)
-    assert policy.choose([]) == 1
+    assert choice(policy) == 1
+
+
+def test_a_ranks_prefix_counts_while_its_load_is_bounded() -> None:
+    policy, template = ready(LoadBalancedPolicy(max_imbalance=1.5), num_ranks=2), hashes_of([1, 2])
+    policy.assigned(0, template, 100)
+    assert choice(policy, template, num_tokens=100) == 0
+    assert choice(policy, template, num_tokens=99) == 1, "100 is above 1.5 * 0 + 99"
+    policy.assigned(1, [], 60)
+    assert choice(policy, template, num_tokens=10) == 0
+    assert policy.choose(template, {1}, 100) == 1, "a rank without room was chosen"
+
+
+def test_prefix_policies_pass_over_an_owner_without_room() -> None:
+    for policy in (ready(LongestPrefixPolicy()), ready(FirstPrefixBlockPolicy())):
+        policy.assigned(1, hashes_of([1]), 10)
+        assert policy.choose(hashes_of([1]), {0, 2}, 1) == 0
+        assert policy.choose(hashes_of([1]), {0, 2}, 1) == 2
+        assert policy.choose(hashes_of([1]), {0, 1}, 1) == 1

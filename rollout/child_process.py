@@ -1,0 +1,169 @@
+"""ChildProcess: `python -m MODULE --child`, which gets its work from its parent and ends with it.
+
+Both talk over the child's stdin, a socket in both directions. The parent sends pickled arguments,
+the child answers when it is ready, or says what keeps it from that. Unlike a process of
+multiprocessing it imports the main module of its parent only if the arguments need it: that may
+take seconds, and need not guard its start by `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.spawn import get_preparation_data, prepare
+from typing import Any
+
+from rollout.errors import ConfigError, decode_error, encode_error
+
+CHILD_FLAG = "--child"
+_PATH = "PYTHONPATH"
+_PARENT_CHECK_S, _END_S = 0.2, 5.0
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """An argument for `ChildProcess.send`; tensors are copied. Raises ConfigError."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # whatever the objects of users raise
+        raise ConfigError(f"{what} cannot be sent to another process: {error}") from error
+
+
+class ChildProcess:
+    """Started when it is made. `pipe` leads to it; `send` and `receive` are its first words."""
+
+    def __init__(self, module: str) -> None:
+        """Raises RuntimeError in a child whose parent's main module has no guard."""
+        self._preparation = get_preparation_data(module)
+        self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
+        self.pipe, theirs = Pipe()
+        # The child must find what this process finds; it puts the variable back.
+        environment = os.environ | {_PATH: os.pathsep.join(sys.path)}
+        with theirs, _no_interrupt():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, CHILD_FLAG], stdin=theirs.fileno(), env=environment
+            )
+        self.pid = self._process.pid
+        self.name = f"process {self.pid} ({module})"
+
+    def send(self, *arguments: bytes) -> None:
+        """Send its arguments, each `pickled`. Waits until the child has imported its module and
+        reads them. Raises OSError if the child is gone.
+        """
+        preparation = self._preparation
+        if not any(b"__main__" in argument for argument in arguments):
+            preparation.pop("init_main_from_name", None)
+            preparation.pop("init_main_from_path", None)
+        self.pipe.send((os.getpid(), os.environ.get(_PATH), preparation, len(arguments)))
+        for argument in arguments:
+            self.pipe.send_bytes(argument)
+
+    def receive(self, timeout_s: float) -> Any:
+        """What the child says when it is ready. Raises what kept it from that, as of another
+        process; ConfigError if it ended or did not answer in time.
+        """
+        if not self.pipe.poll(timeout_s):
+            raise ConfigError(f"{self.name} did not start within {timeout_s:g} s")
+        try:
+            word = self.pipe.recv()
+        except (EOFError, OSError):
+            end = end_of(self.wait())
+            raise ConfigError(
+                f"{self.name} died while it started ({end}); its log says why"
+            ) from None
+        if isinstance(word, dict):
+            raise decode_error(word)
+        return word
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end; returns the exit code. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(timeout_s)
+
+    def terminate(self) -> None:
+        """Ask it to end; one that has ended is left alone, here and by `kill`."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def end_of(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-exit_code).name
+    return f"signal {-exit_code}"
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A process started meanwhile begins deaf to Ctrl-C, which is its parent's to answer."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in the child
+
+
+def run_child(work: Callable[..., object]) -> None:
+    """The main function of a child: call `work` with the pipe to the parent and what it sends.
+
+    What is raised is told to the parent, if it still listens, and raised.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    pipe = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    try:
+        parent_pid, path, preparation, num_arguments = pipe.recv()
+        arguments = [pipe.recv_bytes() for _ in range(num_arguments)]
+    except (EOFError, OSError):
+        sys.exit(1)  # the parent has gone
+    _end_with(parent_pid)
+    try:
+        _prepare(path, preparation)
+        work(pipe, *map(pickle.loads, arguments))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            pipe.send(encode_error(error))
+        raise
+
+
+def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
+    """Look for modules where the parent does, and import its main module if that is needed."""
+    del os.environ[_PATH]
+    if path is not None:
+        os.environ[_PATH] = path
+    process: Any = multiprocessing.current_process()
+    # A main module without a guard must not start this very process again.
+    process._inheriting = True
+    try:
+        prepare(preparation)
+    finally:
+        del process._inheriting
+
+
+def _end_with(parent_pid: int) -> None:
+    """End this process when its parent ends, also if that is killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGTERM)  # for a child that has something to clean up
+        time.sleep(_END_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -1,0 +1,73 @@
+"""PendingCommands: what one client has ordered, until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Command,
+    Message,
+    Nack,
+    UpdateWeights,
+    error_from,
+)
+from rollout.errors import RolloutError
+
+CommandFuture = asyncio.Future[dict[str, Any]]
+
+
+class PendingCommands:
+    """Futures by command id. Lives in one event loop. One that nobody looks at warns nobody."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._futures: dict[int, CommandFuture] = {}
+
+    def submit(self, command: Command | UpdateWeights, grace_s: float) -> CommandFuture:
+        """Send it. Returns the future of its result. Raises ProtocolError if it cannot be sent.
+
+        The coordinator keeps the deadline; `grace_s` seconds later the future fails by itself.
+        """
+        loop, command_id = asyncio.get_running_loop(), command.command_id
+        future: CommandFuture = loop.create_future()
+        self._send(command)
+        self._futures[command_id] = future
+        future.add_done_callback(_retrieve_exception)
+        future.add_done_callback(lambda _: self._futures.pop(command_id, None))
+        if command.deadline_s is not None:
+            limit_s = command.deadline_s + grace_s
+            name = command.header.name if isinstance(command, Command) else "UPDATE_WEIGHTS"
+            error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
+            timer = loop.call_later(limit_s, _fail, future, error)
+            future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+    def take(self, answer: Ack | Nack) -> None:
+        """Resolve the future of a command; an answer to none is of one that was given up."""
+        future = None if answer.command_id is None else self._futures.get(answer.command_id)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Ack):
+            future.set_result(dict(answer.result))
+        else:
+            future.set_exception(error_from(answer))
+
+    def fail(self, error: RolloutError) -> None:
+        """End all futures."""
+        for future in list(self._futures.values()):
+            _fail(future, type(error)(*error.args))
+
+
+def _fail(future: CommandFuture, error: RolloutError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _retrieve_exception(future: CommandFuture) -> None:
+    """So that asyncio does not report one that nobody has asked for."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,314 @@
+"""PendingRequests: what one client has submitted, until the reply to it is here."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from msgspec.structs import replace
+
+from rollout.coordinator.client.streams import RequestFuture, StreamedTokens
+from rollout.coordinator.client.submission import Submission
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    Attempt,
+    ConnectAck,
+    EngineReply,
+    EngineReplyPartial,
+    Message,
+    ReplyAck,
+    SubmitRequest,
+)
+from rollout.coordinator.protocol.packed import unpack_record
+from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
+from rollout.record_text import add_text
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.text import Tokenizer
+
+Record = DynamicInferenceRequestRecord
+
+# Replies are acknowledged together: a message for each would cost the coordinator as much as the
+# reply. Nobody waits for it; meanwhile the coordinator keeps them.
+MAX_UNACKNOWLEDGED = 64
+ACKNOWLEDGE_WITHIN_S = 0.01
+# What one SubmitRequest can hold.
+_MAX_SAMPLES = 2**16
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    future: RequestFuture
+    text: str | None  # of its prompt
+    num_bytes: int
+    tokens: StreamedTokens | None
+    due_at: float | None
+    timer: asyncio.TimerHandle | None = None
+    is_sent: bool = False
+    is_aborted: bool = False
+
+
+class PendingRequests:
+    """Futures of requests, and what must be said about them. Lives in one event loop.
+
+    Requests beyond what the coordinator takes of one client are held here, and sent as replies
+    come: higher priorities first, then in the order of their submission. One that was sent is kept
+    until its reply is here, also if its future is done before: cancelled, past its deadline, or
+    failed. Then it is to be aborted.
+    """
+
+    def __init__(
+        self, send: Callable[[Message], None], tokenizer: Tokenizer | None, grace_s: float
+    ) -> None:
+        """`grace_s`: how long after a deadline the coordinator may still answer."""
+        self._send, self._tokenizer, self._grace_s = send, tokenizer, grace_s
+        self.futures: dict[int, RequestFuture] = {}
+        self._requests: dict[int, _Request] = {}
+        self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
+        self._order = count()
+        self._num_sent = self._num_sent_bytes = 0  # of those whose replies are not here
+        self._max_sent = self._max_sent_bytes = 0
+        self._to_abort: list[int] = []
+        self._to_acknowledge: list[Attempt] = []
+
+    def welcome(self, ack: ConnectAck) -> None:
+        """The coordinator says how much it takes."""
+        self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
+
+    # ---- submitting
+
+    def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
+        """Send, or hold, all of them or none. Returns a future per sample.
+
+        What no frame can carry fails by itself. So does, `grace_s` seconds after its deadline, a
+        request that the coordinator does not answer.
+        """
+        added: list[list[RequestFuture]] = []
+        try:
+            for submission in submissions:
+                added.append([])
+                self._add(submission, added[-1])
+            self._send_held()
+        except BaseException:  # also a KeyboardInterrupt
+            for future in (future for futures in added for future in futures):
+                future.cancel()
+            raise
+        return added
+
+    def tokens_of(self, future: RequestFuture) -> StreamedTokens:
+        """Of a request that was submitted as a stream, just now."""
+        tokens = self._requests[future.request_id].tokens
+        assert tokens is not None, "submitted as a stream"
+        return tokens
+
+    def _add(self, submission: Submission, futures: list[RequestFuture]) -> None:
+        loop, message = asyncio.get_running_loop(), submission.message
+        deadline_s = message.deadline_s
+        num_bytes = _num_bytes(message) // len(message.samples)
+        for sample in message.samples:
+            future = RequestFuture(sample.request_id, loop)
+            futures.append(future)
+            tokens = StreamedTokens() if message.streaming else None
+            request = _Request(future, submission.text, num_bytes, tokens, None)
+            if deadline_s is not None:
+                request.due_at = time.monotonic() + deadline_s
+                request.timer = loop.call_later(deadline_s, self._deadline_passed, request)
+            if tokens is not None:
+                future.add_done_callback(tokens.end)
+            future.add_done_callback(self._done)
+            self.futures[sample.request_id] = future
+            self._requests[sample.request_id] = request
+        if submission.error is not None:
+            self._fail_unsent(message, submission.error)
+            return
+        max_samples = min(self._max_sent, _MAX_SAMPLES)
+        for start in range(0, len(message.samples), max_samples):
+            samples = message.samples[start : start + max_samples]
+            part = (
+                message
+                if len(samples) == len(message.samples)
+                else replace(message, samples=samples)
+            )
+            heapq.heappush(self._held, (-part.priority, next(self._order), part))
+
+    def _send_held(self) -> None:
+        """Send what there is room for."""
+        while self._held and self._has_room(self._held[0][2]):
+            self._send_now(heapq.heappop(self._held)[2])
+
+    def _has_room(self, message: SubmitRequest) -> bool:
+        """One alone always has."""
+        has_room = self._num_sent + len(message.samples) <= self._max_sent
+        fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
+        return not self._num_sent or (has_room and fits)
+
+    def _send_now(self, message: SubmitRequest) -> None:
+        """Send what is still wanted of it."""
+        wanted = [
+            (sample, self._requests[sample.request_id])
+            for sample in message.samples
+            if sample.request_id in self.futures and not self.futures[sample.request_id].done()
+        ]
+        if not wanted:
+            return
+        if self._num_sent + len(wanted) + len(self._to_acknowledge) > self._max_sent:
+            self._acknowledge()  # the coordinator counts a request until then
+        for _, request in wanted:
+            request.is_sent = True
+            self._num_sent += 1
+            self._num_sent_bytes += request.num_bytes
+        if (due_at := wanted[0][1].due_at) is not None:
+            message = replace(message, deadline_s=max(0.0, due_at - time.monotonic()))
+        if len(wanted) < len(message.samples):
+            message = replace(message, samples=tuple(sample for sample, _ in wanted))
+        try:
+            self._send(message)
+        except ProtocolError as error:
+            self._fail_unsent(message, error)
+
+    def _fail_unsent(self, message: SubmitRequest, error: RolloutError) -> None:
+        for sample in message.samples:
+            request = self._requests.get(sample.request_id)
+            if request is not None:
+                self._remove(request)
+                _set_exception(request.future, type(error)(*error.args))
+
+    # ---- giving up
+
+    def _done(self, future: asyncio.Future[Record]) -> None:
+        assert isinstance(future, RequestFuture)
+        self.futures.pop(future.request_id, None)
+        request = self._requests.get(future.request_id)
+        if request is not None:
+            self.abort(future.request_id)
+            if request.timer is not None:
+                request.timer.cancel()
+
+    def _deadline_passed(self, request: _Request) -> None:
+        """The coordinator keeps the deadline of what was sent."""
+        if not request.is_sent:
+            self._remove(request)
+            aborted = RequestAbortedError("the request's deadline has passed")
+            _set_exception(request.future, aborted)
+            return
+        name, grace_s = request.future.request_id, self._grace_s
+        error = CoordinatorLostError(
+            f"request {name} has no reply {grace_s:g} s after its deadline"
+        )
+        loop = asyncio.get_running_loop()
+        request.timer = loop.call_later(grace_s, _set_exception, request.future, error)
+
+    def abort(self, request_id: int) -> None:
+        """Ask for the end of a request, unless it has ended. One that was not sent ends at once."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_aborted:
+            return
+        if not request.is_sent:
+            self._remove(request)
+            _set_exception(request.future, RequestAbortedError("aborted by its client"))
+            return
+        request.is_aborted = True
+        if not self._to_abort:
+            # Those that are cancelled together go together.
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._to_abort.append(request_id)
+
+    def _send_aborts(self) -> None:
+        aborted, self._to_abort = self._to_abort, []
+        attempts = tuple(Attempt(request_id=i) for i in aborted if i in self._requests)
+        if attempts:
+            self._send(AbortRequest(attempts=attempts))
+
+    def fail(self, error: RolloutError, *, quietly: bool = False) -> None:
+        """End all futures. Quietly: one that nobody looks at must not be reported."""
+        self._held.clear()
+        for request in list(self._requests.values()):
+            self._remove(request)
+        for future in list(self.futures.values()):
+            _set_exception(future, type(error)(*error.args))
+            if quietly and not future.cancelled():
+                future.exception()
+
+    def _remove(self, request: _Request) -> None:
+        """Forget a request whose reply is here, or that was not sent."""
+        del self._requests[request.future.request_id]
+        if request.is_sent:
+            self._num_sent -= 1
+            self._num_sent_bytes -= request.num_bytes
+        if request.timer is not None:
+            request.timer.cancel()
+
+    # ---- what comes back
+
+    def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
+        """Hand replies to their futures and tokens to their streams, and send what there is room
+        for then. All replies, known or not, are acknowledged soon.
+        """
+        for message in messages:
+            if isinstance(message, EngineReplyPartial):
+                self._take_partial(message)
+            else:
+                self._take_reply(message)
+        if self._held:
+            self._send_held()
+
+    def _take_partial(self, message: EngineReplyPartial) -> None:
+        request = self._requests.get(message.request_id)
+        if request is not None and request.tokens is not None and not request.future.done():
+            request.tokens.add(message.tokens)
+
+    def _take_reply(self, reply: EngineReply) -> None:
+        if not self._to_acknowledge:
+            loop = asyncio.get_running_loop()
+            loop.call_later(ACKNOWLEDGE_WITHIN_S, self._acknowledge)
+        self._to_acknowledge.append(Attempt(request_id=reply.request_id, attempt=reply.attempt))
+        if len(self._to_acknowledge) >= MAX_UNACKNOWLEDGED:
+            self._acknowledge()
+        request = self._requests.get(reply.request_id)
+        if request is None:
+            return
+        self._remove(request)
+        if request.future.done():
+            return
+        try:
+            request.future.set_result(self._record_in(reply, request))
+        except RolloutError as error:
+            request.future.set_exception(error)
+
+    def _acknowledge(self) -> None:
+        arrived, self._to_acknowledge = self._to_acknowledge, []
+        if arrived:
+            self._send(ReplyAck(attempts=tuple(arrived)))
+
+    def _record_in(self, reply: EngineReply, request: _Request) -> Record:
+        """Return the record under the client's request id, with its texts.
+
+        Raises the reply's error if there is none, ProtocolError if it cannot be read.
+        """
+        if reply.record is None:
+            assert reply.error is not None, "checked by EngineReply"
+            raise reply.error.to_error()
+        record = unpack_record(reply.record)
+        if not record.requests:
+            raise ProtocolError(f"the record of request {reply.request_id} has no segment")
+        for segment in record.requests:
+            segment.request_id = reply.request_id
+        if request.text is not None:
+            record[0].prompt = request.text
+        add_text(record, self._tokenizer)
+        return record
+
+
+def _num_bytes(message: SubmitRequest) -> int:
+    """As a coordinator counts them."""
+    assert message.prompt_tokens is not None
+    return message.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in message.samples)
+
+
+def _set_exception(future: RequestFuture, error: RolloutError) -> None:
+    if not future.done():
+        future.set_exception(error)

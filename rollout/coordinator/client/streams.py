@@ -1,0 +1,104 @@
+"""Streams: the tokens of a request as they come, each once, then its record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import numpy as np
+
+from rollout.coordinator.protocol.messages import TokenRun, TopNRun, join_runs
+from rollout.requests.record import DynamicInferenceRequestRecord
+
+Record = DynamicInferenceRequestRecord
+
+
+class RequestFuture(asyncio.Future[Record]):
+    """Of the record of one request. Cancelling it aborts the request."""
+
+    def __init__(self, request_id: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.request_id = request_id
+
+
+class StreamedTokens:
+    """The tokens of one request in order. `num_tokens`: how many there were."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._runs: asyncio.Queue[TokenRun | None] = asyncio.Queue()  # None marks the end
+
+    def add(self, run: TokenRun) -> None:
+        """Keep what is new of `run`. One that comes too early is dropped: what is missing before it
+        is told again, with all that follows, or comes with the record."""
+        if run.offset <= self.num_tokens < run.end:
+            self._runs.put_nowait(run.from_offset(self.num_tokens))
+            self.num_tokens = run.end
+
+    def end(self, _: object = None) -> None:
+        self._runs.put_nowait(None)
+
+    async def next(self) -> TokenRun | None:
+        """Wait for the next ones; None at the end."""
+        return await self._runs.get()
+
+
+class RequestStream:
+    """Iterates over the tokens of one request, in pieces of `interval` tokens or more; the last
+    item is its record. Closed before that, it aborts the request.
+    """
+
+    def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
+        self.request_id = future.request_id
+        self._future = future
+        self._items = _items_of(future, tokens, interval)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> TokenRun | Record:
+        return await self._items.__anext__()
+
+    async def aclose(self) -> None:
+        await self._items.aclose()
+        self._future.cancel()  # of one that nobody has begun to read
+
+
+async def _items_of(
+    future: RequestFuture, tokens: StreamedTokens, interval: int
+) -> AsyncGenerator[TokenRun | Record, None]:
+    held: list[TokenRun] = []  # fewer than `interval` tokens
+    try:
+        while (run := await tokens.next()) is not None:
+            held.append(run)
+            if sum(map(len, held)) >= interval:
+                yield join_runs(held)
+                held = []
+        record = await future
+        if (rest := rest_of(record, tokens.num_tokens)) is not None:
+            held.append(rest)
+        if held:
+            yield join_runs(held)
+        yield record
+    finally:
+        future.cancel()
+
+
+def rest_of(record: Record, offset: int) -> TokenRun | None:
+    """Return the generated tokens of `record` from `offset` on as a run, None if there are none."""
+    merged = record.merge()
+    num_tokens = len(merged.generated_tokens)
+    if num_tokens <= offset:
+        return None
+    log_probs, top_n = merged.generated_log_probs, merged.generated_top_n_logprobs
+    versions = merged.stamped_policy_spans().to_array()[-num_tokens:]
+    return TokenRun(
+        offset=offset,
+        entry_version=merged.weights_version,
+        token_ids=np.array(merged.generated_tokens[offset:], np.int32),
+        policy_versions=versions[offset:],
+        context_kv_version_min=np.array(merged.context_kv_version_min[offset:], np.int32),
+        context_kv_version_mean=np.array(merged.context_kv_version_mean[offset:], np.float64),
+        log_probs=None if log_probs is None else np.asarray(log_probs[offset:], np.float32),
+        top_n=None if top_n is None else TopNRun.from_rows(top_n[offset:]),
+    )

@@ -1,0 +1,135 @@
+"""Clients: the sessions of clients, and what is kept for each until it has arrived."""
+
+from __future__ import annotations
+
+import logging
+
+from rollout.coordinator.core.context import Context
+from rollout.coordinator.core.fleet import Fleet
+from rollout.coordinator.core.request_lifecycle import RequestLifecycle
+from rollout.coordinator.core.sessions import ClientSession, RecentIds
+from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Connect,
+    ConnectAck,
+    EngineReply,
+    EngineReplyPartial,
+    Heartbeat,
+    Message,
+    Nack,
+    nack_of,
+)
+from rollout.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+
+class Clients:
+    """The only writer of client sessions. `sessions`: by client id."""
+
+    def __init__(
+        self,
+        context: Context,
+        requests: RequestLifecycle,
+        fleet: Fleet,
+        coordinator_id: bytes,
+        *,
+        data_parallel_size: int,
+    ) -> None:
+        self._context, self._requests, self._fleet = context, requests, fleet
+        self._coordinator_id, self._data_parallel_size = coordinator_id, data_parallel_size
+        self.sessions: dict[bytes, ClientSession] = {}
+        self.by_identity: dict[bytes, ClientSession] = {}
+
+    def connect(self, identity: bytes, message: Connect, now: float) -> None:
+        """Shake hands. A client that was there before gets all that is kept for it."""
+        limits, here = self._context.limits, self.by_identity.get(identity)
+        if here is not None and here.client_id != message.client_id:
+            self.remove(here)
+        client = self.sessions.get(message.client_id)
+        is_resumed = client is not None
+        if client is None and len(self.sessions) >= limits.max_clients:
+            refusal = RolloutError(f"{limits.max_clients} clients are there, no more are taken")
+            self._context.outbox.append((identity, nack_of(None, refusal)))
+            return
+        if client is None:
+            answered: RecentIds[int] = RecentIds(limits.max_answered_ids)
+            client = ClientSession(message.client_id, identity, message.name, now, answered)
+            self.sessions[client.client_id] = client
+            self._context.timers.set(("client", client.client_id), now + limits.client_lease_s)
+        elif self.by_identity.get(client.identity) is client:
+            del self.by_identity[client.identity]
+        is_moved = client.identity != identity
+        client.identity, client.last_seen = identity, now
+        self.by_identity[identity] = client
+        ack = ConnectAck(
+            coordinator_id=self._coordinator_id,
+            protocol_version=PROTOCOL_VERSION,
+            state=self._fleet.state.name,
+            data_parallel_size=self._data_parallel_size,
+            weights_version=self._fleet.weights_version,
+            lease_s=limits.client_lease_s,
+            heartbeat_s=limits.heartbeat_s,
+            max_requests=limits.max_client_requests,
+            max_request_bytes=limits.max_client_request_bytes,
+            is_resumed=is_resumed,
+        )
+        self._context.send(client, ack)
+        if is_moved:  # whatever was on its way over the former connection may be lost
+            client.missed_answers = dict.fromkeys(client.answers)
+            client.missed_tokens = dict.fromkeys(client.server_ids, 0)
+        self._resend_missed(client)
+
+    def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
+        """Answer, and try again what could not be delivered. Not with each of its messages: a slow
+        client's acknowledgements would all bring all of it."""
+        self._resend_missed(client)
+        self._context.send(client, Heartbeat(sequence=message.sequence))
+
+    def missed(self, client: ClientSession, message: Message) -> None:
+        """A message could not be delivered; it waits for the client's next heartbeat."""
+        if isinstance(message, (Ack, Nack)) and message.command_id is not None:
+            client.missed_answers[message.command_id] = None
+        elif isinstance(message, EngineReply):
+            client.missed_tokens[message.request_id] = 0
+        elif isinstance(message, EngineReplyPartial):
+            offset = client.missed_tokens.get(message.request_id, message.tokens.offset)
+            client.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
+
+    def _resend_missed(self, client: ClientSession) -> None:
+        """What cannot be delivered now either is missed anew."""
+        answers, client.missed_answers = client.missed_answers, {}
+        tokens, client.missed_tokens = client.missed_tokens, {}
+        for command_id in answers:
+            answer = client.answers.get(command_id)
+            if answer is not None:
+                self._context.send(client, answer)
+        for request_id, offset in tokens.items():
+            if request_id in client.server_ids:  # not acknowledged since
+                self._requests.resend(client, request_id, offset)
+
+    def stood_still(self, seconds: float) -> None:
+        """For so long no client could be heard."""
+        for client in self.sessions.values():
+            client.last_seen += seconds
+
+    def check(self, client_id: bytes, now: float) -> None:
+        """Remove the client if its lease has run out, else look again when it may."""
+        client = self.sessions[client_id]
+        lease_end = client.last_seen + self._context.limits.client_lease_s
+        if now < lease_end:
+            self._context.timers.set(("client", client_id), lease_end)
+            return
+        logger.warning("%s has vanished", client)
+        self._context.counters.num_clients_lost += 1
+        self.remove(client)
+
+    def remove(self, client: ClientSession) -> None:
+        """It has gone: its requests are aborted, its replies forgotten."""
+        client.has_left = True
+        self._requests.abandon_all(client)
+        self._context.timers.discard(("client", client.client_id))
+        del self.sessions[client.client_id]
+        if self.by_identity.get(client.identity) is client:
+            del self.by_identity[client.identity]

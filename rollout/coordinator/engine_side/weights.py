@@ -1,0 +1,175 @@
+"""WeightUpdates: the one weight update that an engine has under way, staged beside its steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rollout.coordinator.protocol.messages import Prepare, RegisterAck, WeightsSource
+from rollout.engine.engine import Engine
+from rollout.errors import WeightUpdateError
+from rollout.runner.weight_update import NamedTensors, StagedWeights
+
+Fetch = Callable[[WeightsSource], NamedTensors]
+Order = Prepare | RegisterAck  # of an update, or of an entry into the fleet with later weights
+
+
+class _Staging:
+    """Fetches and stages one source in a thread of its own.
+
+    Staging makes a copy: `turn`, which all threads share, lets one of them stage at a time. A
+    fetch needs no turn, so that one that hangs keeps nobody from staging something else.
+    """
+
+    def __init__(
+        self, engine: Engine, fetch: Fetch, source: WeightsSource, turn: threading.Lock
+    ) -> None:
+        self._engine, self._fetch, self._source, self._turn = engine, fetch, source, turn
+        self._is_cancelled = False
+        self.outcome: StagedWeights | BaseException | None = None  # None until it has ended
+        threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Let it end before the next tensor, or when the fetch returns. Does not wait for that."""
+        self._is_cancelled = True
+
+    def _run(self) -> None:
+        source = self._source
+        try:
+            tensors = self._fetch(source)
+            with self._turn:
+                self._check()
+                staged = self._engine.stage_weights(tensors, self._check, source.tensors_checksum)
+            if source.checksum not in ("", staged.checksum):
+                raise WeightUpdateError(
+                    f"the tensors at {source.address!r} have the checksum {staged.checksum}, "
+                    f"not {source.checksum} as announced; the serving weights are kept"
+                )
+            self._check()
+            self.outcome = staged
+        except BaseException as error:  # whatever it is, it is the reason of a vote
+            self.outcome = error
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise WeightUpdateError("these weights are not wanted any more")
+
+
+class WeightUpdates:
+    """At most one update of an engine. Only its staging happens outside the engine's thread.
+
+    - Idle: a Prepare, or an entry into the fleet with later weights, begins staging.
+    - Staging, while steps go on: ends as staged, which is the vote yes, or with the vote no: by any
+      fault, at its deadline, or because it is cancelled by a Rollback, another Prepare, another
+      session, a suspend or resume, or the engine's end.
+    - Staged: a Commit brings the weights in at the step edge. A Rollback, another Prepare, and a
+      session whose registration did not name the vote drop them.
+    """
+
+    def __init__(self, engine: Engine, fetch: Fetch) -> None:
+        """`fetch` returns the tensors of a source, which must not change then. It is called in a
+        thread beside the engine's, at times before an earlier call has returned.
+        """
+        self._engine, self._fetch = engine, fetch
+        self._turn = threading.Lock()
+        self._order: Order | None = None  # whose weights are being staged, or are staged
+        self._staging: _Staging | None = None
+        self._expires_at = 0.0
+        self._staged: StagedWeights | None = None
+        self.checksum = engine.weights_checksum()
+
+    @property
+    def in_staging(self) -> Order | None:
+        """The order whose weights are being staged."""
+        return None if self._staging is None else self._order
+
+    @property
+    def voted_command_id(self) -> int | None:
+        """Of the update that is staged and waits for Commit or Rollback. Any thread may ask."""
+        order = self._order
+        if self._staged is None or not isinstance(order, Prepare):
+            return None
+        return order.command_id
+
+    @property
+    def is_staged_for_entry(self) -> bool:
+        return self._staged is not None and isinstance(self._order, RegisterAck)
+
+    @property
+    def staged_checksum(self) -> str:
+        assert self._staged is not None
+        return self._staged.checksum
+
+    # ---- staging
+
+    def begin(self, order: Order, source: WeightsSource, expires_at: float) -> None:
+        """Stage `source`; what is staged is dropped. Nothing may be being staged."""
+        assert self._staging is None
+        self.drop()
+        self._order, self._expires_at = order, expires_at
+        self._staging = _Staging(self._engine, self._fetch, source, self._turn)
+
+    def poll(self, now: float) -> tuple[Order, BaseException | None] | None:
+        """Return the order that has been staged since, and the error if it could not be."""
+        if self._staging is None or self._order is None:
+            return None
+        order, outcome = self._order, self._staging.outcome
+        if outcome is None and now >= self._expires_at:
+            outcome = WeightUpdateError(
+                "the weights were not fetched and staged before the deadline; the serving weights "
+                "are kept"
+            )
+        if outcome is None:
+            return None
+        if isinstance(outcome, StagedWeights):
+            self._staging, self._staged = None, outcome
+            return order, None
+        self.cancel()
+        return order, outcome
+
+    def cancel(self) -> Order | None:
+        """Stop staging; returns the order that it was for."""
+        order = self.in_staging
+        if self._staging is not None:
+            self._staging.cancel()
+            self._staging = self._order = None
+        return order
+
+    def wait_until_unused(self) -> None:
+        """Return when no thread looks at the model any more. To be called after `cancel`."""
+        with self._turn:
+            pass
+
+    # ---- the end of an update
+
+    def commit(self) -> Mapping[str, Any]:
+        """Serve what is staged, at this step edge; returns the report as plain values.
+
+        Raises what Engine.commit_weights raises; nothing is staged any more then, either.
+        """
+        order = self._order
+        assert order is not None
+        held, self._staged, self._order = [self._staged], None, None
+        try:
+            assert held[0] is not None
+            if isinstance(order, Prepare):
+                report = self._engine.commit_weights(held[0], order.version, order.in_flight)
+            else:
+                report = self._engine.commit_weights(held[0], order.weights_version)
+        finally:
+            _clear_in_a_thread(held)
+        self.checksum = report.checksum
+        return asdict(report)
+
+    def drop(self) -> None:
+        """Give up what is staged, if anything is."""
+        if self._staged is not None:
+            held, self._staged, self._order = [self._staged], None, None
+            _clear_in_a_thread(held)
+
+
+def _clear_in_a_thread(held: list[Any]) -> None:
+    """To return gigabytes to the system takes as long as some steps do."""
+    threading.Thread(target=held.clear, name="weight-release", daemon=True).start()

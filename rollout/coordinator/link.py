@@ -1,0 +1,425 @@
+"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import zmq
+
+from rollout.coordinator.dealer import (
+    CONNECTED,
+    REFUSED,
+    CoordinatorLostError,
+    CurveKeys,
+    Dealer,
+    address_of,
+)
+from rollout.coordinator.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.messages import (
+    DEFAULT_MAX_FRAME_BYTES,
+    AbortRequest,
+    Ack,
+    AssignRequest,
+    Attempt,
+    Command,
+    Commit,
+    Connect,
+    ConnectAck,
+    Disconnect,
+    EngineReply,
+    EngineReplyPartial,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Nack,
+    Prepare,
+    ProtocolVersionError,
+    Register,
+    RegisterAck,
+    ReplyAck,
+    Rollback,
+    decode,
+    encode,
+    error_from,
+)
+from rollout.coordinator.security import KEY_IS_UNKNOWN, handshake_fault
+from rollout.coordinator.waker import Waker
+from rollout.errors import ConfigError, ProtocolError, RolloutError
+
+_logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 2**16  # messages of an engine, in each direction
+_FOR_CLIENTS = (EngineReply, EngineReplyPartial, Ack, Nack)
+_FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit, Rollback)
+
+_BATCH = 256
+_MAX_REASON = 1000
+_MIN_HEARTBEAT_S = 0.005
+_REDIAL_S = 0.1
+_RETRY_S = 0.5  # after a refusal
+# How long a dial and the handshake over it may take together before both are tried again.
+_ANSWER_S = 2.0
+# For so long connections must be refused before a client takes its coordinator's process for dead.
+_REFUSED_S = 0.25
+GIVE_UP_S = 30.0
+# How long a closing socket may take to hand over its last frames.
+_LINGER_MS = 500
+
+
+class LinkClosedError(RolloutError):
+    """A link was used after its end."""
+
+
+class Link:
+    """Dials, shakes hands and does so again after a connection is lost, sends heartbeats, and moves
+    messages between the socket and its owner. Nothing its owner does or omits ends the session.
+
+    handshake: what to tell the coordinator, at first and in each new session: a client its Connect,
+    an engine its Register. status: of an engine, told in each heartbeat; None makes this a client's
+    link. Both are called by the link's thread while the owner's may be in the middle of a step:
+    they must neither wait for it nor change anything. on_news: called by the link's thread when
+    there is something to `receive` after there was nothing; it must not block.
+
+    While there is no session messages wait. After the next handshake those are sent again that may
+    have been lost with the connection: some arrive twice, none is missing. `receive`, `send` and
+    `may_step` are of one thread, `close` of any. An engine owes the link `receive` now and then:
+    with a full inbox nothing more is read, answers to heartbeats neither.
+
+    A coordinator that is lost ends the link with a CoordinatorLostError: one that says goodbye,
+    that is another one than before, or that has been out of reach for `give_up_s`. A client gives
+    up earlier: when the coordinator's process is gone, has forgotten it, or was out of reach for as
+    long as the client's lease.
+    """
+
+    def __init__(
+        self,
+        address: int | str,
+        *,
+        handshake: Callable[[], Connect | Register],
+        status: Callable[[], EngineStatus] | None = None,
+        on_news: Callable[[], None] = lambda: None,
+        curve: CurveKeys | None = None,
+        max_queued: int | None = MAX_QUEUED,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        give_up_s: float = GIVE_UP_S,
+    ) -> None:
+        """Dial, and shake hands as soon as somebody is there. Raises ConfigError for no address."""
+        self.address = address_of(address)
+        self._handshake, self._status = handshake, status
+        self._is_client = status is None
+        self._curve, self._max_frame_bytes = curve, max_frame_bytes
+        self._max_queued, self._give_up_s = max_queued, give_up_s
+        self._waker = Waker()
+        self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
+        self._outbox = Outbox(max_queued, self._waker.wake)
+        self._lease = Lease()
+        self._goodbye: Disconnect | None = None
+        self._has_ended = False
+        # ---- of the session; `num_sessions` counts those that were put into the inbox
+        self.num_malformed = 0
+        self.refusal: RolloutError | None = None
+        self._possible_fault = ""  # of a handshake that may have failed for its keys
+        self._has_answer = threading.Event()  # a first answer to a handshake, or the end
+        self._num_sessions = self._num_taken = 0
+        self._is_in_session = False
+        self._coordinator_id: bytes | None = None
+        self._lease_s = self._heartbeat_s = math.inf
+        self._next_heartbeat = self._lost_at = self._give_up_at = math.inf
+        # ---- of the connection
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._greeted_at: float | None = None  # when the handshake over this connection was sent
+        self._redial_at = math.inf
+        try:
+            self._dealer = self._dial()
+        except BaseException:
+            self._waker.close()
+            self.context.term()
+            raise
+        name = "client-link" if self._is_client else "engine-link"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self.close(f"it failed: {error!r}", is_fault=True)
+        else:
+            self.close()
+
+    # ---- the owner's thread
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Of the latest connection; to look at, it is the link's thread's."""
+        return self._dealer.socket
+
+    def wait_registered(self, timeout_s: float) -> None:
+        """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if
+        nobody answers. Dialling goes on in either case.
+        """
+        self._has_answer.wait(timeout_s)
+        if self.refusal is not None:
+            raise self.refusal
+        if not self._num_sessions:
+            raise self._inbox.end or CoordinatorLostError(
+                f"no coordinator answers at {self.address} after {timeout_s:g} s; is it running, "
+                f"and is this its address?{self._possible_fault}"
+            )
+
+    def receive(self, timeout_s: float = 0.0) -> list[Message]:
+        """Return the messages that are here, waiting up to `timeout_s` for the first; [] if none.
+        A ConnectAck or RegisterAck is the first of those it comes with.
+
+        Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
+        AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit and Rollback: all others are
+        the link's own. Raises the end of the link, once all are taken: CoordinatorLostError,
+        LinkClosedError, or another RolloutError if the link failed.
+        """
+        messages = self._inbox.take_all(timeout_s)
+        self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Queue a message; once the coordinator is lost it is dropped.
+
+        Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
+        LinkClosedError after `close`.
+        """
+        self._outbox.put(encode(message, self._max_frame_bytes))
+
+    def may_step(self) -> bool:
+        """Whether the engine's lease runs, as of now: also right after the process stood still.
+
+        After a registration it does once `receive` has returned the RegisterAck, which says what
+        counts no more. Not while half of the queue waits for the coordinator: steps bring more.
+        """
+        is_current = self._num_taken == self._num_sessions
+        has_room = self._max_queued is None or self._outbox.num_kept <= self._max_queued // 2
+        return is_current and has_room and time.monotonic() < self._lease.until
+
+    def close(
+        self,
+        reason: str = "the engine stops",
+        *,
+        is_fault: bool = False,
+        suspects: Sequence[Attempt] = (),
+    ) -> None:
+        """Send what is queued, if somebody takes it, say goodbye, and end the thread. Twice is
+        fine. `is_fault`: what the engine ran may be why it goes, and `suspects` are what it ran.
+        """
+        closed = LinkClosedError(f"the link to {self.address} is closed")
+        self._outbox.close(closed)
+        self._inbox.close(closed)
+        if self._goodbye is None:
+            self._goodbye = Disconnect(
+                reason=reason[:_MAX_REASON], is_fault=is_fault, suspects=tuple(suspects)
+            )
+        self._has_answer.set()
+        self._waker.wake()
+        self._thread.join()
+
+    # ---- the link's own thread
+
+    def _run(self) -> None:
+        try:
+            while self._goodbye is None and not self._has_ended:
+                self._turn()
+            if self._is_in_session and self._goodbye is not None:
+                self._outbox.send_all(self._dealer.send)
+                self._dealer.send(encode(self._goodbye))
+        except Exception as fault:
+            _logger.exception("the link to the coordinator failed")
+            self._end(RolloutError(f"the link to {self.address} failed: {fault!r}"))
+            raise
+        finally:
+            # Here, not in `close`, which several threads may call at once: a context ends once.
+            self._is_in_session = False
+            self._lease.end()
+            self._dealer.close(_LINGER_MS)
+            self._waker.close()
+            self.context.term()
+
+    def _turn(self) -> None:
+        """Wait until there is something to do, and do it."""
+        due_at = min(self._redial_at, self._give_up_at)
+        if self._is_in_session:
+            due_at = min(self._next_heartbeat, self._lease.until)
+        left_s = due_at - time.monotonic()
+        timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
+        if self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room):
+            self._receive(_BATCH)
+        for event in self._dealer.events():
+            if event == CONNECTED:
+                self._greet()
+            elif fault := handshake_fault(event):
+                self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
+            else:
+                self._receive(None)  # its last words
+                self._disconnected(is_refused=event == REFUSED)
+        self._do_due(time.monotonic())
+        if self._is_in_session:
+            self._outbox.send_all(self._dealer.send)
+
+    def _do_due(self, now: float) -> None:
+        if self._is_in_session and now >= self._lease.until:
+            self._leave("it was silent for the lease", now)
+        if self._is_in_session:
+            if now >= self._next_heartbeat:
+                self._send_heartbeat(now)
+        elif now >= self._give_up_at:
+            self._lose(f"it was out of reach for {now - self._lost_at:.3g} s")
+        elif now >= self._redial_at:
+            self._dealer.close()
+            self._dealer = self._dial()
+
+    def _send_heartbeat(self, now: float) -> None:
+        self._next_heartbeat = now + self._heartbeat_s
+        sequence = self._lease.heartbeat(now, self._outbox.num_sent)
+        status = None if self._status is None else self._status()
+        self._dealer.send(encode(Heartbeat(sequence=sequence, status=status)))
+
+    # ---- the connection
+
+    def _dial(self) -> Dealer:
+        self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
+        return Dealer(
+            *(self.context, self.address, self._waker),
+            max_frame_bytes=self._max_frame_bytes,
+            curve=self._curve,
+        )
+
+    def _disconnected(self, *, is_refused: bool) -> None:
+        now = time.monotonic()
+        if self._has_ended:
+            return
+        if self._is_in_session:
+            self._leave("the connection is lost", now)
+            return
+        self._dealer.close()
+        self._redial_at = now + _REDIAL_S
+        if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
+            self._lose("its process has ended, connections are refused")
+
+    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
+        """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
+        else in the end, for the coordinator may have died amid the handshake.
+        """
+        if not is_certain:
+            self._possible_fault = f" If it is: {fault}"
+        elif self.refusal is None:
+            self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
+            _logger.warning("%s", self.refusal)
+            self._has_answer.set()
+
+    def _greet(self) -> None:
+        self._dealer.send(encode(self._handshake(), self._max_frame_bytes))
+        self._greeted_at = time.monotonic()
+        self._redial_at = self._greeted_at + _ANSWER_S
+
+    def _enter(self, ack: ConnectAck | RegisterAck) -> None:
+        """The handshake is answered."""
+        if self._greeted_at is None or self._is_in_session:
+            return  # to nothing that was asked
+        if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
+            versions = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
+            self._refused(ProtocolVersionError(f"the coordinator speaks protocol {versions}"))
+            return
+        if self._coordinator_id not in (None, ack.coordinator_id):
+            self._lose("another one has taken its place, which knows nothing of this peer")
+            return
+        if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
+            self._lose("it has forgotten this client, which was not heard for its lease")
+            return
+        self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
+        self._lost_at = self._redial_at = self._give_up_at = math.inf
+        self._lease_s, self._heartbeat_s = ack.lease_s, max(ack.heartbeat_s, _MIN_HEARTBEAT_S)
+        self._next_heartbeat = time.monotonic()
+        # In this order: the engine's thread may step under the lease once it has taken the message.
+        self._num_sessions += 1
+        self._lease.begin(ack.lease_s, self._greeted_at)
+        self._inbox.put(ack)
+        self._has_answer.set()
+        _logger.info("%s: session %d", self.address, self._num_sessions)
+
+    def _leave(self, why: str, now: float) -> None:
+        """The session is over: begin another one."""
+        _logger.info("coordinator at %s: %s", self.address, why)
+        self._is_in_session = False
+        self._dealer.close()
+        self._outbox.rewind()
+        give_up_s = min(self._give_up_s, self._lease_s) if self._is_client else self._give_up_s
+        self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
+
+    def _refused(self, error: RolloutError) -> None:
+        """The coordinator does not know this peer, or does not want it."""
+        now = time.monotonic()
+        self._lease.end()
+        if self._is_in_session:
+            self._leave(f"it no longer knows this peer ({error})", now)
+            return
+        self.refusal = error
+        self._redial_at = now + _RETRY_S
+        self._has_answer.set()
+        _logger.warning("refused at %s: %s", self.address, error)
+
+    def _lose(self, reason: str) -> None:
+        because = "" if self.refusal is None else f"; its last word was: {self.refusal}"
+        error = CoordinatorLostError(
+            f"the coordinator at {self.address} is lost: {reason}{because}"
+        )
+        # No alarm: a goodbye is mostly the answer to a shutdown.
+        _logger.info("%s", error)
+        self._end(error)
+
+    def _end(self, error: RolloutError) -> None:
+        self._has_ended, self._is_in_session = True, False
+        self._lease.end()
+        self._outbox.lose()
+        self._inbox.close(error)
+        self._has_answer.set()
+
+    # ---- messages
+
+    def _receive(self, max_messages: int | None) -> None:
+        num_left = math.inf if max_messages is None else max_messages
+        while num_left > 0 and self._inbox.has_room:
+            num_left -= 1
+            if (frames := self._dealer.receive()) is None:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"a message is one frame, got {len(frames)}")
+                self._take(decode(frames[0], self._max_frame_bytes))
+            except ProtocolError as fault:
+                self.num_malformed += 1
+                if self.num_malformed == 1:
+                    _logger.warning("coordinator %s sent garbage: %s", self.address, fault)
+
+    def _take(self, message: Message) -> None:
+        if self._has_ended:
+            return
+        if isinstance(message, Heartbeat):
+            self._outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
+        elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
+            self._enter(message)
+        elif isinstance(message, Nack) and message.command_id is None:
+            self._refused(error_from(message))
+        elif isinstance(message, Disconnect):
+            self._lose(f"it has gone: {message.reason or 'no reason given'}")
+        elif isinstance(message, _FOR_CLIENTS if self._is_client else _FOR_ENGINES):
+            self._inbox.put(message)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is no message for this peer")

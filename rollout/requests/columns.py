@@ -1,0 +1,98 @@
+"""Columns: fields of numbers that are arrays in memory until somebody reads them as lists.
+
+A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`;
+what it hands out, and what arrives from another process, holds NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T", bound="ColumnStore")
+Column = npt.NDArray[Any]
+
+ColumnName = Literal[
+    "generated_tokens",
+    "generated_log_probs",
+    "prompt_log_probs",
+    "tpot",
+    "context_kv_version_min",
+    "context_kv_version_mean",
+]
+ColumnType = Literal["<i4", "<i8", "<f4", "<f8"]
+COLUMNS: tuple[str, ...] = get_args(ColumnName)
+_TYPES: tuple[str, ...] = get_args(ColumnType)
+
+
+class _ListWhenRead:
+    """Makes the list when the field is read for the first time. From then on the list is what the
+    request holds, and Python finds it without this descriptor, which has no `__set__`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, request: ColumnStore | None, owner: type) -> list[Any] | None:
+        if request is None:
+            return None
+        if self._name not in request._columns:
+            raise AttributeError(f"{owner.__name__} has no {self._name}")
+        values: list[Any] = request._columns[self._name].tolist()
+        vars(request)[self._name] = values
+        return values
+
+
+def lists_when_read(cls: type[T]) -> type[T]:
+    """Let the fields of a dataclass that are COLUMNS be held as arrays."""
+    for name in COLUMNS:
+        setattr(cls, name, _ListWhenRead(name))
+    return cls
+
+
+class ColumnStore:
+    """Holds arrays for fields that nobody has read. Arrays are shared by copies, never written."""
+
+    _columns: ClassVar[Mapping[str, Column]] = MappingProxyType({})  # and of each instance
+
+    def column(self, name: str) -> Any:
+        """Return the values of a field as they lie in memory: an array, a list, a tensor or None.
+
+        For readers that need no list.
+        """
+        stored = vars(self)
+        return stored[name] if name in stored else self._columns[name]
+
+    def hold_arrays(self) -> None:
+        """Take the fields that are arrays now for columns, those of `array.array` by a copy."""
+        stored, taken = vars(self), {}
+        for name in COLUMNS:
+            values = stored.get(name)
+            if isinstance(values, (np.ndarray, array)):
+                column = np.array(values) if isinstance(values, array) else values
+                if column.ndim == 1 and column.dtype.str in _TYPES:
+                    taken[name] = column
+                    del stored[name]
+        if taken:
+            stored["_columns"] = {**self._columns, **taken}
+
+
+def as_column(values: Any) -> Column | None:
+    """Return numbers as an array from which the same list can be made; None if there is none."""
+    if isinstance(values, list):
+        types = set(map(type, values))
+        if types != {int} and types != {float}:
+            return None
+        values = np.array(values)
+        if values.dtype == np.int64 and values.min() >= -(2**31) and values.max() < 2**31:
+            values = values.astype(np.int32)
+    elif isinstance(values, array):
+        values = np.asarray(values)
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.str not in _TYPES:
+        return None
+    return values

@@ -1,0 +1,124 @@
+"""Processes of a fleet that die while it works: what goes on, what ends, and with which words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from rollout import AsyncLLM, DynamicInferenceRequest
+from rollout.coordinator.dealer import CoordinatorLostError
+from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
+from tests.apis.test_child_process import is_alive
+from tests.tiny_models import Margins, prompt_of
+
+pytestmark = pytest.mark.distributed
+NUM_REQUESTS = 6
+# Below what the client and its commands would wait without a word.
+AT_ONCE_S = 30.0
+
+
+async def served(llm: AsyncLLM) -> list[int]:
+    """The weights version of each engine that is there."""
+    ranks = (await llm.client.engine_stats())["ranks"]
+    return [stats["weights_version"] for stats in ranks.values()]
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> None:
+    async def work() -> None:
+        async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=size) as llm:
+            await llm.update_weights(weights(1).state_dict(), in_flight=True)
+            jobs = [(prompt_of(9, seed=i), params(i, 250)) for i in range(NUM_REQUESTS)]
+            undisturbed = await asyncio.gather(*(llm.generate(*job) for job in jobs))
+            killed = llm._fleet.pids[1]
+            tasks = await frozen_amid_work(llm, jobs, killed)
+            os.kill(killed, signal.SIGKILL)
+            requests = await asyncio.gather(*tasks)
+            check_same(undisturbed, requests)
+
+            async def is_back() -> bool:
+                return await served(llm) == [1] * size
+
+            await until(is_back, "the engine has the committed weights", every_s=0.2)
+            assert llm._fleet.pids[1] != killed
+            report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
+            assert report.version == 2
+            assert await served(llm) == [2] * size
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+async def frozen_amid_work(llm: AsyncLLM, jobs: list[Any], engine: int) -> list[Any]:
+    """Submit jobs, and stop the engine's process before it has done all, whoever is quicker."""
+    while True:
+        tasks = [asyncio.ensure_future(llm.generate(*job)) for job in jobs]
+        async for _ in llm.stream(*jobs[0]):
+            break
+        os.kill(engine, signal.SIGSTOP)
+        if not all(task.done() for task in tasks):
+            return tasks
+        os.kill(engine, signal.SIGCONT)
+
+
+def check_same(
+    undisturbed: list[DynamicInferenceRequest], requests: list[DynamicInferenceRequest]
+) -> None:
+    margins = Margins()
+    for request, reference in zip(requests, undisturbed, strict=True):
+        margins.compare(weights(1), request, reference.generated_tokens)
+    margins.check()
+
+
+def test_an_engine_is_not_started_again_where_that_is_not_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        options = {"data_parallel_size": 2, "max_engine_restarts": 0}
+        async with AsyncLLM(directory(), None, CONFIG, **options) as llm:
+            os.kill(llm._fleet.pids[1], signal.SIGKILL)
+            await until(lambda: "after 0 restarts" in caplog.text, "its end is logged")
+            assert (await llm.generate(prompt_of(9), params(1))).succeeded()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def test_a_coordinator_that_is_killed_fails_all_that_waits_at_once() -> None:
+    async def work() -> None:
+        llm = AsyncLLM(directory(), None, CONFIG)
+        await llm.start()
+        try:
+            coordinator, engine = llm._fleet.pids
+            # The engine answers nothing any more, so all of these wait.
+            os.kill(engine, signal.SIGSTOP)
+            waiting = [
+                asyncio.ensure_future(llm.generate([prompt_of(9)] * 2, params(1, 400))),
+                asyncio.ensure_future(anext(llm.stream(prompt_of(9), params(1, 400)))),
+                asyncio.ensure_future(llm.pause()),
+                asyncio.ensure_future(llm.update_weights(weights(1).state_dict(), in_flight=True)),
+            ]
+            await asyncio.sleep(0)
+            os.kill(coordinator, signal.SIGKILL)
+            start = time.monotonic()
+            done, _ = await asyncio.wait(waiting, timeout=AT_ONCE_S)
+            print(f"\nall failed {time.monotonic() - start:.2f} s after the signal")
+            assert len(done) == len(waiting)
+            named = rf"process {coordinator} has ended \(SIGKILL\)"
+            for task in waiting:
+                with pytest.raises(CoordinatorLostError, match=named):
+                    task.result()
+            for verb in (llm.unpause, llm.stats):
+                with pytest.raises(CoordinatorLostError, match=named):
+                    await asyncio.wait_for(verb(), AT_ONCE_S)
+            with pytest.raises(CoordinatorLostError, match=named):
+                await asyncio.wait_for(llm.generate(prompt_of(3)), AT_ONCE_S)
+            os.kill(engine, signal.SIGCONT)
+            await until(lambda: not is_alive(engine), "the engine ends")
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))

@@ -1,0 +1,106 @@
+"""Fleets whose processes others have started: their coordinator, their engines, or both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout import AsyncLLM, ConfigError, EngineState
+from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
+from tests.apis.history_oracle import HistoryOracle
+from tests.tiny_models import prompt_of
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+WAIT_S = 120
+
+
+@contextmanager
+def shell(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A module of ours, as a user's shell would start it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def shell_engine(address: str) -> Iterator[subprocess.Popen[str]]:
+    config = {"block_size_tokens": 8, "buffer_size_gb": 0.02, "num_threads": 1}
+    with shell(
+        "rollout.apis.engine_process", address, directory(), "--config", json.dumps(config)
+    ) as process:
+        yield process
+
+
+def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> None:
+    async def work(address: str, engine: subprocess.Popen[str]) -> None:
+        first, second = [await AsyncLLM.connect(address) for _ in range(2)]
+        oracle = HistoryOracle(weights)
+        oracle.check(await first.generate(prompt_of(9), params(1)))
+        await first.pause()
+        await first.unpause()
+        await first.update_weights(weights(1).state_dict(), in_flight=True)
+        await first.shutdown()
+        assert first.state is EngineState.STOPPED
+        assert engine.poll() is None
+        request = await second.generate(prompt_of(9), params(1))
+        oracle.check(request)
+        assert set(request.policy_versions.tolist()) == {1}
+        await second.shutdown(end_fleet=True)
+
+    with shell("rollout.coordinator", "--data-parallel-size", "1") as coordinator:
+        assert coordinator.stdout is not None
+        address = coordinator.stdout.readline().strip()
+        with shell_engine(address) as engine:
+            asyncio.run(asyncio.wait_for(work(address, engine), DEADLINE_S))
+            assert engine.wait(WAIT_S) == 0
+            assert coordinator.wait(WAIT_S) == 0
+
+
+def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> None:
+    async def work() -> None:
+        async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=0) as llm:
+            assert len(llm._fleet.pids) == 1
+            waiting = asyncio.ensure_future(llm.generate(prompt_of(9), params(1)))
+            with shell_engine(llm.address) as engine:
+                HistoryOracle(weights).check(await waiting)
+                await llm.shutdown()
+                await until(lambda: engine.poll() == 0, "the shutdown ends it")
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def test_no_address_and_more_engines_than_there_are_to_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tcp://"):
+        asyncio.run(AsyncLLM.connect("nowhere"))
+    for spawn in (3, -1):
+        with pytest.raises(ConfigError, match=rf"spawn={spawn} must be in \[0, 2\]"):
+            AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=spawn)
+
+
+@pytest.mark.parametrize("module", ["rollout.coordinator", "rollout.apis.engine_process"])
+def test_each_command_line_explains_itself(module: str) -> None:
+    with shell(module, "--help") as process:
+        said, complaints = process.communicate(timeout=WAIT_S)
+    assert said.startswith(f"usage: python -m {module}")
+    assert complaints == ""
+    with shell(module, "--limits", "{", "--config", "{") as process:
+        _, complaints = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert "error: " in complaints

@@ -1,0 +1,144 @@
+"""A process that ends is started again, so often in a row and no oftener."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.apis import supervised_process
+from rollout.apis.supervised_process import SupervisedProcess
+from rollout.child_process import ChildProcess, pickled
+from rollout.errors import ConfigError
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_process, "_FIRST_BACKOFF_S", 0.01)
+
+
+class Script:
+    """What the children do, one after another; a child beyond these answers and stays."""
+
+    def __init__(self, *words: tuple[str, Any]) -> None:
+        self._words = list(words)
+        self.children: list[ChildProcess] = []
+
+    def __call__(self, child: ChildProcess) -> None:
+        number = len(self.children)
+        self.children.append(child)
+        what = self._words[number] if number < len(self._words) else ("echo", number)
+        child.send(*(pickled(each, "a word") for each in what))
+
+
+def supervised(script: Script, **options: Any) -> SupervisedProcess:
+    options = {"start_timeout_s": WAIT_S} | options
+    return SupervisedProcess("engine 7", "tests.apis.child_modules", script, **options)
+
+
+def end(process: SupervisedProcess) -> None:
+    process.end_restarts()
+    process.kill()
+    process.join()
+
+
+def waited_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_killed_child_is_followed_by_another_which_is_begun_the_same_way() -> None:
+    script = Script(("echo", "first"))
+    process = supervised(script, max_restarts=1)
+    try:
+        assert process.started.result(WAIT_S) == ("echo", "first")
+        pid = process.pid
+        script.children[0].kill()
+        waited_for(lambda: len(script.children) == 2)
+        assert process.pid != pid
+    finally:
+        end(process)
+
+
+def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    script, ends = Script(("echo", 0), *[("die", signal.SIGKILL)] * 5), []
+    process = supervised(script, max_restarts=3, on_end=ends.append)
+    process.started.result(WAIT_S)
+    script.children[0].kill()
+    process.join()
+    assert len(script.children) == 4
+    assert ends == [-signal.SIGKILL]
+    assert "engine 7 (process" in caplog.text
+    assert "has ended (SIGKILL), after 3 restarts in a row" in caplog.text
+
+
+def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_process, "STEADY_S", 0.0)
+    script = Script()
+    process = supervised(script, max_restarts=1)
+    try:
+        process.started.result(WAIT_S)
+        for number in range(1, 4):
+            script.children[-1].kill()
+            waited_for(lambda number=number: len(script.children) > number)
+    finally:
+        end(process)
+
+
+def test_a_child_that_ends_by_itself_is_not_started_again() -> None:
+    script, ends = Script(), []
+    process = supervised(script, max_restarts=3, on_end=ends.append)
+    process.started.result(WAIT_S)
+    script.children[0].pipe.send("go")
+    process.join()
+    assert (len(script.children), ends) == (1, [0])
+
+
+def test_what_keeps_the_first_child_from_its_start_is_raised_and_not_tried_again() -> None:
+    script, ends = Script(("raise", ConfigError("no such model"))), []
+    process = supervised(script, max_restarts=3, on_end=ends.append)
+    with pytest.raises(ConfigError, match="no such model"):
+        process.started.result(WAIT_S)
+    process.join()
+    assert (len(script.children), ends) == (1, [])
+
+
+def test_what_fails_before_the_child_hears_anything_is_raised() -> None:
+    def begin(child: ChildProcess) -> None:
+        raise ZeroDivisionError
+
+    process = supervised(begin)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        process.started.result(WAIT_S)
+    process.join()
+
+
+def test_a_start_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    process = supervised(Script(), start_timeout_s=0.01)
+    with pytest.raises(ConfigError, match=r"did not start within 0.01 s"):
+        process.started.result(WAIT_S)
+    process.join()
+
+
+def test_the_end_does_not_wait_for_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervised_process, "_FIRST_BACKOFF_S", 10 * WAIT_S)
+    monkeypatch.setattr(supervised_process, "_MAX_BACKOFF_S", 10 * WAIT_S)
+    caplog.set_level(logging.WARNING)
+    script = Script()
+    process = supervised(script, max_restarts=1)
+    process.started.result(WAIT_S)
+    script.children[0].kill()
+    waited_for(lambda: "it is started again in" in caplog.text)
+    process.end_restarts()
+    process.join(WAIT_S)
+    assert len(script.children) == 1

@@ -1,0 +1,146 @@
+"""Requests wait in the coordinator until an engine has room: by priority, then arrival."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.coordinator.protocol.messages import AssignRequest, Credit
+from rollout.coordinator.routing.policies import LoadBalancedPolicy
+from tests.coordinator.fake_engine import FakeEngine
+from tests.coordinator.fake_fleet import FakeFleet
+
+
+def sizes(*engines: FakeEngine) -> list[int]:
+    return [len(engine.held) for engine in engines]
+
+
+def waiting_fleet() -> tuple[FakeFleet, FakeEngine]:
+    """192 requests in front of an engine that runs 16."""
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine(max_requests=16)
+    fleet.run()
+    fleet.send(client, *(client.submission([40]) for _ in range(192)))
+    fleet.run()
+    return fleet, engine
+
+
+def test_an_engine_holds_what_it_runs_and_a_few_that_wait() -> None:
+    fleet, engine = waiting_fleet()
+    assert sizes(engine) == [16 + 8]
+    assert fleet.core.num_requests_held == 192
+
+
+def test_an_engine_that_joins_gets_from_the_queue_at_once() -> None:
+    fleet, first = waiting_fleet()
+    second = fleet.engine(max_requests=16)
+    fleet.run()
+    assert sizes(first, second) == [24, 24]
+    fleet.finish()
+    (client,) = (p for p in fleet.peers.values() if not isinstance(p, FakeEngine))
+    assert all(len(asked.replies) == 1 for asked in client.asked.values())
+    counts = [sum(isinstance(m, AssignRequest) for m in e.seen) for e in (first, second)]
+    assert min(counts) > 80, "one of two equal engines did most of the work"
+
+
+def test_a_higher_priority_overtakes_all_that_wait_and_arrival_decides_among_equals() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine(max_requests=1)
+    fleet.run()
+    priorities = [0] * 12 + [1, 5, 1]
+    fleet.send(client, *(client.submission([4], priority=p) for p in priorities))
+    fleet.run()
+    assert sizes(engine) == [9]
+    fleet.finish()
+    seen = [m.samples[0].request_id for m in engine.seen if isinstance(m, AssignRequest)]
+    assert seen == [*range(9), 13, 12, 14, 9, 10, 11]
+
+
+def test_a_stream_of_higher_priorities_starves_nobody() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine(max_requests=1)
+    fleet.run()
+    fleet.send(client, *(client.submission([2]) for _ in range(9)))
+    fleet.run()
+    fleet.send(client, client.submission([2], priority=-1))
+    for _ in range(4):
+        fleet.send(client, *(client.submission([2]) for _ in range(18)))
+        fleet.run()
+        fleet.step_all()
+    seen = [m.samples[0].request_id for m in engine.seen if isinstance(m, AssignRequest)]
+    assert seen.index(9) == 15, "every sixteenth is the one that waits for longest"
+    assert sizes(engine) == [9]
+
+
+def test_a_group_goes_to_one_engine_whole_if_that_has_room_for_one_sample() -> None:
+    fleet = FakeFleet()
+    client, first = fleet.client(), fleet.engine(max_requests=4)
+    fleet.run()
+    fleet.send(client, client.submission([9] * 11), client.submission([9] * 6))
+    fleet.run()
+    assert sizes(first) == [17]
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    assert sizes(first) == [17], "it holds more than it may"
+    second = fleet.engine(max_requests=4)
+    fleet.run()
+    assert sizes(first, second) == [17, 1]
+
+
+def test_credit_of_any_size_gives_an_engine_no_more_than_it_holds() -> None:
+    fleet, engine = waiting_fleet()
+    fleet.send(engine, Credit(num_granted=engine.num_granted), Credit(num_granted=10**9))
+    fleet.run()
+    assert sizes(engine) == [24]
+
+
+def test_requests_that_wait_are_aborted_without_an_engine() -> None:
+    fleet, engine = waiting_fleet()
+    (client,) = (p for p in fleet.peers.values() if not isinstance(p, FakeEngine))
+    num_seen = len(engine.seen)
+    fleet.send(client, client.abort_all())
+    fleet.run(client)
+    assert sum(bool(asked.replies) for asked in client.asked.values()) == 192 - 24
+    assert len(engine.seen) == num_seen
+    fleet.run()
+    assert fleet.core.num_requests_held == 0
+    assert not len(fleet.core._dispatcher._queue)
+
+
+def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
+    fleet = FakeFleet()
+    client = fleet.client()
+    fleet.run()
+    assert client.welcome is not None
+    assert client.welcome.max_requests == fleet.core._context.limits.max_client_requests
+    assert not client.welcome.is_resumed
+    fleet.redial(client)
+    fleet.run()
+    assert client.welcome.is_resumed
+
+
+@pytest.mark.parametrize("template_tokens", [64, 512])
+def test_a_common_template_spreads_and_more_in_common_stays_together(template_tokens: int) -> None:
+    """Prompts of equal length behind one template, each asked for twice: the first answer of a
+    prompt makes its engine the one for the second."""
+    fleet = FakeFleet(LoadBalancedPolicy(), block_size_tokens=16)
+    client = fleet.client()
+    engines = [fleet.engine(max_requests=4096) for _ in range(4)]
+    fleet.run()
+    own = np.random.default_rng(5).integers(0, 50_000, (1000, 64))
+    template = np.arange(template_tokens)
+    prompts = [np.concatenate([template, row]).astype(np.int32) for row in own]
+    fleet.send(client, *(client.submission([16], prompt_tokens=prompt) for prompt in prompts))
+    fleet.run()
+    outstanding = sizes(*engines)
+    assert sum(outstanding) == 1000
+    assert max(outstanding) <= 1.3 * 250, outstanding
+    home = {request_id: engine for engine in engines for request_id in engine.held}
+    fleet.finish()
+    order = np.random.default_rng(6).permutation(1000)
+    fleet.send(client, *(client.submission([16], prompt_tokens=prompts[index]) for index in order))
+    fleet.run()
+    again = {request_id: engine for engine in engines for request_id in engine.held}
+    num_at_home = sum(again[1000 + place] is home[index] for place, index in enumerate(order))
+    assert num_at_home >= 900, num_at_home
+    assert max(sizes(*engines)) <= 1.3 * 250

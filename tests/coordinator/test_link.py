@@ -1,0 +1,602 @@
+"""An engine's Link against a scripted coordinator: handshake, heartbeats, lease, what waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.link import Link, LinkClosedError
+from rollout.coordinator.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    Ack,
+    Attempt,
+    Disconnect,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Register,
+    ReplyAck,
+    nack_of,
+)
+from rollout.errors import ConfigError, ProtocolError, RolloutError
+from tests.coordinator.scripted_router import (
+    BOUND_S,
+    ScriptedRouter,
+    connect_ack,
+    polite,
+    politely,
+    register_ack,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def registration() -> Register:
+    return Register(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=bytes(16),
+        state="RUNNING",
+        weights_version=0,
+        weights_checksum="",
+        block_size_tokens=16,
+        max_requests=8,
+    )
+
+
+def status() -> EngineStatus:
+    return EngineStatus(
+        state="RUNNING",
+        num_steps=0,
+        num_waiting=0,
+        num_running=0,
+        num_blocks_free=0,
+        weights_version=0,
+    )
+
+
+def link_to(router: ScriptedRouter, **options: object) -> Link:
+    return Link(router.port, **{"handshake": registration, "status": status, **options})
+
+
+def received(link: Link, num: int = 1) -> list[Message]:
+    messages: list[Message] = []
+    deadline = time.monotonic() + BOUND_S
+    while len(messages) < num:
+        assert time.monotonic() < deadline, messages
+        messages += link.receive(0.1)
+    return messages
+
+
+def becomes(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + BOUND_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def acks(num: int, start: int = 0) -> list[Ack]:
+    return [Ack(command_id=i) for i in range(start, start + num)]
+
+
+# ---- registration
+
+
+def test_an_engine_registers_and_may_step_once_it_has_taken_the_answer():
+    with ScriptedRouter() as router, link_to(router) as link:
+        assert not link.may_step()
+        link.wait_registered(BOUND_S)
+        assert not link.may_step()  # what counts no more is not known yet
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+        assert router.received[0] == registration()
+
+
+def test_nobody_at_the_address_is_said_clearly():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router) as link:
+            with pytest.raises(CoordinatorLostError, match=f"no coordinator.*{router.port}"):
+                link.wait_registered(0.2)
+            router.come_back()
+            assert received(link) == [register_ack()]
+
+
+def test_a_refusal_is_raised_with_its_class_and_tried_again():
+    reason = ProtocolError("the peer speaks protocol 2, this process 1")
+    with ScriptedRouter(lambda m: [nack_of(None, reason)]) as router, link_to(router) as link:
+        with pytest.raises(ProtocolError, match="speaks protocol 2"):
+            link.wait_registered(BOUND_S)
+        assert not link.may_step()
+        router.script = polite
+        received(link)
+        link.wait_registered(BOUND_S)
+        assert link.may_step()
+
+
+def test_no_address_is_refused():
+    for address in ("nowhere", 0, -1, 70000, True):
+        with pytest.raises(ConfigError, match="port"):
+            Link(address, handshake=registration, status=status)
+    with pytest.raises(ConfigError, match="cannot be dialled"):
+        Link("tcp://nowhere", handshake=registration, status=status)
+
+
+# ---- messages
+
+
+def test_messages_keep_their_order_both_ways():
+    with ScriptedRouter() as router, link_to(router) as link:
+        for message in acks(2000):
+            link.send(message)
+        assert router.wait_for(Ack, 2000) == acks(2000)
+        commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(2000)]
+        router.send(*commands)
+        assert received(link, 2001)[1:] == commands
+
+
+def test_receive_waits_for_a_message_and_no_longer():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        start = time.monotonic()
+        assert link.receive(0.1) == []
+        assert 0.09 < time.monotonic() - start < 5
+        threading.Timer(0.1, router.send, [ReplyAck(attempts=())]).start()
+        start = time.monotonic()
+        assert link.receive(BOUND_S) == [ReplyAck(attempts=())]
+        assert time.monotonic() - start < 5
+
+
+def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        with caplog.at_level(logging.WARNING):
+            router.send(b"", b"\xff", b"\x91\xcc\xff", connect_ack(), registration())
+            router.send_frames(b"\x91\x00", b"")
+            router.send(COMMAND_TYPES[Headers.PAUSE](command_id=7))
+            assert received(link) == [COMMAND_TYPES[Headers.PAUSE](command_id=7)]
+        assert link.num_malformed == 6
+        assert len([r for r in caplog.records if "garbage" in r.message]) == 1
+        assert link.may_step()
+
+
+def test_a_message_that_cannot_be_sent_is_refused_to_the_sender():
+    large = ReplyAck(attempts=tuple(Attempt(request_id=i) for i in range(1000)))
+    with ScriptedRouter() as router, link_to(router, max_frame_bytes=1000) as link:
+        received(link)
+        with pytest.raises(ProtocolError, match="at most 1000"):
+            link.send(large)
+
+
+def test_a_full_queue_refuses_the_next_message_and_drops_none():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router, max_queued=3) as link:
+            for message in acks(3):
+                link.send(message)
+            with pytest.raises(RolloutError, match="3 messages wait"):
+                link.send(Ack(command_id=3))
+            router.come_back()
+            assert router.wait_for(Ack, 3) == acks(3)
+
+
+def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
+    is_deaf = threading.Event()
+
+    def script(message: Message) -> list[Message] | None:
+        if isinstance(message, Register):
+            return [register_ack(lease_s=BOUND_S)]
+        return [] if is_deaf.is_set() and isinstance(message, Heartbeat) else None
+
+    # Nothing is known to have arrived while no heartbeat is answered.
+    with ScriptedRouter(politely(script)) as router, link_to(router, max_queued=8) as link:
+        received(link)
+        is_deaf.set()
+        for message in acks(4):
+            link.send(message)
+        assert link.may_step()
+        link.send(Ack(command_id=4))
+        assert not link.may_step()
+        is_deaf.clear()
+        assert becomes(link.may_step)
+
+
+def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
+    commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(20)]
+    with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
+        router.wait_for(Register)
+        router.send(*commands)
+        taken: list[Message] = []
+        while len(taken) < 21:
+            time.sleep(0.02)
+            batch = link.receive(BOUND_S)
+            assert 1 <= len(batch) <= 4
+            taken += batch
+        assert taken[1:] == commands
+
+
+# ---- heartbeats and the lease
+
+
+def test_heartbeats_carry_the_status_and_go_on_while_the_engine_is_stuck():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        before = len(router.wait_for(Heartbeat))
+        time.sleep(3 * register_ack().lease_s / 2)  # the engine's thread does nothing at all
+        assert link.may_step()
+        beats = router.wait_for(Heartbeat)
+        assert len(beats) - before > 10
+        assert all(beat.status == status() for beat in beats)
+        assert [beat.sequence for beat in beats] == list(range(1, len(beats) + 1))
+
+
+def test_a_coordinator_that_is_silent_for_the_lease_stops_the_engine_until_it_registers():
+    silent = threading.Event()
+
+    def script(message: Message) -> list[Message] | None:
+        return [] if silent.is_set() else None
+
+    with ScriptedRouter(politely(script)) as router, link_to(router) as link:
+        received(link)
+        silent.set()
+        lease_ends_at = time.monotonic() + register_ack().lease_s
+        asked_at = time.monotonic()
+        while link.may_step():
+            assert asked_at <= lease_ends_at
+            time.sleep(0.005)
+            asked_at = time.monotonic()
+        router.wait_for(Register, 2)
+        silent.clear()
+        assert not link.may_step()
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+
+
+def test_the_lease_counts_from_when_the_registration_was_sent():
+    def late(message: Message) -> list[Message] | None:
+        if isinstance(message, Register):
+            time.sleep(0.3)
+            return [register_ack(lease_s=0.25)]
+        return None
+
+    with ScriptedRouter(politely(late)) as router, link_to(router) as link:
+        received(link)
+        assert not link.may_step()
+
+
+def test_an_engine_that_is_no_longer_known_stops_at_once_and_registers_again():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.script = lambda m: []
+        router.send(nack_of(None, ProtocolError("who are you?")))
+        assert becomes(lambda: not link.may_step())
+        router.wait_for(Register, 2)
+        router.script = polite
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+
+
+def test_a_goodbye_of_the_coordinator_ends_the_link_behind_its_last_words():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.send(ReplyAck(attempts=()), Disconnect(reason="done"))
+        assert received(link) == [ReplyAck(attempts=())]
+        with pytest.raises(CoordinatorLostError, match="it has gone: done"):
+            link.receive(BOUND_S)
+        assert not link.may_step()
+        link.send(Ack(command_id=0))  # to nobody
+
+
+def test_messages_wait_while_the_coordinator_is_away_and_follow_the_registration():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        for round_ in range(3):
+            router.vanish()
+            router.received.clear()
+            for message in acks(5, start=5 * round_):
+                link.send(message)
+            router.come_back()
+            last = Ack(command_id=5 * round_ + 4)
+            router.wait_until(lambda last=last: [m for m in router.received if m == last])
+            news = [m for m in router.received if not isinstance(m, Heartbeat)]
+            assert news[0] == registration()
+            assert news[-5:] == acks(5, start=5 * round_)
+            assert received(link) == [register_ack()]
+            assert link.may_step()
+
+
+def test_another_coordinator_at_the_address_ends_the_link():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.vanish()
+        router.received.clear()
+        link.send(Ack(command_id=0))
+        another = register_ack(coordinator_id=bytes(16))
+        router.script = politely(lambda m: [another] if isinstance(m, Register) else None)
+        router.come_back()
+        with pytest.raises(CoordinatorLostError, match="another one has taken its place"):
+            link.receive(BOUND_S)
+        link.send(Ack(command_id=1))  # to nobody
+        assert not link.may_step()
+        assert not [m for m in router.received if isinstance(m, Ack)]
+
+
+def test_an_engine_gives_up_a_coordinator_that_stays_away():
+    with ScriptedRouter() as router, link_to(router, give_up_s=0.5) as link:
+        received(link)
+        start = time.monotonic()
+        router.vanish()
+        with pytest.raises(CoordinatorLostError, match=r"out of reach for 0\.5"):
+            link.receive(BOUND_S)
+        assert 0.5 <= time.monotonic() - start < BOUND_S / 2
+        assert not link.may_step()
+        with pytest.raises(CoordinatorLostError):
+            link.receive()
+
+
+def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to():
+    with ScriptedRouter() as router:
+        router.vanish()
+        with link_to(router, give_up_s=0.05) as link:
+            with pytest.raises(CoordinatorLostError, match="no coordinator"):
+                link.wait_registered(0.5)
+            router.come_back()
+            assert received(link) == [register_ack()]
+
+
+def test_what_an_engine_takes_at_once_is_of_one_session():
+    inbox = Inbox(10, lambda: None, lambda: None)
+    pause = COMMAND_TYPES[Headers.PAUSE](command_id=1)
+    for message in (pause, register_ack(), pause, pause, register_ack()):
+        inbox.put(message)
+    assert inbox.take_all(0) == [pause]
+    assert inbox.take_all(0) == [register_ack(), pause, pause]
+    assert inbox.take_all(0) == [register_ack()]
+    assert inbox.take_all(0) == []
+
+
+def test_a_connection_that_breaks_at_any_time_loses_no_message():
+    with ScriptedRouter() as router, link_to(router) as link:
+        for round_ in range(10):
+            for message in acks(40, start=40 * round_):
+                link.send(message)
+            router.vanish()
+            for message in acks(5, start=1000 + 5 * round_):
+                link.send(message)
+            router.come_back()
+        expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
+        assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
+        assert becomes(lambda: link._outbox.num_kept == 0)
+
+
+def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
+    """The link's thread stands still until both are there: the message and the loss."""
+    stands_still, may_go_on = threading.Event(), threading.Event()
+
+    def held_status() -> EngineStatus:
+        stands_still.set()
+        assert may_go_on.wait(BOUND_S)
+        return status()
+
+    with ScriptedRouter() as router, link_to(router, status=held_status) as link:
+        received(link)
+        assert stands_still.wait(BOUND_S)
+        router.send(ReplyAck(attempts=()))
+        router.vanish()
+        is_lost = becomes(lambda: link._dealer._monitor.poll(0) != 0)
+        may_go_on.set()
+        assert is_lost
+        assert received(link) == [ReplyAck(attempts=())]
+
+
+def test_answers_to_nothing_that_was_asked_are_dropped():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        router.send(register_ack(rank=5), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
+        assert received(link) == [ReplyAck(attempts=())]
+        assert link.may_step()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["sleep", "beat", "answer", "register", "end"]), st.floats(0, 3)),
+        max_size=40,
+    )
+)
+def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(events):
+    lease, now, lease_s = Lease(), 0.0, 5.0
+    sent: list[tuple[int, float]] = []
+    confirmed, alive = float("-inf"), False
+    for what, amount in events:
+        if what == "sleep":
+            now += amount
+        elif what == "beat":
+            sent.append((lease.heartbeat(now), now))
+        elif what == "answer" and sent:
+            sequence, sent_at = sent[int(amount * 7) % len(sent)]
+            lease.answered(sequence, now)
+            if alive and now < confirmed + lease_s:
+                confirmed = max(confirmed, sent_at)
+        elif what == "register":
+            lease.begin(lease_s, now - amount)
+            confirmed, alive, sent = now - amount, True, []
+        elif what == "end":
+            lease.end()
+            confirmed, alive, sent = float("-inf"), False, []
+        assert lease.until <= confirmed + lease_s
+        assert lease.until > float("-inf") or not alive
+
+
+@given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
+def test_what_is_sent_is_kept_until_it_has_arrived(events):
+    outbox, lease, arrived, num_put = Outbox(1000, lambda: None), Lease(), [], 0
+    lease.begin(1.0, 0.0)
+    connection: list[object] = []  # frames and heartbeats on their way
+    answers: list[int] = []
+    for what in [*events, "send", "beat", "hear", "hear"]:
+        if what == "put":
+            outbox.put(str(num_put).encode())
+            num_put += 1
+        elif what == "send":
+            outbox.send_all(connection.append)
+        elif what == "beat":
+            connection.append(lease.heartbeat(0.0, outbox.num_sent))
+        elif what == "hear":
+            for answer in answers:
+                outbox.confirm(lease.answered(answer, 0.0))
+            answers = [item for item in connection if isinstance(item, int)]
+            arrived += [int(item) for item in connection if isinstance(item, bytes)]
+            connection = []
+        elif what == "break":
+            arrived += [int(f) for f in connection[: len(connection) // 2] if isinstance(f, bytes)]
+            connection, answers = [], []
+            outbox.rewind()
+            lease.begin(1.0, 0.0)
+    assert set(arrived) == set(range(num_put))
+    assert list(dict.fromkeys(arrived)) == list(range(num_put))
+    for answer in answers:
+        outbox.confirm(lease.answered(answer, 0.0))
+    assert not outbox.num_kept  # all of it is known to have arrived
+
+
+CHILD = """
+    import time
+    from rollout.coordinator.link import Link
+    from tests.coordinator.test_link import received, registration, status
+
+    link = Link({port}, handshake=registration, status=status)
+    received(link)
+    last = time.monotonic()
+    print("stepping", flush=True)  # and may be stopped at once
+    while True:
+        may_step, now = link.may_step(), time.monotonic()
+        # It stood still before or after the question, so that is put again.
+        if now - last > {lease_s} or not may_step:
+            print(f"stood still {{link.may_step()}}", flush=True)
+            break
+        last = now
+        time.sleep(0.001)
+    received(link)
+    print(f"registered {{link.may_step()}}", flush=True)
+    link.close()
+"""
+
+
+def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on():
+    with ScriptedRouter() as router:
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-c",
+                textwrap.dedent(CHILD.format(port=router.port, lease_s=register_ack().lease_s)),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert child.stdout.readline() == "stepping\n"
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * register_ack().lease_s)
+            child.send_signal(signal.SIGCONT)
+            assert child.stdout.readline() == "stood still False\n"
+            assert child.stdout.readline() == "registered True\n"
+            assert child.wait(BOUND_S) == 0
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+        router.wait_for(Disconnect)
+        assert len(router.wait_for(Register)) == 2
+
+
+# ---- the end
+
+
+def test_an_engine_that_fails_says_so_when_it_goes():
+    with ScriptedRouter() as router:
+        with contextlib.suppress(ZeroDivisionError), link_to(router) as link:
+            received(link)
+            raise ZeroDivisionError("in a step")
+        (goodbye,) = router.wait_for(Disconnect)
+        assert goodbye.is_fault
+        assert "ZeroDivisionError('in a step')" in goodbye.reason
+
+
+def test_closing_sends_what_waits_says_goodbye_and_leaves_no_thread():
+    num_threads = threading.active_count()
+    with ScriptedRouter() as router:
+        link = link_to(router)
+        received(link)
+        for message in acks(50):
+            link.send(message)
+        link.close("enough")
+        link.close()
+        assert router.wait_for(Disconnect) == [Disconnect(reason="enough")]
+        assert router.wait_for(Ack, 50) == acks(50)
+        assert not link.may_step()
+        with pytest.raises(LinkClosedError):
+            link.receive()
+        with pytest.raises(LinkClosedError):
+            link.send(Ack(command_id=0))
+    assert threading.active_count() == num_threads
+
+
+def test_closing_wakes_an_engine_that_waits():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        threading.Timer(0.1, link.close).start()
+        with pytest.raises(LinkClosedError):
+            link.receive(BOUND_S)
+
+
+def test_several_threads_may_close_at_once():
+    with ScriptedRouter() as router:
+        for _ in range(20):
+            link = link_to(router)
+            received(link)
+            threads = [threading.Thread(target=link.close) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(BOUND_S)
+                assert not thread.is_alive()
+
+
+def test_closing_does_not_wait_for_a_coordinator_that_is_away():
+    with ScriptedRouter() as router:
+        router.vanish()
+        link = link_to(router)
+        link.send(Ack(command_id=0))
+        start = time.monotonic()
+        link.close()
+        assert time.monotonic() - start < BOUND_S / 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callable_that_fails_ends_the_link_and_is_named():
+    def broken() -> EngineStatus:
+        raise ValueError("no status today")
+
+    with ScriptedRouter() as router, link_to(router, status=broken) as link:
+        with pytest.raises(RolloutError, match="no status today"):
+            received(link, num=2)
+        assert not link.may_step()

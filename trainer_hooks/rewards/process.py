@@ -1,0 +1,34 @@
+"""python -m trainer_hooks.rewards.process: a child of RewardProcesses, which computes rewards."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from rollout.child_process import run_child
+from rollout.errors import ConfigError
+from trainer_hooks.rewards.calling import RewardFunction, rewards_of
+from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed
+
+
+def serve(pipe: Connection, reward_fn: RewardFunction) -> None:
+    """Answer calls until the parent is gone."""
+    pipe.send("ready")
+    while True:
+        try:
+            args, named = pipe.recv()
+        except EOFError:
+            return
+        error: Exception | None = None
+        try:
+            pipe.send((rewards_of(reward_fn, args, named), None, None))
+        except ConfigError as fault:
+            error, cause = ConfigError(str(fault)), RemoteTraceback.of(fault)
+        except Exception as fault:  # the user's function; the other side makes a failed reward
+            error = RewardFailed(f"{type(fault).__name__}: {fault}")
+            cause = RemoteTraceback.of(fault)
+        if error is not None:
+            pipe.send((None, error, cause))
+
+
+if __name__ == "__main__":
+    run_child(serve)
