@@ -131,6 +131,7 @@ class Link:
         self._coordinator_id: bytes | None = None
         self._lease_s = self._heartbeat_s = math.inf
         self._next_heartbeat = self._lost_at = self._give_up_at = math.inf
+        self._heard_at = -math.inf
         # ---- of the connection
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._greeted_at: float | None = None  # when the handshake over this connection was sent
@@ -256,7 +257,7 @@ class Link:
         """Wait until there is something to do, and do it."""
         due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:
-            due_at = min(self._next_heartbeat, self._lease.until)
+            due_at = min(self._next_heartbeat, self._silent_at)
         left_s = due_at - time.monotonic()
         timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
         if self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room):
@@ -273,8 +274,15 @@ class Link:
         if self._is_in_session:
             self._outbox.send_all(self._dealer.send)
 
+    @property
+    def _silent_at(self) -> float:
+        """When to begin another session if nothing comes. A client, which does nothing that needs a
+        lease, goes by any word: a coordinator may be slow with the echoes of heartbeats.
+        """
+        return self._heard_at + self._lease_s if self._is_client else self._lease.until
+
     def _do_due(self, now: float) -> None:
-        if self._is_in_session and now >= self._lease.until:
+        if self._is_in_session and now >= self._silent_at:
             self._leave("it was silent for the lease", now)
         if self._is_in_session:
             if now >= self._next_heartbeat:
@@ -399,6 +407,7 @@ class Link:
             num_left -= 1
             if (frames := self._dealer.receive()) is None:
                 return
+            self._heard_at = time.monotonic()
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"a message is one frame, got {len(frames)}")

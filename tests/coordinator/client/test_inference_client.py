@@ -1028,6 +1028,21 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
     run(politely(lambda m: [] if is_silent.is_set() else with_short_lease(m)), test)
 
 
+def test_a_coordinator_that_is_slow_with_heartbeats_is_there_while_it_says_anything():
+    async def test(client, router):
+        future = client.add_request([1], PARAMS)
+        await heard(router, SubmitRequest)
+        end = time.monotonic() + 2.5 * LEASE_S
+        while time.monotonic() < end:
+            router.send(Ack(command_id=99))
+            await asyncio.sleep(LEASE_S / 20)
+        router.send(reply_to(0))
+        await future
+        assert len(router.wait_for(Connect)) == 1
+
+    run(politely(lambda m: [] if isinstance(m, Heartbeat) else with_short_lease(m)), test)
+
+
 def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
     async def test(client, router):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
