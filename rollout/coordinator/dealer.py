@@ -90,9 +90,15 @@ class Dealer:
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 
-    def send(self, frame: bytes) -> None:
-        """Never waits: what may be on its way is bounded by who sends."""
-        self.socket.send(frame, zmq.NOBLOCK)
+    def send(self, frame: bytes) -> bool:
+        """Whether it was taken: always, but over a connection that is lost, before an event says
+        so. Never waits: what may be on its way is bounded by who sends.
+        """
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def receive(self) -> list[bytes] | None:
         """The frames of the next message; None if there is none, or the connection is closed."""

@@ -145,10 +145,9 @@ class Outbox:
         if is_first:
             self._on_first()
 
-    def send_all(self, send: Callable[[bytes], object]) -> None:
-        """Give what waits to `send`, in order."""
-        while self._waiting:
-            send(self._waiting[0])
+    def send_all(self, send: Callable[[bytes], bool]) -> None:
+        """Give what waits to `send`, in order, until it does not take a frame."""
+        while self._waiting and send(self._waiting[0]):
             with self._lock:
                 self._sent.append(self._waiting.popleft())
 

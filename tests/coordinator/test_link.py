@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.dealer import CoordinatorLostError, Dealer
 from rollout.coordinator.link import Link, LinkClosedError
 from rollout.coordinator.link_queues import Inbox, Lease, Outbox
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
@@ -34,6 +35,8 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     nack_of,
 )
+from rollout.coordinator.router import Router
+from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 from tests.coordinator.scripted_router import (
     BOUND_S,
@@ -448,12 +451,17 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
     lease.begin(1.0, 0.0)
     connection: list[object] = []  # frames and heartbeats on their way
     answers: list[int] = []
+
+    def send(frame: bytes) -> bool:
+        connection.append(frame)
+        return True
+
     for what in [*events, "send", "beat", "hear", "hear"]:
         if what == "put":
             outbox.put(str(num_put).encode())
             num_put += 1
         elif what == "send":
-            outbox.send_all(connection.append)
+            outbox.send_all(send)
         elif what == "beat":
             connection.append(lease.heartbeat(0.0, outbox.num_sent))
         elif what == "hear":
@@ -600,3 +608,23 @@ def test_a_callable_that_fails_ends_the_link_and_is_named():
         with pytest.raises(RolloutError, match="no status today"):
             received(link, num=2)
         assert not link.may_step()
+
+
+def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
+    with contextlib.ExitStack() as last:
+        router = Router("127.0.0.1", None, max_frame_bytes=2**20)
+        context, waker = zmq.Context(), Waker()
+        dealer = Dealer(context, router.address, waker, max_frame_bytes=2**20, curve=None)
+        for end in (router.close, context.term, waker.close, dealer.close):
+            last.callback(end)
+        outbox = Outbox(2, lambda: None)
+        outbox.put(b"first")
+        outbox.send_all(dealer.send)
+        dealer.socket.disconnect(router.address)  # as if it were lost, before any event says so
+        outbox.put(b"second")
+        outbox.send_all(dealer.send)
+        assert (outbox.num_sent, outbox.num_kept) == (1, 2)
+        outbox.rewind()
+        told: list[bytes] = []
+        outbox.send_all(lambda frame: told.append(frame) is None)
+        assert told == [b"first", b"second"]
