@@ -9,12 +9,15 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rollout import InferenceConfig, WeightUpdateError
 from rollout.apis import engine_process
@@ -26,6 +29,7 @@ from rollout.coordinator.protocol.messages import (
     Commit,
     Message,
     Rollback,
+    WeightsSource,
 )
 from tests.processes import PROCESSES
 
@@ -132,14 +136,15 @@ class _TellingAgent(EngineAgent):
         if isinstance(message, AssignRequest) and not self.has_worked:
             self.has_worked = True
             self._tell_served("work")
-        try:
-            answers = super().handle(message)
-        except WeightUpdateError as error:
-            self.tell(("missed", str(error)))
-            raise
+        answers = super().handle(message)
         if isinstance(message, Commit | Rollback):
             self._tell_served(type(message).__name__)
         return answers
+
+    def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
+        if isinstance(error, WeightUpdateError):
+            self.tell(("missed", str(error)))
+        return super()._enter(error)
 
     def _tell_served(self, word: str) -> None:
         engine = self._engine
@@ -191,6 +196,20 @@ def _wait_to_be_killed(agent: type[EngineAgent]) -> None:
     agent.step = limited_step  # type: ignore[method-assign]
 
 
+def _get_other_weights(agent: type[EngineAgent]) -> None:
+    """Until SIGUSR1 what it fetches is not what was published."""
+    fetch, is_right = engine_process.fetch_weights, threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: is_right.set())
+
+    def fetch_other_weights(source: WeightsSource) -> dict[str, Tensor]:
+        tensors = fetch(source)
+        if not is_right.is_set():
+            tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        return tensors
+
+    engine_process.fetch_weights = fetch_other_weights  # type: ignore[attr-defined]
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -200,4 +219,5 @@ BEHAVIOURS: dict[str, Callable[[type[EngineAgent]], None]] = {
     "dies after its vote": _die_voted,
     "dies at the commit": _die_committing,
     "waits to be killed": _wait_to_be_killed,
+    "gets other weights": _get_other_weights,
 }
