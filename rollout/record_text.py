@@ -20,7 +20,7 @@ def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None)
     the error among its events. Without a tokenizer nothing is done.
     """
     segments, last = record.requests, record.current
-    written = [s for s in segments if s.generated_tokens] or [last]
+    written = [s for s in segments if s.num_generated_tokens] or [last]
     is_known = written[-1].generated_text is not None or any(s.has_no_text for s in segments)
     if tokenizer is None or is_known or last.sampling_params is None:
         return

@@ -39,7 +39,6 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
 Results = Mapping[str, Any]
-Groups = Sequence[tuple[Prompt, Sequence[SamplingParams]]]
 _PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
 # How long the end of the coordinator's process may be noticed after that of its connection.
 _NOTICE_S = 1.0
@@ -251,11 +250,12 @@ class AsyncLLM:
         InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
         run comes back FAILED with its error event.
         """
-        await self._connected()
+        client = await self._connected()
         batch, is_single = as_batch(prompts)
         groups = list(zip(batch, per_sample(sampling_params, len(batch), n), strict=True))
         samples = [(prompt, params) for prompt, each in groups for params in each]
-        futures = [future for group in self.submit_groups(groups, priority) for future in group]
+        added = client.add_groups(groups, priority=priority)
+        futures = [future for group in added for future in group]
         try:
             async with self._named_errors():
                 if futures:
@@ -272,19 +272,6 @@ class AsyncLLM:
             for future, sample in zip(futures, samples, strict=True)
         ]
         return requests[0] if is_single and n == 1 else requests
-
-    def submit_groups(self, groups: Groups, priority: int) -> list[list[RequestFuture]]:
-        """Queue all groups or none. Raises InvalidRequestError for a malformed prompt."""
-        client = self.client
-        sent: list[list[RequestFuture]] = []
-        try:
-            for prompt, each in groups:
-                sent.append(client.add_group(prompt, each, priority=priority))
-        except BaseException:
-            for future in (future for group in sent for future in group):
-                future.cancel()
-            raise
-        return sent
 
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams

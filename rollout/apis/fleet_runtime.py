@@ -86,7 +86,7 @@ class FleetRuntime:
     async def _submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
-        futures = self._llm.submit_groups(groups, priority)
+        futures = self._llm.client.add_groups(groups, priority=priority)
         for (prompt, each), group in zip(groups, futures, strict=True):
             for params, future in zip(each, group, strict=True):
                 self._open[future.request_id] = future

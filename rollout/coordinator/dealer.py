@@ -8,8 +8,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rollout.coordinator.security import HANDSHAKE_FAULTS
-from rollout.coordinator.security import CurveKeys as CurveKeys  # by its name here as well
+from rollout.coordinator.security import HANDSHAKE_FAULTS, CurveKeys
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, RolloutError
 

@@ -15,7 +15,6 @@ from rollout.coordinator.dealer import (
     CONNECTED,
     REFUSED,
     CoordinatorLostError,
-    CurveKeys,
     Dealer,
     address_of,
 )
@@ -48,7 +47,7 @@ from rollout.coordinator.protocol.messages import (
     encode,
     error_from,
 )
-from rollout.coordinator.security import KEY_IS_UNKNOWN, handshake_fault
+from rollout.coordinator.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 

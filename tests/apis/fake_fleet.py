@@ -79,9 +79,12 @@ class FakeClient:
 
     # ---- what an AsyncLLM orders
 
-    def add_group(
-        self, prompt: Any, params: Sequence[SamplingParams], *, priority: int
-    ) -> list[RequestFuture]:
+    def add_groups(
+        self, groups: Sequence[tuple[Any, Sequence[SamplingParams]]], *, priority: int
+    ) -> list[list[RequestFuture]]:
+        return [self.add_group(params, priority) for _, params in groups]
+
+    def add_group(self, params: Sequence[SamplingParams], priority: int) -> list[RequestFuture]:
         self.priorities.append(priority)
         first = len(self.futures)
         futures = [RequestFuture(first + i, self._loop) for i in range(len(params))]

@@ -72,8 +72,7 @@ class FakeClient:
             self.asked[request_id] = Asked(seed, count, streaming)
             params = pack_params(SamplingParams(num_tokens_to_generate=count))
             samples.append(Sample(request_id=request_id, sampling_params=params, seed=seed))
-        if "prompt" not in more:
-            more.setdefault("prompt_tokens", np.array(PROMPT, np.int32))
+        more.setdefault("prompt_tokens", np.array(PROMPT, np.int32))
         message = SubmitRequest(samples=tuple(samples), streaming=streaming, **more)
         self.submitted.append(message)
         return message

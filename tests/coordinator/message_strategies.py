@@ -163,11 +163,7 @@ def groups(*, fresh: bool = False) -> st.SearchStrategy[tuple[Sample, ...]]:
 
 
 def submissions() -> st.SearchStrategy[SubmitRequest]:
-    group = groups(fresh=True)
-    return st.one_of(
-        built(SubmitRequest, samples=group, prompt_tokens=token_ids),
-        built(SubmitRequest, samples=group, prompt_tokens=st.none(), prompt=text),
-    )
+    return built(SubmitRequest, samples=groups(fresh=True), prompt_tokens=token_ids)
 
 
 def engine_replies() -> st.SearchStrategy[EngineReply]:

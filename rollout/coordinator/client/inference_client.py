@@ -18,7 +18,7 @@ from rollout.coordinator.client.pending_commands import CommandFuture, PendingCo
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt, submission_of
-from rollout.coordinator.dealer import CoordinatorLostError, CurveKeys, address_of
+from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -34,6 +34,7 @@ from rollout.coordinator.protocol.messages import (
     UpdateWeights,
     WeightsSource,
 )
+from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.text import as_tokenizer

@@ -305,7 +305,6 @@ class PendingRequests:
 
 def _num_bytes(message: SubmitRequest) -> int:
     """As a coordinator counts them."""
-    assert message.prompt_tokens is not None
     return message.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in message.samples)
 
 

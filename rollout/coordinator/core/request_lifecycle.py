@@ -29,7 +29,6 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.errors import (
     EngineStateError,
-    InvalidRequestError,
     RequestAbortedError,
     RolloutError,
 )
@@ -70,8 +69,6 @@ class RequestLifecycle:
         limits = self._context.limits
         if not self.is_open:
             return EngineStateError("the engines are stopped; no request is taken any more")
-        if message.prompt_tokens is None:
-            return InvalidRequestError("the coordinator takes token ids; tokenize the prompt first")
         bounds = (
             (
                 "requests of this client are unfinished",
@@ -95,7 +92,6 @@ class RequestLifecycle:
     def _take(
         self, client: ClientSession, message: SubmitRequest, samples: list[Sample], now: float
     ) -> None:
-        assert message.prompt_tokens is not None
         hashes = self._dispatcher.hash_prompt(message.prompt_tokens)
         group = self._table.add(client, message, samples, hashes)
         self._context.counters.num_requests += len(samples)

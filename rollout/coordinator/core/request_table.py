@@ -166,14 +166,14 @@ class RequestTable:
         hashes: list[int],
     ) -> Group:
         """Enter these samples of a submission, waiting."""
-        tokens = _NO_TOKENS if message.prompt_tokens is None else message.prompt_tokens
         group = Group(
             group_id=self._next_id,
-            prompt_tokens=tokens,
+            prompt_tokens=message.prompt_tokens,
             priority=message.priority,
             is_streaming=message.streaming,
             hashes=hashes,
-            num_bytes=tokens.nbytes + sum(len(s.sampling_params) for s in message.samples),
+            num_bytes=message.prompt_tokens.nbytes
+            + sum(len(s.sampling_params) for s in message.samples),
             num_waiting=len(samples),
         )
         self.groups[group.group_id] = group

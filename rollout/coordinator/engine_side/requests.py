@@ -56,7 +56,6 @@ class _ReportTimes:
 class _Running:
     attempt: int
     num_reported: int
-    prompt: str | None
     slot: dict[int, None]  # of the report times
 
 
@@ -143,9 +142,7 @@ class EngineRequests:
         tokens = message.prompt_tokens.tolist()
         params = [unpack_params(sample.sampling_params) for sample in samples]
         if _num_known(samples[0]):
-            record = resumed_record(
-                *(samples[0], params[0], tokens), prompt=message.prompt, priority=message.priority
-            )
+            record = resumed_record(samples[0], params[0], tokens, priority=message.priority)
             self._engine.add_record(record)
         else:
             seeded = [
@@ -160,9 +157,7 @@ class EngineRequests:
                 interval = min(interval, own.streaming_interval)
             slot = self._report_times.slot(interval)
             slot[sample.request_id] = None
-            self._running[sample.request_id] = _Running(
-                sample.attempt, _num_known(sample), message.prompt, slot
-            )
+            self._running[sample.request_id] = _Running(sample.attempt, _num_known(sample), slot)
 
     # ---- going
 
@@ -239,7 +234,6 @@ class EngineRequests:
     def _end(self, record: DynamicInferenceRequestRecord) -> EngineReply:
         running = self._running.pop(record.request_id)
         del running.slot[record.request_id]
-        record[0].prompt = running.prompt
         return self._keep(
             EngineReply(
                 request_id=record.request_id,

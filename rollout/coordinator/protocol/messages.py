@@ -162,13 +162,12 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 class SubmitRequest(Message, frozen=True, kw_only=True, tag=20):
     """Client -> coordinator: samples of one prompt, which go to one rank. Idempotent by name.
 
-    prompt_tokens: int32 [n]; prompt: its text. One of both is there. priority: higher first.
-    deadline_s: from arrival. streaming: send partial replies on to the client.
+    prompt_tokens: int32 [n]. priority: higher first. deadline_s: from arrival. streaming: send
+    partial replies on to the client.
     """
 
     samples: Samples
-    prompt_tokens: Int32s | None = None
-    prompt: str | None = None
+    prompt_tokens: Int32s
     priority: Int = 0
     deadline_s: Seconds | None = None
     streaming: bool = False
@@ -176,19 +175,16 @@ class SubmitRequest(Message, frozen=True, kw_only=True, tag=20):
     def __post_init__(self) -> None:
         set_columns(self, _TOKEN_COLUMNS)
         _check_names("SubmitRequest", self.samples)
-        if self.prompt_tokens is None and self.prompt is None:
-            raise ProtocolError("SubmitRequest: neither prompt_tokens nor a prompt")
         for sample in self.samples:
             if sample.attempt or sample.resumed is not None:
                 raise ProtocolError("SubmitRequest: a client's sample is attempt 0, not resumed")
 
 
 class AssignRequest(Message, frozen=True, kw_only=True, tag=75):
-    """Coordinator -> engine: run these samples of one prompt, int32 [n]; prompt: its text."""
+    """Coordinator -> engine: run these samples of one prompt, int32 [n]."""
 
     samples: Samples
     prompt_tokens: Int32s
-    prompt: str | None = None
     priority: Int = 0
 
     def __post_init__(self) -> None:

@@ -115,7 +115,6 @@ def resumed_record(
     params: SamplingParams,
     prompt_tokens: Sequence[int],
     *,
-    prompt: str | None,
     priority: int,
 ) -> DynamicInferenceRequestRecord:
     """The record of a request whose tokens so far are `sample.resumed`, to be added to an engine.
@@ -138,7 +137,6 @@ def resumed_record(
     return DynamicInferenceRequestRecord.from_request(
         DynamicInferenceRequest(
             request_id=sample.request_id,
-            prompt=prompt,
             prompt_tokens=torch.tensor(list(prompt_tokens), dtype=torch.int64),
             sampling_params=params,
             priority=priority,

@@ -447,16 +447,6 @@ def test_too_many_requests_are_refused_and_taken_later() -> None:
     assert not client.asked[2].replies[0].is_failed
 
 
-def test_text_prompts_need_a_tokenizer() -> None:
-    fleet = FakeFleet()
-    client, _ = fleet.client(), fleet.engine()
-    fleet.send(client, client.submission([3], prompt="hello"))
-    fleet.run()
-    (reply,) = client.asked[0].replies
-    assert reply.error is not None
-    assert reply.error.type_name == "InvalidRequestError"
-
-
 def test_prompts_are_routed_by_their_blocks() -> None:
     from rollout.coordinator.routing.policies import LongestPrefixPolicy
 

@@ -331,7 +331,7 @@ def test_what_nobody_would_take_is_not_sent():
 
 def test_more_items_than_are_read_are_not_sent():
     samples = tuple(Sample(request_id=i, sampling_params=b"") for i in range(2**16 + 1))
-    request = SubmitRequest(samples=samples, prompt="many")
+    request = SubmitRequest(samples=samples, prompt_tokens=np.array([1], np.int32))
     with pytest.raises(ProtocolError, match=r"SubmitRequest.samples: Expected `array` of length <"):
         encode(request)
     fewer = structs.replace(request, samples=samples[: 2**16])

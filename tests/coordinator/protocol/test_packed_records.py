@@ -18,6 +18,7 @@ from rollout import (
     Status,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
+from rollout.record_text import add_text
 from rollout.requests.columns import COLUMNS
 from rollout.version_spans import VersionSpans
 
@@ -132,3 +133,14 @@ def test_columns_that_are_none_are_refused(columns):
         unpack_record(msgpack.packb([None, [[{"request_id": 1}, columns]]]))
     good = msgpack.packb([None, [[{"request_id": 1}, {"tpot": ["<f8", bytes(8)]}]]])
     assert unpack_record(good).current.tpot == [0.0]
+
+
+def test_a_record_that_gets_no_text_is_not_read_for_it():
+    """A client without a tokenizer makes no lists of the replies that pass it."""
+    request = DynamicInferenceRequest(request_id=5, prompt_tokens=[1])
+    request.generated_tokens = array("i", [4, 5, 6])
+    sent = DynamicInferenceRequestRecord.from_request(request)
+    arrived = unpack_record(pack_record(sent))
+    add_text(arrived, None)
+    assert not isinstance(arrived.current.column("generated_tokens"), list)
+    assert arrived.current.generated_tokens == [4, 5, 6]
