@@ -6,6 +6,7 @@
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
 #   make lint             ruff and mypy
+#   make docs             the documentation as a site, in site/
 #   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks
 #   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT
 #   make clean            removes .venv, caches and outputs
@@ -22,13 +23,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := wandb,hf,demo,dev
+EXTRAS := wandb,hf,demo,docs,dev
 # Named after what was installed and where, so that only a change of either installs again.
 STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lives bench lint gpu-bundle gpu-check clean
+.PHONY: help demo test test-long lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,9 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+docs: $(STAMP)
+	$(PY) -m mkdocs build
+
 gpu-bundle:
 	$(PYTHON) scripts/gpu_bundle.py
 
@@ -72,5 +76,5 @@ gpu-check:
 	@$(PYTHON) -u scripts/gpu_check.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs multirun wandb .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -66,20 +66,64 @@ DEFAULT_MAX_SEQUENCE_LENGTH = 2560
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Config of one engine. Enums accept their string values; sizes are in GiB where the name says
-    gb.
+    """Config of one engine. Raises ConfigError, naming field, value and remedy; enums accept their
+    string values, and sizes that end in gb are in GiB.
 
-    Raises ConfigError, naming field, value and remedy.
+    block_size_tokens: tokens of a KV block, a power of two.
+    buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
+        full sequences need, whichever is least.
+    paused_buffer_size_gb: what requests that find no block may hold while they are paused; those
+        beyond it are preempted, the newest first. None: the newest is preempted at once.
+    max_sequence_length: most tokens of prompt and output. None: 2560, or the model's longest.
+    kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
+    static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
+    memory_kind: how the pool is reserved: auto, device, reserved, torch_memory_saver or unified.
+    unified_memory_level: 1 puts the pool into CUDA unified memory, 0 does not.
+    max_kv_staleness_versions: requests whose oldest KV is more versions behind are prefilled again
+        after an update, and such blocks of the prefix index are not used. None: no bound.
+
+    max_requests: most requests that run at once. None: 1024, or fewer where the pool is small.
+    max_tokens: most tokens of one step. None: 16384.
+    enable_chunked_prefill: long prompts are prefilled in pieces, beside rows that decode.
+    schedule_conservativeness: how much of the growth expected of running requests is kept free at
+        admission: 1.0 all of it, 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb is given.
+    materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
+    seed: of requests that bring no seed of their own.
+    deterministic: refused where it cannot be kept, which is everywhere today.
+
+    enable_prefix_caching: requests share the KV of common prefixes.
+    prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is
+        needed.
+    prefix_caching_coordinator_policy: how a coordinator chooses engines: a member, the name of a
+        registered policy, or "package.module:Class".
+    prefix_reuse_across_versions: a prefix written under older weights may be used.
+
+    device: auto, cpu, cuda or cuda:N.
+    dtype: of weights and KV: auto, float32, bfloat16 or float16.
+    num_threads: of torch and the compiled kernels. None: as torch has it.
+    num_cuda_graphs: how many sizes of decode steps are captured; 0 captures none. None: 32.
+    cuda_graph_mixed_prefill_count: the same for steps that also prefill. None: as many.
+    use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
+    use_flashinfer_fused_rope: refused off False; the engine has a fused kernel of its own.
+    pg_collection: refused; an engine runs in one process.
+
+    mamba_memory_ratio: refused; models with recurrent states are not served yet.
+    mamba_inference_state_config: refused, as above.
+
+    reject_non_finite_weights: an update with NaN or infinity is refused.
+
+    track_paused_request_events: requests get a PAUSE event for each step that they are paused.
+    track_generated_token_events: requests get an event for each token.
+    metrics_writer: has a `log(metrics)`, as wandb, a wandb run or a MetricsLogger.
+    logging_step_interval: steps between two writes to it; 0 writes nothing.
+    request_metadata_types: refused off None; a request says itself what is tracked.
     """
 
     # KV cache
     block_size_tokens: int = 256
-    buffer_size_gb: float | None = (
-        None  # None: min(20, a quarter of the memory, what max_requests need)
-    )
-    # What requests that find no block may hold while they pause; None: the newest is preempted.
+    buffer_size_gb: float | None = None
     paused_buffer_size_gb: float | None = None
-    max_sequence_length: int | None = None  # None: 2560, or the model's longest if that is less
+    max_sequence_length: int | None = None
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     static_kv_memory_pointers: bool = False
     memory_kind: str = "auto"
@@ -87,13 +131,9 @@ class InferenceConfig:
     max_kv_staleness_versions: int | None = None
 
     # Scheduling
-    max_requests: int | None = (
-        None  # None: DEFAULT_MAX_REQUESTS, or fewer where the buffer is small
-    )
-    max_tokens: int | None = None  # None: 16384
+    max_requests: int | None = None
+    max_tokens: int | None = None
     enable_chunked_prefill: bool = True
-    # How much of the growth expected of running requests is kept free at admission: 1.0 all of it,
-    # 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb says what is done about too little.
     schedule_conservativeness: float | None = None
     materialize_only_last_token_logits: bool = True
     seed: int = 0
@@ -104,7 +144,6 @@ class InferenceConfig:
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = (
         PrefixCachingEvictionPolicy.REF_ZERO
     )
-    # Or the name or "package.module:Class" of one's own; it needs a coordinator.
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy | str = (
         PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )

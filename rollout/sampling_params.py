@@ -33,25 +33,35 @@ class SamplingParams:
     """Immutable sampling settings of one request. Raises InvalidRequestError (a ValueError) on a
     value outside its range, and when both token limits are given.
 
-    temperature: 0 is greedy, and else at least MIN_TEMPERATURE.
-    top_k, top_p, min_p: 0 switches the truncation off.
-    num_tokens_to_generate: limit on new tokens; num_tokens_total: limit on prompt + new tokens;
-        neither: up to the engine's longest sequence.
-    termination_id: the end token; None takes the tokenizer's, -1 matches none. `ignore_eos` runs on
-        past it.
-    stop_words: a string or strings, looked for in the generated text and among its tokens; kept as
-        a tuple. They need a tokenizer. `detokenize_stop_sequence` keeps them in the text.
-    stop_token_ids: further ids that end the request, also with `ignore_eos`.
-    min_tokens: so many tokens are generated before anything but the length may end the request.
-    seed: the request seed; None lets the engine derive one.
+    temperature: 0 is greedy; otherwise at least MIN_TEMPERATURE.
+    top_k: only the k most likely tokens are drawn; 0 switches it off.
+    top_p: only the most likely tokens that make up this probability are drawn; 0 switches it off.
+    min_p: only tokens of this share of the highest probability are drawn; 0 switches it off.
+    num_tokens_to_generate: limit on new tokens.
+    num_tokens_total: limit on prompt and new tokens. Neither: up to the engine's longest sequence.
+    termination_id: the end token. None takes the tokenizer's, -1 matches none.
+    stop_words: a string or strings, which are looked for in the generated text and among its
+        tokens; they are kept as a tuple and need a tokenizer.
+    ignore_eos: the request runs on past `termination_id`.
+    seed: the request's seed. None lets the engine derive one.
+    return_log_probs: each generated token brings its log-prob.
+    skip_prompt_log_probs: False brings log-probs of the prompt as well.
+    top_n_logprobs: so many of the most likely tokens are reported with each token.
     logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
         `processed` = after biases, penalties, temperature and truncation.
-    streaming_interval: tokens between two partial replies.
-    logit_bias: {token id: what is added to its logit}; kept as pairs, by id.
-    allowed_token_ids: all other ids are never drawn.
-    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else
-        multiplied; 1 is off. presence_penalty, frequency_penalty: taken from the logits of tokens
-        in the output, once or once per occurrence; 0 is off. Definitions of vLLM.
+    add_BOS: a text prompt begins with the tokenizer's first token.
+    detokenize_stop_sequence: the text keeps the stop word that ended it.
+    return_prompt_tokens: False leaves the prompt out of the finished request.
+    streaming: tokens are reported while the request runs.
+    streaming_interval: tokens between two such reports.
+    stop_token_ids: further ids that end the request, also with `ignore_eos`.
+    min_tokens: so many tokens are generated before anything but the length may end the request.
+    logit_bias: {token id: what is added to its logit}; it is kept as pairs, by id.
+    allowed_token_ids: no other ids are drawn.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, and
+        multiplied otherwise; 1 is off. As vLLM defines it, like the next two.
+    presence_penalty: taken once from the logits of tokens in the output; 0 is off.
+    frequency_penalty: taken once per occurrence from the logits of tokens in the output; 0 is off.
     """
 
     temperature: float = 1.0

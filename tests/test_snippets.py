@@ -31,7 +31,7 @@ from trainer_hooks.threaded_llm import ThreadedLLM
 
 ROOT = Path(__file__).parents[1]
 CONFIG = InferenceConfig(block_size_tokens=8, max_sequence_length=16, buffer_size_gb=0.01)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^ *```([^\n`]*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 
 

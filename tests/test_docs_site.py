@@ -1,0 +1,62 @@
+"""The documentation as a site: it builds without a warning, and its tables leave no field out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.site_hooks import ROOT, about_fields, class_in, fields_table, on_page_markdown
+from rollout import InferenceConfig, SamplingParams
+
+CONFIGS = {
+    InferenceConfig: "rollout/config.py",
+    SamplingParams: "rollout/sampling_params.py",
+}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site needs the extra 'docs'")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    start = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Start in five minutes" in start
+    page = (tmp_path / "reference" / "configuration" / "index.html").read_text(encoding="utf-8")
+    assert "block_size_tokens" in page
+    assert "https://fonts" not in start, "nothing is fetched from other sites"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_a_docstring_says_what_each_field_means(config: type) -> None:
+    about = about_fields(class_in(ROOT / CONFIGS[config], config.__name__))
+    names = [field.name for field in dataclasses.fields(config)]
+    assert [name for name in names if not about.get(name)] == []
+    assert [name for name in about if name not in names] == []
+
+
+def test_a_table_has_type_default_and_meaning(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(
+        'class Config:\n    """A config.\n\n    size: how many,\n        at most.\n\n'
+        '    left, right: margins.\n    """\n\n    size: int | None = None\n    left: float\n'
+    )
+    assert fields_table(path, "Config").splitlines()[2:] == [
+        "| <code>size</code><br><small>int &#124; None = None</small> | how many, at most. |",
+        "| <code>left</code><br><small>float</small> | margins. |",
+    ]
+
+
+def test_links_to_files_that_the_site_lacks_become_names() -> None:
+    assert on_page_markdown("see [results](../benchmarks/results)") == (
+        "see results (`benchmarks/results`)"
+    )
