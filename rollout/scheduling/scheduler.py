@@ -92,7 +92,8 @@ class Scheduler:
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request after those of its priority. A group is added one after another.
+        """Queue a request after those of its priority. The samples of a group, which have the same
+        `group_id`, are added one after another.
 
         Tokens beyond the first `num_prompt` were generated before.
         """
@@ -168,11 +169,11 @@ class Scheduler:
             self._add_running(step, runnable)
             if may_admit:
                 self._admit(step)
-        return self._launch(step)
+        return self._enter_flight(step)
 
     def schedule_alone(self, request_id: int, weights_version: int) -> SchedulerOutput:
-        """As `schedule`, but of this request and no other, whatever its place. No plan may be in
-        flight. The request shares no cached prefix and is not forked.
+        """Plan a step of this request and no other, whatever its place. No plan may be in flight.
+        The request shares no cached prefix and forks no group.
         """
         sequence = self.requests[request_id]
         step = PlannedStep(self._next_step_id, weights_version)
@@ -185,16 +186,19 @@ class Scheduler:
             step.add_decodes([sequence])
         else:
             step.add_prefill(sequence, min(sequence.num_uncomputed, self._max_tokens))
-        return self._launch(step)
+        return self._enter_flight(step)
 
-    def _launch(self, step: PlannedStep) -> SchedulerOutput:
+    def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
+        """Put a step that has rows in flight. Returns what was decided."""
         if step.num_tokens:
             self._next_step_id += 1
             self.in_flight.append(step)
         return step.output()
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
-        """Write the result of the oldest plan in flight into its requests; finished ones leave."""
+        """Write the result of the oldest plan in flight into its requests. Finished requests leave
+        the scheduler.
+        """
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
         update = step.update_from_output(output)
@@ -207,9 +211,8 @@ class Scheduler:
         return update
 
     def abandon(self) -> tuple[int, ...]:
-        """The plans in flight have failed: their requests start again from their committed tokens.
-
-        Returns their ids.
+        """Give up the plans in flight, which have failed. Their requests are queued again, with
+        their committed tokens. Returns the ids of these requests.
         """
         touched: dict[int, Sequence] = {}
         while self.in_flight:
