@@ -38,7 +38,7 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.coordinator.protocol.packed import pack_params
 from rollout.models import CausalLM
-from rollout.scheduling.plan_builder import PlanBuilder
+from rollout.scheduling.planned_step import PlannedStep
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
@@ -133,7 +133,7 @@ class DecodingEngine:
         scheduler, book, pipeline = engine._scheduler, engine._book, engine._pipeline
         pipeline._runner = NoModel()
         scheduler.schedule = watch.wrap("schedule", scheduler.schedule)
-        scheduler.commit = watch.wrap("commit", scheduler.commit)
+        scheduler.update_from_output = watch.wrap("commit", scheduler.update_from_output)
         book.apply = watch.wrap("documents", book.apply)
         engine.step = watch.wrap("rest", engine.step)
 
@@ -143,13 +143,14 @@ class DecodingEngine:
 
     def run(self, num_steps: int) -> dict[str, float]:
         """Microseconds a row by part, over `num_steps` steps."""
-        build, PlanBuilder.build = PlanBuilder.build, self.stopwatch.wrap("plan", PlanBuilder.build)
+        build = PlannedStep.build_plan
+        PlannedStep.build_plan = self.stopwatch.wrap("plan", build)
         try:
             self.stopwatch.take()
             for _ in range(num_steps):
                 self.step()
         finally:
-            PlanBuilder.build = build
+            PlannedStep.build_plan = build
         num_row_steps = num_steps * self.num_rows
         return {part: ns / num_row_steps / 1e3 for part, ns in self.stopwatch.take().items()}
 

@@ -21,6 +21,7 @@ import torch
 
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.memory.mapping import map_bytes
+from rollout.blocks.kv_cache_manager import BlockTable
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 
@@ -71,7 +72,7 @@ class Cycles:
         )
         self._engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
         self._kv = self._engine._kv
-        self._blocks = self._engine._scheduler._blocks
+        self._blocks = self._engine._scheduler.kv_cache_manager
         self._source = map_bytes("source", self._kv.num_bytes)
         self._warm = map_bytes("warm", self._kv.num_bytes).tensor.fill_(1)
         self._source.tensor.fill_(2)
@@ -87,9 +88,9 @@ class Cycles:
         for layer in self._kv.layers:
             layer.fill_(1.0)
         del layer
-        table: list[int] = []
+        table = BlockTable()
         num_live = math.ceil(self._kv.num_blocks * scenario.live_fraction)
-        self._blocks.reserve(table, 0, num_live * BLOCK_SIZE)
+        self._blocks.allocate(table, 0, num_live * BLOCK_SIZE)
         num_bytes = num_live * self._kv.bytes_per_block
         engine, samples = self._engine, self._samples[scenario]
         gc.collect()
@@ -103,7 +104,7 @@ class Cycles:
         suspend, given = timed(lambda: engine.suspend(scenario.mode))
         resume, restored = timed(engine.resume)
         engine.unpause()
-        self._blocks.release(table)
+        self._blocks.free(table)
         if scenario.mode == "offload":
             source = self._source.tensor[-num_bytes:]  # as many pages as the live blocks lie on
             give_back, _ = timed(lambda: self._source.give_back(0, self._source.tensor.numel()))

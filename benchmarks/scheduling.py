@@ -24,12 +24,12 @@ from rich.progress import Progress
 
 from benchmarks.machine import describe
 from benchmarks.pages import publish
-from rollout import InferenceConfig
-from rollout.blocks.block_manager import BlockManager
+from rollout import InferenceConfig, SamplingParams
+from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
-from rollout.step.plan import RowSampling, StepPlan
+from rollout.step.plan import StepPlan
 
 ROOT = Path(__file__).parent
 POOL_FRACTIONS = (0.25, 0.5, 0.75)
@@ -104,7 +104,9 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
     """Run the scheduler to the end. Returns its steps, their plans, and the number of evictions."""
     num_requests = len(workload.lengths)
     scheduler = Scheduler(
-        BlockManager(num_blocks=num_blocks, block_size=workload.block_size, num_rows=num_requests),
+        KVCacheManager(
+            num_blocks=num_blocks, block_size=workload.block_size, num_rows=num_requests
+        ),
         max_tokens=MAX_TOKENS,
         max_paused_blocks=0,
         enable_chunked_prefill=True,
@@ -116,28 +118,21 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
     while not scheduler.is_idle:
         schedule = scheduler.schedule(0)
         assert schedule.plan is not None
-        num_evictions += len(schedule.evicted)
-        scheduler.commit(schedule.plan, ends.output(schedule.plan))
+        num_evictions += len(schedule.preempted)
+        scheduler.update_from_output(schedule.plan, ends.output(schedule.plan))
         plans.append(schedule.plan)
     return len(plans), plans, num_evictions
 
 
 def _add(scheduler: Scheduler, workload: Workload, request: int) -> None:
-    scheduler.add(
+    scheduler.add_request(
         request,
         [TOKEN] * workload.num_prompt,
         num_prompt=workload.num_prompt,
         priority=0,
         group_id=None,
-        sampling=RowSampling(
-            seed=request,
-            temperature=1.0,
-            top_k=0,
-            top_p=0.0,
-            min_p=0.0,
-            logprobs_mode=None,
-            top_n=0,
-        ),
+        sampling_params=SamplingParams(),
+        seed=request,
         stop_rule=StopRule(
             end_ids=(END,), stop_words=(), max_length=workload.num_prompt + workload.max_new
         ),
@@ -154,8 +149,8 @@ class EndOfEach:
         self._last_position_of_row = np.zeros(len(lengths) + 1, dtype=np.int64)
 
     def output(self, plan: StepPlan) -> StepOutput:
-        for row, sampling in plan.new_rows:
-            self._last_position_of_row[row] = self._last_positions[sampling.seed]
+        for new in plan.new_rows:
+            self._last_position_of_row[new.row] = self._last_positions[new.seed]
         is_last = plan.sample_positions >= self._last_position_of_row[plan.sample_rows]
         return StepOutput(
             token_ids=np.where(is_last, END, TOKEN), is_finite=np.ones(len(is_last), dtype=bool)

@@ -25,13 +25,11 @@ from rich.progress import Progress
 from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import publish
-from rollout import InferenceConfig
-from rollout.blocks.block_manager import BlockManager
-from rollout.scheduling.prefix_cache import PrefixCache
+from rollout import InferenceConfig, SamplingParams
+from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
-from rollout.step.plan import RowSampling
 from rollout.version_spans import VersionSpans
 
 ROOT = Path(__file__).parent
@@ -45,37 +43,32 @@ class Bench:
     """A scheduler over `num_blocks` blocks, with an index of unused blocks that fills the pool."""
 
     def __init__(self, num_blocks: int, *, max_tokens: int = 1 << 30) -> None:
-        blocks = BlockManager(
-            num_blocks=num_blocks, block_size=BLOCK, num_rows=4096, keeps_unused=True
+        blocks = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            num_rows=4096,
+            enable_prefix_caching=True,
+            keeps_unused=True,
         )
-        prefixes = PrefixCache(blocks, reuse_across_versions=False, max_age_versions=None)
         self.scheduler = Scheduler(
             blocks,
             max_tokens=max_tokens,
             max_paused_blocks=0,
             enable_chunked_prefill=True,
-            prefix_cache=prefixes,
         )
         self._blocks, self.version = blocks, 0
         self._next_id = 0
 
     def add(self, tokens: list[int], max_new: int) -> int:
         self._next_id += 1
-        self.scheduler.add(
+        self.scheduler.add_request(
             self._next_id,
             tokens,
             num_prompt=len(tokens),
             priority=0,
             group_id=None,
-            sampling=RowSampling(
-                seed=0,
-                temperature=1.0,
-                top_k=0,
-                top_p=0.0,
-                min_p=0.0,
-                logprobs_mode=None,
-                top_n=0,
-            ),
+            sampling_params=SamplingParams(),
+            seed=0,
             stop_rule=StopRule(end_ids=(), stop_words=(), max_length=len(tokens) + max_new),
             wants_prompt_logprobs=False,
         )
@@ -88,18 +81,19 @@ class Bench:
             output = StepOutput(
                 token_ids=np.full(count, 7), is_finite=np.ones(count, dtype=np.bool_)
             )
-            self.scheduler.commit(plan, output)
+            self.scheduler.update_from_output(plan, output)
 
     def fill_index(self) -> None:
         """Have an index of unused blocks that fills the pool."""
-        blocks, spans, table = self._blocks, VersionSpans([(BLOCK, self.version)]), list[int]()
+        blocks, table = self._blocks, BlockTable()
         num_blocks = blocks.num_free_blocks
         for start in range(0, num_blocks, BLOCKS_PER_PREFIX):
-            count = min(BLOCKS_PER_PREFIX, num_blocks - start)
-            blocks.reserve(table, 0, count * BLOCK)
-            for position in range(count):
-                blocks.index(table, position, (start + position).to_bytes(16, "little"), spans)
-            blocks.release(table)
+            num_tokens = min(BLOCKS_PER_PREFIX, num_blocks - start) * BLOCK
+            table.keys = []
+            blocks.allocate(table, 0, num_tokens)
+            spans = VersionSpans([(num_tokens, self.version)])
+            blocks.cache_blocks(table, [start] * num_tokens, spans, self.version)
+            blocks.free(table)
 
 
 def timed(action: Callable[[], None]) -> float:
@@ -120,7 +114,7 @@ class Abort:
     def sample(self) -> float:
         request_id = self._bench.add(list(range(PROMPT)), 100)
         self._bench.step()
-        return timed(lambda: self._bench.scheduler.remove(request_id) and None)
+        return timed(lambda: self._bench.scheduler.finish_request(request_id) and None)
 
 
 class AbortBesideFullIndex(Abort):
@@ -144,7 +138,7 @@ class Update:
 
     def sample(self) -> float:
         self._bench.version += 1
-        return timed(self._bench.scheduler.note_new_version)
+        return timed(self._bench.scheduler.kv_cache_manager.begin_weights_version)
 
 
 class BlockedHead:
@@ -179,7 +173,7 @@ class BlockedHeadAsOthersLeave:
         self._bench.step()
 
     def sample(self) -> float:
-        self._bench.scheduler.remove(self._running.pop())
+        self._bench.scheduler.finish_request(self._running.pop())
         return timed(self._bench.step)
 
 

@@ -135,6 +135,12 @@ class SamplingParams:
             raise InvalidRequestError("allowed_token_ids=[] allows no token; None allows all")
         object.__setattr__(self, "logit_bias", _bias_as_pairs(self.logit_bias))
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
     def serialize(self) -> dict[str, Any]:
         """Return the fields as a dictionary that msgpack can carry."""
         encoded = {field.name: getattr(self, field.name) for field in fields(self)}

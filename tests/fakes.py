@@ -8,12 +8,12 @@ the blocks that the plan names, never taken from the caller: a wrong table gives
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from rollout.step.output import StepOutput
-from rollout.step.plan import RowSampling, StepPlan
+from rollout.step.plan import NewRow, StepPlan
 from rollout.step.seeds import mix_seed
 
 VOCAB_SIZE = 29
@@ -28,6 +28,12 @@ def next_token(history: Tokens[int], seed: int, position: int) -> int:
 def token_score(history: Tokens[int], target: int) -> float:
     """The log-prob of `target` after `history`."""
     return -float(mix_seed(target, hash(tuple(history))) % 1024) / 64.0
+
+
+def values_of(plan: StepPlan) -> list[object]:
+    """All that a plan says, as values that can be compared."""
+    values = (getattr(plan, field.name) for field in fields(plan))
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Tenant:
 
     writes: list[Entry] = field(default_factory=list)
     table: dict[int, int] = field(default_factory=dict)
-    sampling: RowSampling | None = None
+    new_row: NewRow | None = None
     last_token: int | None = None
     last_position: int | None = None
 
@@ -111,7 +117,12 @@ class FakeMuscle:
         assert tables <= set(rows), "a table changes of a row that does not compute"
         assert len(plan.sample_rows) == len(set(plan.sample_rows.tolist()))
         assert len(plan.score_sources) == len(plan.score_targets)
-        for row in (*rows, *tables, *plan.sample_rows.tolist(), *(r for r, _ in plan.new_rows)):
+        for row in (
+            *rows,
+            *tables,
+            *plan.sample_rows.tolist(),
+            *(new.row for new in plan.new_rows),
+        ):
             assert 1 <= row <= self.num_rows
         blocks = (*plan.table_blocks, *plan.copy_sources, *plan.copy_targets)
         assert all(1 <= block <= self.num_blocks for block in blocks)
@@ -122,12 +133,12 @@ class FakeMuscle:
         for row in plan.table_rows[plan.table_indices == 0].tolist():
             if row in prefilling:
                 self._tenants[row] = Tenant()
-        for row, sampling in plan.new_rows:
-            if row not in plan.rows:
-                self._tenants[row] = Tenant()
-            tenant = self._tenants[row]
-            assert tenant.sampling is None, f"row {row} is announced twice"
-            tenant.sampling = sampling
+        for new in plan.new_rows:
+            if new.row not in plan.rows:
+                self._tenants[new.row] = Tenant()
+            tenant = self._tenants[new.row]
+            assert tenant.new_row is None, f"row {new.row} is announced twice"
+            tenant.new_row = new
 
     def _take_tables(self, plan: StepPlan) -> None:
         changes = zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True)
@@ -196,9 +207,9 @@ class FakeMuscle:
             if compute_row[source] != row:
                 assert not tenant.writes, "a child of a fork has KV of its own"
                 tenant.writes = list(self._tenants[compute_row[source]].writes)
-            assert tenant.sampling is not None, f"row {row} samples without parameters"
+            assert tenant.new_row is not None, f"row {row} samples without parameters"
             assert position == len(context) == len(tenant.writes)
-            token = next_token([entry.token for entry in context], tenant.sampling.seed, position)
+            token = next_token([entry.token for entry in context], tenant.new_row.seed, position)
             tenant.last_token, tenant.last_position = token, position
             token_ids.append(token)
             attended.append([entry.version for entry in context])

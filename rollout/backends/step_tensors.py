@@ -1,4 +1,4 @@
-"""StepInputs and StepResult: what a step brings to its device, and what it brings back.
+"""StepInputs: what a step brings to its device.
 
 Both exist as host arrays and as device tensors. Shape letters: T tokens, R compute rows, E = R + 1,
 M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n. Those of LogitsInputs are
@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rollout.step.output import StepOutput
 
 Array = TypeVar("Array")
 HostArray: TypeAlias = NDArray[Any]
@@ -114,21 +116,7 @@ INPUT_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult(Generic[Array]):
-    """What was drawn and scored; fields as in `SampleResult` and `Ops.score`."""
-
-    token_ids_S: Array
-    is_finite_S: Array
-    logprobs_S: Array | None
-    top_ids_SN: Array | None
-    top_logprobs_SN: Array | None
-    score_logprobs_P: Array | None
-    score_top_ids_PN: Array | None
-    score_top_logprobs_PN: Array | None
-
-
 # The same step as host arrays and as device tensors. May run for the device what is then replayed
 # for other values: only shapes and flags are known for sure.
-Program: TypeAlias = Callable[[StepInputs[HostArray], StepInputs[Tensor]], StepResult[Tensor]]
-Fetch: TypeAlias = Callable[[], StepResult[HostArray]]
+Program: TypeAlias = Callable[[StepInputs[HostArray], StepInputs[Tensor]], StepOutput[Tensor]]
+Fetch: TypeAlias = Callable[[], StepOutput]

@@ -1,1 +1,1 @@
-"""Who holds which KV block and which row: ids and counts only, no bytes."""
+"""KV blocks and rows: which request holds which. Ids and counts only, no bytes."""

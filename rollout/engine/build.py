@@ -9,7 +9,7 @@ from torch import nn
 
 from rollout.backends.base import Backend, CacheSpec
 from rollout.backends.select import create_backend
-from rollout.blocks.block_manager import BlockManager
+from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_SEQUENCE_LENGTH,
@@ -37,7 +37,6 @@ from rollout.runner.model_runner import ModelRunner
 from rollout.runner.weight_store import WeightStore
 from rollout.runner.weight_update import MAX_VERSION, WeightUpdater
 from rollout.scheduling.admission import AdmissionLimits
-from rollout.scheduling.prefix_cache import PrefixCache
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Tokenizer
 
@@ -172,24 +171,21 @@ def _num_rows(config: InferenceConfig, num_blocks: int, max_tokens: int) -> int:
 def _scheduler(
     config: InferenceConfig, backend: Backend, spec: CacheSpec, num_blocks: int, max_tokens: int
 ) -> Scheduler:
-    blocks = BlockManager(
+    kv_cache_manager = KVCacheManager(
         num_blocks=num_blocks,
         block_size=config.block_size_tokens,
         num_rows=_num_rows(config, num_blocks, max_tokens),
+        enable_prefix_caching=config.enable_prefix_caching,
         keeps_unused=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
-    )
-    prefix_cache = PrefixCache(
-        blocks,
         reuse_across_versions=config.prefix_reuse_across_versions,
         max_age_versions=config.max_kv_staleness_versions,
     )
     return Scheduler(
-        blocks,
+        kv_cache_manager,
         max_tokens=max_tokens,
         max_paused_blocks=_max_paused_blocks(config, backend, spec),
         enable_chunked_prefill=config.enable_chunked_prefill,
         schedule_conservativeness=_conservativeness(config),
-        prefix_cache=prefix_cache if config.enable_prefix_caching else None,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.runner.weight_update import WeightUpdateReport
-from rollout.scheduling.scheduler import Schedule, SchedulerCounts
+from rollout.scheduling.output import SchedulerCounts, SchedulerOutput
 from rollout.step.plan import StepPlan
 from rollout.telemetry import MetricsWriter, StepStats
 
@@ -45,9 +45,9 @@ class EngineTelemetry:
         self._interval = interval
         self._totals = _Totals()
 
-    def note_schedule(self, schedule: Schedule) -> None:
+    def note_schedule(self, schedule: SchedulerOutput) -> None:
         self._totals.num_pauses += len(schedule.paused)
-        self._totals.num_evictions += len(schedule.evicted)
+        self._totals.num_evictions += len(schedule.preempted)
         self._totals.num_forked_requests += schedule.num_forked
         self._totals.num_prefix_hit_tokens += schedule.num_prefix_hit_tokens
 

@@ -129,7 +129,7 @@ class Engine:
 
     def suspects(self) -> list[int]:
         """After a step that raised: the requests that were in it, any of which may be the cause."""
-        return self._pipeline.suspects() or self._scheduler.active_ids()
+        return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
         records = [self._book.hand_out(request_id) for request_id in request_ids]
@@ -303,15 +303,15 @@ class Engine:
         self._weights.check_version(version)
 
     def _after_new_version(self) -> None:
-        self._scheduler.note_new_version()
+        self._scheduler.kv_cache_manager.begin_weights_version()
         if self._max_kv_staleness_versions is None:
             return
         oldest = self.weights_version - self._max_kv_staleness_versions
         requeued = self._scheduler.requeue_older_than(oldest)
         if self._kv.num_offloaded_bytes:
             # No block may be found later whose bytes are given up now.
-            self._scheduler.drop_unused_blocks()
-            self._kv.retain(self._scheduler.used_blocks())
+            self._scheduler.kv_cache_manager.free_unused_blocks()
+            self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
         self._book.note_requeued(requeued, evicted=False)
         self._telemetry.note_recomputed(len(requeued))
 
@@ -320,7 +320,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue; `stats` says more, and takes longer."""
-        return self._scheduler.num_waiting
+        return len(self._scheduler.waiting)
 
     def stats(self) -> EngineStats:
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures

@@ -1,4 +1,4 @@
-"""GenerationRules: how a request's parameters become the scheduler's StopRule and RowSampling."""
+"""GenerationRules: how a request's parameters become the scheduler's StopRule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from rollout.errors import InvalidRequestError
 from rollout.generated_text import StopStrings
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.stopping import StopRule
-from rollout.step.plan import LogitsProcessing, RowSampling
 from rollout.text import Tokenizer
 
-_SEED_MASK = (1 << 64) - 1
 StopWordIds = tuple[tuple[int, ...], ...]
 
 
@@ -67,49 +65,15 @@ class GenerationRules:
         strings = None
         if params.stop_words and self._tokenizer is not None:
             strings = StopStrings(self._tokenizer, params.stop_words)
+        ends = self._end_ids_of(params)
         return StopRule(
-            end_ids=self._end_ids_of(params),
+            # A config may name an end token that the model cannot draw.
+            end_ids=tuple(i for i in ends if 0 <= i < self._vocab_size),
             stop_words=stop_words,
             stop_strings=strings,
             min_tokens=params.min_tokens,
             max_length=max_length,
         )
-
-    def row_sampling(self, params: SamplingParams, seed: int, num_prompt: int) -> RowSampling:
-        """How its row draws tokens."""
-        wants_logprobs = params.return_log_probs or params.top_n_logprobs > 0
-        return RowSampling(
-            seed=seed & _SEED_MASK,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            logprobs_mode=params.logprobs_mode if wants_logprobs else None,
-            top_n=params.top_n_logprobs,
-            processing=self._processing(params, num_prompt),
-        )
-
-    def _processing(self, params: SamplingParams, num_prompt: int) -> LogitsProcessing | None:
-        """What is done to its logits before a draw; None for nothing."""
-        allowed = params.allowed_token_ids
-        processing = LogitsProcessing(
-            num_prompt=num_prompt,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=_bias_pairs(params),
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            min_tokens=params.min_tokens,
-            late_token_ids=self._late_ids(params),
-        )
-        return None if processing.is_void else processing
-
-    def _late_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Ids that are not drawn within the first `min_tokens`. A config may name an end token that
-        the model cannot draw."""
-        if not params.min_tokens:
-            return ()
-        return tuple(i for i in self._end_ids_of(params) if 0 <= i < self._vocab_size)
 
     def _end_ids_of(self, params: SamplingParams) -> tuple[int, ...]:
         stops = tuple(params.stop_token_ids or ())

@@ -19,7 +19,6 @@ from rollout.requests.request import VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule
-from rollout.step.plan import RowSampling
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
 
@@ -44,7 +43,8 @@ class Entry:
     tokens: list[int]
     num_prompt: int
     admission: Admission
-    row_sampling: RowSampling
+    sampling_params: SamplingParams
+    seed: int
     stop_rule: StopRule
     wants_prompt_logprobs: bool
 
@@ -157,7 +157,8 @@ class RequestIntake:
             tokens=tokens,
             num_prompt=num_prompt,
             admission=admission,
-            row_sampling=self._rules.row_sampling(params, seed, num_prompt),
+            sampling_params=params,
+            seed=seed,
             stop_rule=self._rules.stop_rule(params, stop_words, admission.max_length),
             wants_prompt_logprobs=needs_prompt_scores(record),
         )
@@ -193,7 +194,8 @@ class RequestIntake:
             tokens=list(group.tokens),
             num_prompt=len(group.tokens),
             admission=admission,
-            row_sampling=self._rules.row_sampling(params, seed, len(group.tokens)),
+            sampling_params=params,
+            seed=seed,
             stop_rule=self._rules.stop_rule(params, stop_words, admission.max_length),
             wants_prompt_logprobs=not params.skip_prompt_log_probs,
         )

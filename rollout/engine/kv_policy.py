@@ -50,8 +50,8 @@ class OffloadKV:
         return ()
 
     def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
-        scheduler.drop_unused_blocks()
-        kv.offload(scheduler.used_blocks())
+        scheduler.kv_cache_manager.free_unused_blocks()
+        kv.offload(scheduler.kv_cache_manager.used_blocks())
         return kv.release()
 
     def resume(self, kv: KVCache) -> int:
@@ -63,10 +63,10 @@ class RecomputeKV:
     """Nothing is copied: requests in context go back to the queue and are prefilled again."""
 
     def requeue(self, scheduler: Scheduler) -> tuple[int, ...]:
-        return scheduler.requeue_active()
+        return scheduler.requeue_running()
 
     def suspend(self, scheduler: Scheduler, kv: KVCache) -> int:
-        scheduler.drop_unused_blocks()
+        scheduler.kv_cache_manager.free_unused_blocks()
         return kv.release()
 
     def resume(self, kv: KVCache) -> int:

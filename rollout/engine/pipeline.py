@@ -12,7 +12,8 @@ from rollout.engine.counters import EngineTelemetry
 from rollout.engine.fault_isolation import FaultIsolation, drop_frames, scratch_plans
 from rollout.engine.request_book import RequestBook
 from rollout.runner.model_runner import ModelRunner
-from rollout.scheduling.scheduler import Schedule, Scheduler
+from rollout.scheduling.output import SchedulerOutput
+from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
@@ -98,7 +99,7 @@ class StepPipeline:
             self._recover(error, plan.weights_version)
             return
         self._in_flight.popleft()
-        committed = self._scheduler.commit(plan, output)
+        committed = self._scheduler.update_from_output(plan, output)
         self._book.apply(committed, output)
         self._faults.add_tokens(committed.request_ids)
         for finished in committed.finished:
@@ -107,9 +108,9 @@ class StepPipeline:
         seconds = self.last_result_at - start
         self._telemetry.note_step(plan, seconds, self._scheduler.counts())
 
-    def _note_schedule(self, schedule: Schedule) -> None:
+    def _note_schedule(self, schedule: SchedulerOutput) -> None:
         self._telemetry.note_schedule(schedule)
-        self._book.note_requeued(schedule.evicted, evicted=True)
+        self._book.note_requeued(schedule.preempted, evicted=True)
         self._book.note_paused(schedule.paused)
         self._book.note_admitted((*schedule.resumed, *schedule.admitted))
 
@@ -138,7 +139,7 @@ class StepPipeline:
             self._book.note_transient_error(requeued, error)
             return
         self._faults.forget(culprit)
-        kv_spans = self._scheduler.remove(culprit)
+        kv_spans = self._scheduler.finish_request(culprit)
         self._book.fail(culprit, error, "error", kv_spans, weights_version)
 
     def _can_step_without_requests(self, weights_version: int) -> bool:

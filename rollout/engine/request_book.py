@@ -20,7 +20,7 @@ from rollout.requests.merging import segment_of_prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
-from rollout.scheduling.commit import Committed, FinishedRequest, ScoredPrompt
+from rollout.scheduling.output import FinishedRequest, ScoredPrompt, StepUpdate
 from rollout.step.output import StepOutput
 from rollout.version_spans import VersionSpans
 
@@ -140,7 +140,7 @@ class RequestBook:
 
     # ---- what a step brought
 
-    def apply(self, committed: Committed, output: StepOutput) -> None:
+    def apply(self, committed: StepUpdate, output: StepOutput) -> None:
         """Write a step's results into the documents, and end those that are finished by it."""
         now = time.monotonic()
         for scored in committed.scored:
@@ -162,7 +162,7 @@ class RequestBook:
         for finished in committed.finished:
             self._close(finished, committed.weights_version, now)
 
-    def _append_tokens(self, committed: Committed, now: float) -> None:
+    def _append_tokens(self, committed: StepUpdate, now: float) -> None:
         """A step of 1,000 rows passes here 1,000 times: nothing is looked up or called twice."""
         running, version = self._running, committed.weights_version
         for request_id, token_id in zip(committed.request_ids, committed.token_ids, strict=True):
@@ -177,7 +177,7 @@ class RequestBook:
             if request.tpot is not None:
                 request.tpot.append(now - before)
 
-    def _append_log_probs(self, committed: Committed, output: StepOutput) -> None:
+    def _append_log_probs(self, committed: StepUpdate, output: StepOutput) -> None:
         assert output.logprobs is not None
         log_probs, running = output.logprobs.tolist(), self._running
         for request_id, index in zip(committed.request_ids, committed.sample_indices, strict=True):

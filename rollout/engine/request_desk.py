@@ -83,13 +83,14 @@ class RequestDesk:
             return
         if admission.clamped is not None:
             request.add_event_error_transient(admission.clamped)
-        self._scheduler.add(
+        self._scheduler.add_request(
             request.request_id,
             entry.tokens,
             num_prompt=entry.num_prompt,
             priority=request.priority,
             group_id=group_id,
-            sampling=entry.row_sampling,
+            sampling_params=entry.sampling_params,
+            seed=entry.seed,
             stop_rule=entry.stop_rule,
             wants_prompt_logprobs=entry.wants_prompt_logprobs,
         )
@@ -99,11 +100,12 @@ class RequestDesk:
         if self._book.has_ended(request_id):
             return
         blocks = self._scheduler.blocks_of(request_id)
-        kv_spans = self._scheduler.remove(request_id)
+        kv_spans = self._scheduler.finish_request(request_id)
         if self._kv.num_offloaded_bytes:
             # No block may be found later whose bytes are given up now.
-            self._scheduler.drop_unused_blocks()
-            self._kv.discard([b for b in blocks if not self._scheduler.uses_block(b)])
+            kv_cache_manager = self._scheduler.kv_cache_manager
+            kv_cache_manager.free_unused_blocks()
+            self._kv.discard([b for b in blocks if not kv_cache_manager.num_users(b)])
         self._book.abort(request_id, kv_spans, version)
 
     def record(self, request_id: int, version: int) -> DynamicInferenceRequestRecord:

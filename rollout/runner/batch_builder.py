@@ -1,4 +1,5 @@
-"""BatchBuilder: keeps each row's lasting state, and turns a StepPlan into the inputs of one step.
+"""BatchBuilder: keeps the rows' block tables and sampling parameters as arrays, and turns a
+StepPlan into the inputs of one step.
 
 Shape letters: T tokens, R compute rows, L logit rows, S sample rows.
 """
@@ -15,6 +16,8 @@ from rollout.backends.step_tensors import HostArray, SamplingFlags, StepInputs
 from rollout.runner.logits_builder import LogitsBuilder
 from rollout.step.plan import StepPlan
 from rollout.step.seeds import uniforms
+
+_SEED_MASK = (1 << 64) - 1
 
 
 class BatchBuilder:
@@ -35,9 +38,9 @@ class BatchBuilder:
         self._logits = LogitsBuilder(self.num_rows)
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
-        """Take in what the plan says of new rows and block tables, and lay out its step.
+        """Apply the plan's changes to rows and block tables, and return the inputs of its step.
 
-        The arrays are the step's own: the next plan may be built while it runs.
+        The arrays belong to the step: the next plan may be built while it runs.
         """
         self._apply_changes(plan)
         return StepInputs(
@@ -49,16 +52,18 @@ class BatchBuilder:
         )
 
     def _apply_changes(self, plan: StepPlan) -> None:
-        for row, sampling in plan.new_rows:
-            self._seeds[row] = sampling.seed
-            self._temperature[row] = sampling.temperature
-            self._top_k[row] = sampling.top_k
-            self._top_p[row] = sampling.top_p
-            self._min_p[row] = sampling.min_p
-            self._mode[row] = MODE_CODES[sampling.logprobs_mode or "raw"]
-            self._wants_logprobs[row] = sampling.logprobs_mode is not None
-            self._top_n[row] = sampling.top_n
-            self._logits.set_row(row, sampling.processing)
+        for new in plan.new_rows:
+            row, params = new.row, new.sampling_params
+            wants_logprobs = params.return_log_probs or params.top_n_logprobs > 0
+            self._seeds[row] = new.seed & _SEED_MASK
+            self._temperature[row] = params.temperature
+            self._top_k[row] = params.top_k
+            self._top_p[row] = params.top_p
+            self._min_p[row] = params.min_p
+            self._mode[row] = MODE_CODES[params.logprobs_mode if wants_logprobs else "raw"]
+            self._wants_logprobs[row] = wants_logprobs
+            self._top_n[row] = params.top_n_logprobs
+            self._logits.set_row(new)
         self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _tokens(self, plan: StepPlan) -> dict[str, Any]:
@@ -88,9 +93,9 @@ class BatchBuilder:
         }
 
     def _draws(self, plan: StepPlan) -> dict[str, Any]:
-        """The step's draws: their random numbers depend on seed and position alone.
+        """The step's draws. Their random numbers depend on seed and position alone.
 
-        Only a fork draws from other than each logit row once and in order.
+        Except where a group forks, each logit row is drawn from once, in order.
         """
         rows = plan.sample_rows
         sources, draws = _distinct(plan.sample_sources)
@@ -104,7 +109,9 @@ class BatchBuilder:
             any_logprobs=bool(self._wants_logprobs[rows].any()),
             top_n=int(self._top_n[rows].max(initial=0)),
         )
-        mode = self._mode[rows]
+        mode, processing = self._mode[rows], None
+        if self._logits.rows:
+            processing = self._logits.build(plan, mode, temperature)
         return {
             "logit_indices_L": np.concatenate([sources, plan.score_sources], dtype=np.int64),
             "draws_S": draws,
@@ -115,7 +122,7 @@ class BatchBuilder:
             "top_p_S": top_p,
             "min_p_S": min_p,
             "mode_S": mode,
-            "processing": self._logits.build(plan, mode, temperature),
+            "processing": processing,
             "num_drawn_logits": len(sources),
             "draws_in_order": len(sources) == len(draws),
             "flags": flags,
@@ -123,6 +130,6 @@ class BatchBuilder:
 
 
 def _distinct(sources_S: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """(the distinct sources, which of them each sample has); sources come in rising order."""
+    """Return the distinct sources, which come in rising order, and which one each sample has."""
     is_new_S = np.diff(sources_S, prepend=-1) > 0
     return sources_S[is_new_S], np.cumsum(is_new_S, dtype=np.int64) - 1

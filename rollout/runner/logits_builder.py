@@ -1,4 +1,4 @@
-"""LogitsBuilder: what the samples of a step do to their logits, from what their rows asked for."""
+"""LogitsBuilder: how the samples of a step change their logits, as their rows' parameters say."""
 
 from __future__ import annotations
 
@@ -10,41 +10,52 @@ from numpy.typing import NDArray
 
 from rollout.backends.forward_batch import MODE_CODES
 from rollout.backends.step_tensors import HostArray, LogitsInputs
-from rollout.step.plan import LogitsProcessing, StepPlan
+from rollout.sampling_params import SamplingParams
+from rollout.step.plan import EMPTY, NewRow, StepPlan
 
 _NO_INTS: HostArray = np.empty(0, dtype=np.int64)
 _NO_HISTORY = -1
 _NO_FLOATS: HostArray = np.empty(0, dtype=np.float32)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A LogitsProcessing as arrays."""
+    """How a row changes its logits, with its ids as arrays. `allowed_ids` None allows all ids."""
 
-    processing: LogitsProcessing
+    params: SamplingParams
+    num_prompt: int
     bias_ids: HostArray
     biases: HostArray
-    late_ids: HostArray
+    end_ids: HostArray
     allowed_ids: HostArray | None
 
     @classmethod
-    def of(cls, processing: LogitsProcessing) -> _Row:
-        ids, biases = (
-            zip(*processing.logit_bias, strict=True) if processing.logit_bias else ((), ())
-        )
-        allowed = processing.allowed_token_ids
+    def of(cls, new: NewRow) -> _Row:
+        params = new.sampling_params
+        bias = params.logit_bias or ()
+        ids, biases = zip(*bias, strict=True) if bias else ((), ())
+        allowed = params.allowed_token_ids
         return cls(
-            processing=processing,
+            params=params,
+            num_prompt=new.num_prompt,
             bias_ids=np.array(ids, dtype=np.int64),
             biases=np.array(biases, dtype=np.float32),
-            late_ids=np.array(processing.late_token_ids, dtype=np.int64),
+            end_ids=np.array(new.end_ids, dtype=np.int64),
             allowed_ids=None if allowed is None else np.array(allowed, dtype=np.int64),
         )
 
 
+def _changes_logits(new: NewRow) -> bool:
+    """Whether any draw of the row is from other logits than the model's."""
+    params = new.sampling_params
+    forbids_end = bool(params.min_tokens and new.end_ids)
+    is_biased = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return params.has_penalties or forbids_end or is_biased
+
+
 @dataclass(slots=True)
 class _Lists:
-    """Entries of LogitsInputs as they are gathered, sample by sample."""
+    """The lists of LogitsInputs, while samples are added one by one."""
 
     bias_at: list[HostArray] = field(default_factory=list)
     bias_ids: list[HostArray] = field(default_factory=list)
@@ -58,26 +69,22 @@ class _Lists:
 
     def add(self, index: int, row: _Row, position: int) -> None:
         """Sample `index` of the K, which draws the token at `position`."""
-        processing = row.processing
+        params = row.params
         if len(row.bias_ids):
             self._add_biases(index, row.bias_ids, row.biases)
-        if position - processing.num_prompt < processing.min_tokens:
-            forbidden = np.full(len(row.late_ids), -np.inf, dtype=np.float32)
-            self._add_biases(index, row.late_ids, forbidden)
+        if position - row.num_prompt < params.min_tokens:
+            forbidden = np.full(len(row.end_ids), -np.inf, dtype=np.float32)
+            self._add_biases(index, row.end_ids, forbidden)
         if row.allowed_ids is not None:
             self.allowed_at.append(np.full(len(row.allowed_ids), len(self.limited)))
             self.allowed_ids.append(row.allowed_ids)
             self.limited.append(index)
-        if processing.has_penalty:
+        if params.has_penalties:
             self.penalized.append(index)
             self.penalties.append(
-                (
-                    processing.repetition_penalty,
-                    processing.presence_penalty,
-                    processing.frequency_penalty,
-                )
+                (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             )
-            self.num_prompt.append(processing.num_prompt)
+            self.num_prompt.append(row.num_prompt)
 
     def _add_biases(self, index: int, ids: HostArray, biases: HostArray) -> None:
         self.bias_at.append(np.full(len(ids), index))
@@ -86,30 +93,28 @@ class _Lists:
 
 
 class LogitsBuilder:
-    """The only writer of what each row does to its logits."""
+    """The only writer of how each row changes its logits. Rows that change none cost nothing."""
 
     def __init__(self, num_rows: int) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._is_processed = np.zeros(num_rows, dtype=np.bool_)
+        self.rows: dict[int, _Row] = {}  # those that change their logits
+        self._changes_logits = np.zeros(num_rows, dtype=np.bool_)
         self._histories = np.full(num_rows, _NO_HISTORY)
         self._free_histories: list[int] = []
         self._num_histories = 0
 
-    def set_row(self, row: int, processing: LogitsProcessing | None) -> None:
+    def set_row(self, new: NewRow) -> None:
         """A request has taken the row."""
-        if processing is not None:
-            self._rows[row] = _Row.of(processing)
-            self._is_processed[row] = True
-        elif row in self._rows:
-            del self._rows[row]
-            self._is_processed[row] = False
-        self._set_history(row, processing is not None and processing.has_penalty)
+        self.rows.pop(new.row, None)
+        self._changes_logits[new.row] = _changes_logits(new)
+        if self._changes_logits[new.row]:
+            self.rows[new.row] = _Row.of(new)
+        self._set_history(new.row, new.sampling_params.has_penalties)
 
-    def _set_history(self, row: int, has_penalty: bool) -> None:
-        """Histories are numbered by themselves: rows without penalties take no memory for one."""
-        if has_penalty == (self._histories[row] != _NO_HISTORY):
+    def _set_history(self, row: int, has_penalties: bool) -> None:
+        """Histories have numbers of their own: a row without penalties takes no memory for one."""
+        if has_penalties == (self._histories[row] != _NO_HISTORY):
             return
-        if not has_penalty:
+        if not has_penalties:
             self._free_histories.append(int(self._histories[row]))
             self._histories[row] = _NO_HISTORY
         elif self._free_histories:
@@ -121,17 +126,15 @@ class LogitsBuilder:
     def build(
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
     ) -> LogitsInputs[HostArray] | None:
-        """None if no sample of the step does anything to its logits."""
-        if not self._rows:
-            return None
-        samples_K = np.flatnonzero(self._is_processed[plan.sample_rows])
+        """Return None if no sample of the step changes its logits."""
+        samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
             return None
         rows_K, positions_K = plan.sample_rows[samples_K], plan.sample_positions[samples_K]
         lists = _Lists()
         drawn = zip(rows_K.tolist(), positions_K.tolist(), strict=True)
         for index, (row, position) in enumerate(drawn):
-            lists.add(index, self._rows[row], position)
+            lists.add(index, self.rows[row], position)
         penalized_Q = np.array(lists.penalized, dtype=np.int64)
         return LogitsInputs(
             samples_K=samples_K,
@@ -151,17 +154,18 @@ class LogitsBuilder:
         )
 
     def _new_histories(self, plan: StepPlan) -> dict[str, HostArray]:
-        starts_H = np.cumsum(plan.counted_lens) - plan.counted_lens
-        num_tokens = len(plan.counted_token_ids)
+        """The tokens of new rows with penalties, one row after the other."""
+        known = [(new.row, new.token_ids) for new in plan.new_rows if len(new.token_ids)]
+        rows_H, lens_H = [row for row, _ in known], [len(token_ids) for _, token_ids in known]
         return {
-            "new_histories_N": np.repeat(self._histories[plan.counted_rows], plan.counted_lens),
-            "new_positions_N": np.arange(num_tokens) - np.repeat(starts_H, plan.counted_lens),
-            "new_ids_N": plan.counted_token_ids,
+            "new_histories_N": np.repeat(self._histories[rows_H], lens_H),
+            "new_positions_N": _joined([np.arange(length) for length in lens_H]),
+            "new_ids_N": np.concatenate([EMPTY, *(np.array(ids, np.int32) for _, ids in known)]),
         }
 
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
-    """Which samples report log-probs from before the processing: a greedy one's are always raw."""
+    """Which samples report log-probs of the unchanged logits; those of a greedy sample are raw."""
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
 from rollout.backends.ops.logits_processing import sample_processed
-from rollout.backends.step_tensors import HostArray, StepInputs, StepResult
+from rollout.backends.step_tensors import HostArray, StepInputs
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.batch_builder import BatchBuilder
@@ -49,47 +49,46 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start to copy blocks, compute the plan's tokens, sample and score.
+        """Start a step: copy blocks, compute the plan's tokens, sample and score.
 
-        The function returned waits for the result; at most two may be outstanding.
+        The returned function waits for the result. At most two may be outstanding.
         """
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
-        fetch = self._backend.executor.launch(self._compute, inputs)
-        return lambda: _as_output(fetch())
+        return self._backend.executor.launch(self._compute, inputs)
 
     def after_resume(self) -> int:
-        """Memory was given back and is here again, perhaps elsewhere.
+        """Memory was released and is here again, perhaps at other addresses.
 
-        Returns how many captured steps are lost by that.
+        Returns how many captured steps are lost for that reason.
         """
         before, self._addresses = self._addresses, self._addresses_now()
         return self._backend.executor.after_resume(has_moved=self._addresses != before)
 
     def _addresses_now(self) -> tuple[int, int]:
-        """Of KV and weights, which lie in one piece each."""
+        """The addresses of KV and weights. Each of the two is one piece of memory."""
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def _compute(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
-    ) -> StepResult[Tensor]:
-        """The step's program: everything in it happens on the device."""
+    ) -> StepOutput[Tensor]:
+        """The step's program. All of it runs on the device."""
         last_T = self._last_tokens.index_select(0, inputs.input_rows_T)
         token_ids_T = torch.where(inputs.input_rows_T > 0, last_T, inputs.token_ids_T)
         batch = self._forward_batch(host, inputs, token_ids_T)
         hidden_LE = self._model(batch)
         sampled = self._sample(host, inputs, hidden_LE[: inputs.num_drawn_logits])
         scores = self._score(inputs, hidden_LE[inputs.num_drawn_logits :])
-        return StepResult(
-            token_ids_S=sampled.token_ids_S,
-            is_finite_S=sampled.is_finite_S,
-            logprobs_S=sampled.logprobs_S,
-            top_ids_SN=sampled.top_ids_SN,
-            top_logprobs_SN=sampled.top_logprobs_SN,
-            score_logprobs_P=scores[0],
-            score_top_ids_PN=scores[1],
-            score_top_logprobs_PN=scores[2],
+        return StepOutput(
+            token_ids=sampled.token_ids_S,
+            is_finite=sampled.is_finite_S,
+            logprobs=sampled.logprobs_S,
+            top_ids=sampled.top_ids_SN,
+            top_logprobs=sampled.top_logprobs_SN,
+            score_logprobs=scores[0],
+            score_top_ids=scores[1],
+            score_top_logprobs=scores[2],
         )
 
     def _forward_batch(
@@ -151,7 +150,9 @@ class ModelRunner:
         return sampled
 
     def _score(self, inputs: StepInputs[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
-        """(log-probs, top ids, top log-probs) of the scored tokens; None what nobody asked for."""
+        """Return log-probs, top ids and top log-probs of the scored tokens. Outputs that no request
+        of the step wants are None.
+        """
         parts = []
         for start in range(0, hidden_PE.shape[0], SCORE_CHUNK):
             part = slice(start, start + SCORE_CHUNK)
@@ -163,16 +164,3 @@ class ModelRunner:
         return [
             None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
         ]
-
-
-def _as_output(result: StepResult[HostArray]) -> StepOutput:
-    return StepOutput(
-        token_ids=result.token_ids_S,
-        is_finite=result.is_finite_S,
-        logprobs=result.logprobs_S,
-        top_ids=result.top_ids_SN,
-        top_logprobs=result.top_logprobs_SN,
-        score_logprobs=result.score_logprobs_P,
-        score_top_ids=result.score_top_ids_PN,
-        score_top_logprobs=result.score_top_logprobs_PN,
-    )

@@ -1,7 +1,7 @@
-"""TokenHistories: the tokens of rows with penalties, where the steps' draws can count them.
+"""TokenHistories: the tokens of rows with penalties, which their draws count.
 
-A decode row's last token is known to the device only, so the history is kept there. Shape letters
-are those of LogitsInputs; P history positions.
+They are on the device, where alone the last token of a decode row is known. Shape letters are those
+of LogitsInputs; P history positions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from rollout.backends.step_tensors import HostArray, LogitsInputs
 
 
 class TokenHistories:
-    """By history and position, int32; only as large as the penalized rows have needed."""
+    """Token ids by history and position, int32. Grows as rows with penalties need it."""
 
     def __init__(self, device: torch.device) -> None:
         self._ids = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
-        """Enter the tokens of new histories; returns those of the Q samples, int32 [Q, P]."""
+        """Write the known tokens of new histories. Returns the tokens of the Q samples' histories,
+        int32 [Q, P].
+        """
         if not len(host.histories_Q):
             return self._ids[:0]
         length = int(host.lengths_Q.max())
@@ -28,7 +30,7 @@ class TokenHistories:
         return self._ids[inputs.histories_Q, :length]
 
     def append(self, inputs: LogitsInputs[Tensor], token_ids_S: Tensor) -> None:
-        """Enter the tokens that the Q samples have drawn."""
+        """Append to each of the Q samples' histories the token that it has drawn."""
         drawn_Q = token_ids_S[inputs.samples_K[inputs.penalized_Q]]
         self._ids[inputs.histories_Q, inputs.lengths_Q] = drawn_Q.int()
 
@@ -42,5 +44,5 @@ class TokenHistories:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two, so that growing token by token copies each only once or twice."""
+    """The next power of two, so that a history that grows token by token is rarely copied."""
     return 1 << (size - 1).bit_length()

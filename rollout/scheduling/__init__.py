@@ -1,1 +1,1 @@
-"""Which tokens run next. No torch, no clock."""
+"""Scheduling: which tokens run next. It uses no torch and no clock."""

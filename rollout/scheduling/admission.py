@@ -1,4 +1,6 @@
-"""Admission: is a request well formed, can it ever run here, and how long may it get."""
+"""Checks before a request is queued: whether it is well formed, whether it can ever run on this
+engine, and how long it may get.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`max_length` is prompt + output. `error`: it can never run here. `clamped`: it gets less than
-    it asked for.
+    """The result of `admit`. `max_length` counts prompt and output.
+
+    error: why the request can never run on this engine; None if it can.
+    clamped: why it may get fewer tokens than it asks for; None if it may get all.
     """
 
     max_length: int
@@ -78,8 +82,8 @@ def check_well_formed(
 def admit(
     request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
 ) -> Admission:
-    """Resolve a well-formed request's length limit. P prompt and N new tokens need KV for P + N -
-    1.
+    """Return how long a well-formed request may get. P prompt and N new tokens need KV for
+    P + N - 1 positions.
     """
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:

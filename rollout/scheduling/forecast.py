@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.blocks.block_manager import BlockManager
+from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.sequence import Sequence
 
 Floats = NDArray[np.float64]
 
 _DECAY_AFTER_STOPS = 1024
-# Few outputs say little: each block counts this many more outputs that stop at the overall rate.
-# The blocks beyond all that were seen stop at the rate of the later half of them, smoothed alike.
+# Few outputs say little: each block counts as if so many more outputs had begun it, which stopped
+# at the overall rate. Outputs stop beyond all blocks seen at the rate of the later half of those,
+# smoothed in the same way.
 _SMOOTHING, _TAIL_SMOOTHING = 1.0, 8.0
 _LARGEST_HAZARD = 1.0 - 1e-9
-# What preempted sequences held stays in reserve, at most this part of the pool, less by this
-# fraction with each step.
+# The blocks that preempted sequences held stay in reserve: at most this part of the pool, and less
+# by this fraction with each step.
 _LARGEST_RESERVE, _RESERVE_DECAY = 0.25, 1 / 512
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+def length_draw(arrival: int) -> float:
+    """The draw of the request that arrives as number `arrival`, from the unit exponential
+    distribution: a quantile of a sequence that fills it evenly.
+    """
+    return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
 class OutputLengthEstimator:
-    """Learns how long outputs get, in blocks, from those that ended and those that have not yet.
+    """Learns how long outputs get, in blocks, from outputs that have ended and outputs that run.
 
-    Each output block has a hazard: of the outputs that began it, the fraction that stopped in it.
-    Outputs that still run, and those cut off by their limit, count as begun and not stopped, so
-    long ones are not forgotten for ending last. Counts are halved now and then, since a policy's
-    lengths drift as it is trained. Source: the product-limit estimator (Kaplan and Meier 1958).
+    Each output block has a hazard: the fraction that stopped in it, of the outputs that began it.
+    Outputs that still run, and outputs that their limit cut off, count as begun and not stopped, so
+    that long outputs are not underestimated because they end last. The counts are halved now and
+    then, since a policy's lengths drift as it is trained.
+    Source: the product-limit estimator (Kaplan and Meier 1958).
     """
 
     def __init__(self) -> None:
         self._num_begun = np.zeros(64)
         self._num_stopped = np.zeros(64)
         self._stops_until_decay = _DECAY_AFTER_STOPS
-        self._cumulative: Floats | None = None  # hazard before each block; None: counts changed
+        self._cumulative: Floats | None = None  # hazard before each block; None once counts change
         self._tail_hazard = 0.0  # of blocks beyond those seen
 
     def begin(self, start: int, end: int) -> None:
-        """An output began its blocks [start, end)."""
+        """Record that an output has begun its blocks [start, end)."""
         if end > len(self._num_begun):
             num_more = max(end, 2 * len(self._num_begun)) - len(self._num_begun)
             self._num_begun = np.pad(self._num_begun, (0, num_more))
@@ -48,7 +59,7 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def stop(self, block: int) -> None:
-        """An output stopped by itself in its block `block`, which it had begun."""
+        """Record that an output has stopped by itself in its block `block`, which it had begun."""
         self._num_stopped[block] += 1
         self._stops_until_decay -= 1
         if not self._stops_until_decay:
@@ -58,11 +69,12 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def last_blocks(self, current: Floats, limits: Floats, draws: Floats) -> Floats:
-        """The block in which each output will stop: [num_outputs], from `current` to `limits`.
+        """Return the block in which each output is expected to stop, between `current` and
+        `limits`. All arrays are [num_outputs].
 
         An output's draw from the unit exponential distribution picks the quantile of its remaining
-        length, so that many outputs together are spread as they will be. As long as none has
-        stopped by itself, all go to their limits.
+        length, so that many outputs together have the expected distribution of lengths. As long as
+        no output has stopped by itself, all are expected at their limits.
         """
         cumulative = self._cumulative_hazard()
         if not self._tail_hazard:
@@ -94,54 +106,96 @@ class OutputLengthEstimator:
 
 
 class MemoryForecast:
-    """Foresees the largest number of blocks that the sequences in context will hold at once.
+    """Foresees the largest number of blocks that the running sequences will hold at once.
 
     Each takes a block for every `block_size` tokens and frees its own at its end, so the most are
     held just before one of the ends. Blocks of a shared prefix count once. A preemption shows that
-    this fell short: what the victim held is kept in reserve for a while.
+    the forecast was too low: what the preempted sequence held is kept in reserve for a while.
 
-    `conservativeness` 1 counts what is expected, less counts that part of all growth and reserve;
-    0 admits whatever has room to begin.
+    `conservativeness` 1 counts what is expected; a smaller number counts that part of all growth
+    and of the reserve; 0 admits each request that has room to begin.
     Source: the future required memory of Past-Future scheduling (Gong et al. 2025, LightLLM).
     """
 
-    def __init__(self, blocks: BlockManager, *, conservativeness: float = 1.0) -> None:
-        self.lengths = OutputLengthEstimator()
-        self._blocks = blocks
+    def __init__(self, kv_cache_manager: KVCacheManager, *, conservativeness: float = 1.0) -> None:
+        self._kv = kv_cache_manager
+        self._lengths = OutputLengthEstimator()
         self._conservativeness = conservativeness
         self._num_reserved = 0.0
-        # Of the sequences in context, in this step, once it is needed: blocks of its own that each
+        self._num_blocks_at_limits = 0  # if every running sequence came to its limit
+        # Of the running sequences, in this step, once it is needed: the blocks of its own that each
         # holds, and how many it is going to take.
         self._own: tuple[Floats, Floats] | None = None
         self._num_untaken = 0  # counted as held, but taken from the pool in the next step only
+
+    # ---- what happens to sequences
 
     def start_step(self) -> None:
         """Forget what was foreseen in the step before."""
         self._own, self._num_untaken = None, 0
         self._num_reserved *= 1.0 - _RESERVE_DECAY
 
+    def add(self, sequence: Sequence) -> None:
+        """The sequence runs from now on."""
+        self._num_blocks_at_limits += sequence.max_blocks
+        self.observe_length(sequence)
+
+    def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
+        """The sequence does not run any more. `has_stopped`: it came to its own end, and not to a
+        limit or to an abort.
+        """
+        self._num_blocks_at_limits -= sequence.max_blocks
+        if has_stopped:
+            self._lengths.stop(sequence.num_output_blocks - 1)
+
+    def observe_length(self, sequence: Sequence) -> None:
+        """Learn of the output blocks that the sequence has begun."""
+        num_begun = len(sequence.table.blocks) - sequence.num_prompt_blocks + 1
+        if num_begun > sequence.num_output_blocks:
+            self._lengths.begin(sequence.num_output_blocks, num_begun)
+            sequence.num_output_blocks = num_begun
+
     def observe_preemption(self, num_blocks: int) -> None:
         """A sequence had to give its blocks back, since the pool ran out."""
-        limit = _LARGEST_RESERVE * self._blocks.num_blocks
+        limit = _LARGEST_RESERVE * self._kv.num_blocks
         num_wanted = self._num_reserved + self._conservativeness * num_blocks
         self._num_reserved = min(num_wanted, limit)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the sequences in context have been looked at in this step."""
-        return self._own is not None
+    # ---- what will fit
 
-    def num_missing(
-        self, in_context: list[Sequence], candidate: Sequence, *, num_own: int, takes_later: bool
+    def num_missing_blocks(
+        self,
+        running: Iterable[Sequence],
+        candidate: Sequence,
+        num_own: int,
+        *,
+        takes_later: bool = False,
     ) -> int:
-        """How many blocks the pool would lack at its fullest if `candidate` ran as well.
+        """How many blocks are missing for `candidate` to run beside `running`; 0 if it may.
 
-        It has its shared blocks, and takes `num_own` more to begin with, at once or, if
-        `takes_later`, in the next step. If none is missing, it counts as in context from now on.
+        It takes `num_own` blocks to begin with, at once, or in the next step if `takes_later`. The
+        expected lengths of all must not overflow the pool. If no sequence runs, there is always
+        room for it to grow.
         """
-        now, growth = self._own or self._own_blocks(in_context)
+        num_short = num_own - self._kv.num_free_blocks
+        if num_short > 0:
+            return num_short
+        runs_alone = not self._num_blocks_at_limits
+        at_limits = self._num_blocks_at_limits + candidate.max_blocks
+        if runs_alone or (at_limits <= self._kv.num_blocks and self._own is None):
+            return 0
+        return self._num_missing(running, candidate, num_own, takes_later=takes_later)
+
+    def _num_missing(
+        self, running: Iterable[Sequence], candidate: Sequence, num_own: int, *, takes_later: bool
+    ) -> int:
+        """How many blocks the pool would lack when most are held, if `candidate` ran as well.
+
+        If none is missing, it counts as running from now on.
+        """
+        now, growth = self._own or self._own_blocks(running)
         self._own = now, growth
-        shared = candidate.num_shared_blocks
+        shared = candidate.table.num_shared
         first = np.array([[num_own + shared], [candidate.num_prompt_blocks]], dtype=np.float64)
         limit, draw = np.array([[candidate.max_blocks], [candidate.length_draw]])
         now = np.append(now, float(num_own))
@@ -149,12 +203,12 @@ class MemoryForecast:
         num_untaken = self._num_untaken + num_own
         # Blocks that no sequence counts as its own: shared ones whose first user has left, and
         # those of plans in flight.
-        num_others = self._blocks.num_used_blocks + num_untaken - now.sum()
+        num_others = self._kv.num_used_blocks + num_untaken - now.sum()
         longest_first = np.argsort(-growth, kind="stable")
         # Before the end of the i-th of these, it and those before it are left, each grown as much.
         rounds = growth[longest_first]
         held = np.cumsum(now[longest_first]) + rounds * np.arange(1, len(rounds) + 1)
-        num_available = self._blocks.num_blocks - self._num_reserved
+        num_available = self._kv.num_blocks - self._num_reserved
         num_missing = math.ceil(float(held.max()) + float(num_others) - num_available)
         if num_missing > 0:
             return num_missing
@@ -163,12 +217,12 @@ class MemoryForecast:
             self._num_untaken = num_untaken
         return 0
 
-    def _own_blocks(self, sequences: list[Sequence]) -> tuple[Floats, Floats]:
-        table = np.array(
+    def _own_blocks(self, sequences: Iterable[Sequence]) -> tuple[Floats, Floats]:
+        columns = np.array(
             [
                 (
-                    len(s.blocks),
-                    s.num_shared_blocks,
+                    len(s.table.blocks),
+                    s.table.num_shared,
                     s.num_prompt_blocks,
                     s.max_blocks,
                     s.length_draw,
@@ -177,11 +231,11 @@ class MemoryForecast:
             ],
             dtype=np.float64,
         )
-        held, shared, prompt, limit, draw = table.T
+        held, shared, prompt, limit, draw = columns.T
         return held - shared, self._growth(held, prompt, limit, draw)
 
     def _growth(self, held: Floats, prompt: Floats, limit: Floats, draw: Floats) -> Floats:
         """Blocks that each is going to take beyond those it holds."""
-        last = self.lengths.last_blocks(held - prompt, limit - prompt, draw)
+        last = self._lengths.last_blocks(held - prompt, limit - prompt, draw)
         growth: Floats = self._conservativeness * (prompt + last - held)
         return growth

@@ -11,14 +11,14 @@ _Order = tuple[int, int]
 
 
 class RequestQueue:
-    """Sorted by `Sequence.order`, so an evicted request comes back at its place. Adding, removing
-    and the head cost O(log n).
+    """Sorted by `Sequence.order`, so that a preempted request comes back to its place. Adding,
+    removing and reading the head cost O(log n). Iteration is in no particular order.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[_Order, Sequence] = {}
         self._groups: dict[int, dict[_Order, Sequence]] = {}
-        # Heaps; entries of sequences that have left are skipped, and cleared once they are many.
+        # Heaps. Entries of sequences that have left are skipped, and removed once there are many.
         self._by_order: list[_Order] = []
         self._by_arrival: list[tuple[int, _Order]] = []
 
@@ -30,13 +30,13 @@ class RequestQueue:
 
     @property
     def head(self) -> Sequence:
-        """The first in order. The caller has checked that there is one."""
+        """The first sequence in order. The caller has checked that there is one."""
         while self._by_order[0] not in self._waiting:
             heapq.heappop(self._by_order)
         return self._waiting[self._by_order[0]]
 
     def promote_longest_waiting(self) -> None:
-        """Have the first to have arrived at the head, with the head's priority from now on."""
+        """Move the request that arrived first to the head. It keeps the head's priority."""
         while self._by_arrival[0][1] not in self._waiting:
             heapq.heappop(self._by_arrival)
         sequence, head = self._waiting[self._by_arrival[0][1]], self.head

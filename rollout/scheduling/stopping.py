@@ -1,4 +1,4 @@
-"""When a request is done: a function of its tokens, and of their text where that is looked at."""
+"""When a request is done, as a function of its tokens and, if it has stop words, of their text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from rollout.generated_text import StopStrings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """`end_ids` stop at once; `stop_words` are token id suffixes of the generated part, and
-    `stop_strings` finds them in its text; `max_length` is prompt + output. Only the length ends a
-    request within its first `min_tokens` generated tokens.
+    """What ends a request. Only the length ends it within its first `min_tokens` generated tokens.
 
-    A rule with `stop_strings`, which remembers what it has read, is that of one sequence.
+    end_ids: each of these token ids ends it.
+    stop_words: it ends when the generated tokens end with one of these sequences of ids.
+    max_length: of prompt and output together.
+    stop_strings: finds the stop words in the generated text. It remembers what it has read, so that
+        a rule that has it belongs to one request.
     """
 
     end_ids: tuple[int, ...]
@@ -25,7 +27,7 @@ class StopRule:
 
 
 def finish_reason(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> str | None:
-    """ "stop", "length" or None for a request whose newest token is `tokens[-1]`.
+    """Return "stop", "length", or None if a request goes on whose newest token is `tokens[-1]`.
 
     A token that both stops and fills the length counts as "stop". Stop words never reach into the
     prompt. Raises DetokenizeError if their text cannot be made.

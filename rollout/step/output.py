@@ -1,26 +1,31 @@
-"""StepOutput: what one forward pass sampled, on the host."""
+"""StepOutput: what one step sampled and scored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Generic
 
-import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
+
+# The kind of array that holds the values: tensors on the device, NumPy arrays on the host.
+Array = TypeVar("Array", default=NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """S sample rows and P scored tokens in the order of the plan; N is the largest top-n asked for.
+class StepOutput(Generic[Array]):
+    """The results of S sample rows and P scored tokens, in the order of the plan. N is the largest
+    top-n of the step.
 
-    `logprobs` are in each row's own mode. A row whose logits were not finite has `is_finite` False
-    and a meaningless token. Arrays nobody asked for are None.
+    A row's log-probs are in the mode of its request. A row whose logits were not finite has
+    `is_finite` False and a meaningless token. Arrays that no request of the step wants are None.
     """
 
-    token_ids: NDArray[np.int64]  # [S]
-    is_finite: NDArray[np.bool_]  # [S]
-    logprobs: NDArray[np.float32] | None = None  # [S]
-    top_ids: NDArray[np.int64] | None = None  # [S, N]
-    top_logprobs: NDArray[np.float32] | None = None  # [S, N]
-    score_logprobs: NDArray[np.float32] | None = None  # [P]
-    score_top_ids: NDArray[np.int64] | None = None  # [P, N]
-    score_top_logprobs: NDArray[np.float32] | None = None  # [P, N]
+    token_ids: Array  # [S] int64
+    is_finite: Array  # [S] bool
+    logprobs: Array | None = None  # [S] float32
+    top_ids: Array | None = None  # [S, N] int64
+    top_logprobs: Array | None = None  # [S, N] float32
+    score_logprobs: Array | None = None  # [P] float32
+    score_top_ids: Array | None = None  # [P, N] int64
+    score_top_logprobs: Array | None = None  # [P, N] float32

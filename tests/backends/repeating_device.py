@@ -21,8 +21,9 @@ from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import ForwardBatch, Rotation
-from rollout.backends.step_tensors import Fetch, StepResult
+from rollout.backends.step_tensors import Fetch
 from rollout.config import DEFAULT_MAX_SEQUENCE_LENGTH
+from rollout.step.output import StepOutput
 from tests.tiny_models import tiny_engine
 
 CPU = torch.device("cpu")
@@ -38,8 +39,8 @@ class RepeatingDevice:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def capture(
-        self, program: Callable[[], StepResult[Tensor]]
-    ) -> tuple[Callable[[], None], StepResult[Tensor]]:
+        self, program: Callable[[], StepOutput[Tensor]]
+    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         program()
         static = program()
 
@@ -52,11 +53,11 @@ class RepeatingDevice:
 
         return replay, static
 
-    def download(self, result: StepResult[Tensor]) -> Fetch:
+    def download(self, result: StepOutput[Tensor]) -> Fetch:
         """A copy, for the next replay overwrites the result."""
         tensors = {field.name: getattr(result, field.name) for field in fields(result)}
         copies: Any = {name: None if t is None else t.clone() for name, t in tensors.items()}
-        return download(StepResult(**copies), CPU)
+        return download(StepOutput(**copies), CPU)
 
 
 class HostlessAttention(ReferenceAttention):

@@ -21,7 +21,8 @@ from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.reserved import ReservedMemory
-from rollout.backends.step_tensors import INPUT_TYPES, SamplingFlags, StepInputs, StepResult
+from rollout.backends.step_tensors import INPUT_TYPES, SamplingFlags, StepInputs
+from rollout.step.output import StepOutput
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
 from tests.tiny_models import (
     Margins,
@@ -83,7 +84,7 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
     )
 
 
-def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepResult[Tensor]:
+def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepOutput[Tensor]:
     """A number per sample of all that its token, row and draw are made of."""
     num_tokens, rows = step.token_ids_T.shape[0], torch.arange(step.context_lens_R.shape[0])
     lens = step.query_starts_E.diff()
@@ -100,15 +101,10 @@ def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepResult[
     logits_S = logits_L if step.draws_in_order else logits_L[step.draws_S]
     drawn = [getattr(step, name).double() for name in PER_SAMPLE]
     logits_S = logits_S + sum(0.37**i * values for i, values in enumerate(drawn))
-    return StepResult(
-        token_ids_S=logits_S.view(torch.int64),
-        is_finite_S=logits_S > 0,
-        logprobs_S=logits_S.float(),
-        top_ids_SN=None,
-        top_logprobs_SN=None,
-        score_logprobs_P=None,
-        score_top_ids_PN=None,
-        score_top_logprobs_PN=None,
+    return StepOutput(
+        token_ids=logits_S.view(torch.int64),
+        is_finite=logits_S > 0,
+        logprobs=logits_S.float(),
     )
 
 
@@ -124,8 +120,8 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
         expected = EagerExecutor(CPU).launch(fingerprint, inputs)()
         fetches.append((executor.launch(fingerprint, inputs), expected))
         for fetch, right in fetches[-2:]:  # two may be outstanding
-            np.testing.assert_array_equal(fetch().token_ids_S, right.token_ids_S)
-            np.testing.assert_array_equal(fetch().logprobs_S, right.logprobs_S)
+            np.testing.assert_array_equal(fetch().token_ids, right.token_ids)
+            np.testing.assert_array_equal(fetch().logprobs, right.logprobs)
     assert 0 < executor.num_captures <= num_graphs
 
 
@@ -285,7 +281,7 @@ def test_an_unnoticed_move_is_found_by_the_first_step_after_a_resume(
     for shape, captured in list(executor._captured.items()):
         executor._captured[shape] = type(captured)(lambda: None, captured.result)
         with torch.inference_mode():
-            captured.result.token_ids_S.fill_(3)
+            captured.result.token_ids.fill_(3)
     before = executor.num_captures
     engine.pause()
     engine.suspend("offload")

@@ -12,10 +12,9 @@ from rollout import SamplingParams
 from rollout.backends.forward_batch import SampleResult
 from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import LogitsInputs
-from rollout.engine.generation_rules import GenerationRules
 from rollout.runner.logits_builder import LogitsBuilder
 from rollout.runner.token_histories import TokenHistories
-from rollout.step.plan import StepPlan
+from rollout.step.plan import NewRow, StepPlan
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
 from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits
@@ -51,25 +50,17 @@ rows_of_a_step = st.lists(
 )
 
 
-def new_row_arrays(rows: list[int], known: list[list[int]]) -> dict[str, np.ndarray]:
-    """What a plan says of rows that are new, with the tokens they have."""
-    return {
-        "counted_rows": np.array(rows, np.int32),
-        "counted_lens": np.array([len(tokens) for tokens in known], np.int32),
-        "counted_token_ids": np.array([t for tokens in known for t in tokens], np.int32),
-    }
-
-
-def counted(
-    rows: list[int], params: list[SamplingParams], known: list[list[int]]
-) -> tuple[list[int], list[list[int]]]:
-    """Those whose draws count tokens."""
-    kept = [
-        i
-        for i, p in enumerate(params)
-        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-    ]
-    return [rows[i] for i in kept], [known[i] for i in kept]
+def new_row(row: int, params: SamplingParams, known: list[int], num_prompt: int) -> NewRow:
+    """What a plan says of a row that is new, with the tokens it has if its draws count them."""
+    ends = () if params.termination_id is None else (params.termination_id,)
+    return NewRow(
+        row=row,
+        sampling_params=params,
+        seed=0,
+        num_prompt=num_prompt,
+        end_ids=(*ends, *(params.stop_token_ids or ())),
+        token_ids=known if params.has_penalties else (),
+    )
 
 
 def drawn(
@@ -77,16 +68,16 @@ def drawn(
     num_prompts: list[int],
 ) -> SampleResult:  # fmt: skip
     """One step, in which every row is new."""
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     builder, rows = LogitsBuilder(len(params) + 1), list(range(1, len(params) + 1))
-    for row, each, num_prompt in zip(rows, params, num_prompts, strict=True):
-        builder.set_row(row, rules.row_sampling(each, 0, num_prompt).processing)
+    new_rows = tuple(map(new_row, rows, params, known, num_prompts))
+    for new in new_rows:
+        builder.set_row(new)
     plan = StepPlan(
         step_id=0,
         weights_version=0,
         sample_rows=np.array(rows, np.int32),
         sample_positions=np.array([len(tokens) for tokens in known], np.int32),
-        **new_row_arrays(*counted(rows, params, known)),
+        new_rows=new_rows,
     )
     batch = batch_of(
         [draw_of(each, row) for row, each in zip(rows, params, strict=True)], top_n=TOP_N
@@ -153,19 +144,20 @@ def test_a_row_that_processing_leaves_nothing_to_draw_or_that_was_not_finite_say
 
 def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
     """Rows 1 and 5 decode beside each other; then another request has row 1."""
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     histories, builder = TokenHistories(torch.device("cpu")), LogitsBuilder(6)
     params = SamplingParams(presence_penalty=1.0)
     for row in (1, 5):
-        builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+        builder.set_row(new_row(row, params, [], 2))
 
-    def step(rows: list[int], lengths: list[int], token: int, **new: np.ndarray) -> list[list[int]]:
+    def step(
+        rows: list[int], lengths: list[int], token: int, new: dict[int, list[int]]
+    ) -> list[list[int]]:
         plan = StepPlan(
             step_id=0,
             weights_version=0,
             sample_rows=np.array(rows, np.int32),
             sample_positions=np.array(lengths, np.int32),
-            **new,
+            new_rows=tuple(new_row(row, params, known, 2) for row, known in new.items()),
         )
         host = builder.build(plan, np.zeros(len(rows), np.int8), np.ones(len(rows), np.float32))
         assert host is not None
@@ -175,26 +167,19 @@ def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
         histories.append(inputs, torch.full((len(rows),), token))
         return [row[:n].tolist() for row, n in zip(history, lengths, strict=True)]
 
-    assert step([1], [2], 30, **new_row_arrays([1], [[10, 11]])) == [[10, 11]]
-    assert step([1, 5], [3, 3], 31, **new_row_arrays([5], [[20, 21, 22]])) == [
-        [10, 11, 30],
-        [20, 21, 22],
-    ]
-    assert step([1, 5], [4, 4], 32) == [[10, 11, 30, 31], [20, 21, 22, 31]]
-    assert step([1, 5], [2, 5], 33, **new_row_arrays([1], [[8, 9]])) == [
-        [8, 9],
-        [20, 21, 22, 31, 32],
-    ]
+    assert step([1], [2], 30, {1: [10, 11]}) == [[10, 11]]
+    assert step([1, 5], [3, 3], 31, {5: [20, 21, 22]}) == [[10, 11, 30], [20, 21, 22]]
+    assert step([1, 5], [4, 4], 32, {}) == [[10, 11, 30, 31], [20, 21, 22, 31]]
+    assert step([1, 5], [2, 5], 33, {1: [8, 9]}) == [[8, 9], [20, 21, 22, 31, 32]]
 
 
 def test_only_rows_with_penalties_take_a_history_and_leave_it_to_the_next() -> None:
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     builder = LogitsBuilder(1000)
 
     def histories(taken: dict[int, float]) -> list[int]:
         for row, penalty in taken.items():
             params = SamplingParams(presence_penalty=penalty, logit_bias={1: 1.0})
-            builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+            builder.set_row(new_row(row, params, [], 2))
         plan = StepPlan(
             step_id=0,
             weights_version=0,

@@ -195,7 +195,7 @@ class Oracle:
     def _decide(self, decision: Decision) -> None:
         schedule = decision.schedule
         self._check_order(decision)
-        self._requeue((self.known[i] for i in schedule.evicted), evicted=True)
+        self._requeue((self.known[i] for i in schedule.preempted), evicted=True)
         for ids, phase in ((schedule.paused, "paused"), (schedule.resumed, "running")):
             for request_id in ids:
                 self._move(request_id, phase)
@@ -209,7 +209,7 @@ class Oracle:
             self._share(self.known[request_id], starts[request_id], decision.tables[request_id])
         assert schedule.num_prefix_hit_tokens == sum(starts[i] for i in hits)
         self.tally["forks"] += len(decision.forks)
-        self.tally["evictions"] += len(schedule.evicted)
+        self.tally["evictions"] += len(schedule.preempted)
         self.tally["pauses"] += len(schedule.paused)
 
     def _move(self, request_id: int, phase: str) -> None:
@@ -234,7 +234,7 @@ class Oracle:
         orders = {i: k.order for i, k in self.known.items()}
         active = [k for k in self.unfinished() if k.phase != "waiting"]
         paused = [orders[i] for i in decision.paused]
-        for request_id in schedule.evicted:
+        for request_id in schedule.preempted:
             assert orders[request_id] > min(k.order for k in active)
             assert all(orders[request_id] > order for order in paused)
         limit, held = self.rules.max_paused_blocks, [decision.tables[i] for i in decision.paused]
@@ -243,7 +243,7 @@ class Oracle:
         children = {child for _, child in decision.forks}
         entered = [i for i in schedule.admitted if i not in children]
         if entered:
-            assert not schedule.evicted
+            assert not schedule.preempted
             assert not paused
             newest = max((orders[i] for i in entered if i not in promoted), default=(-99, 0))
             assert all(newest < orders[i] for i in decision.waiting if i not in promoted)

@@ -13,6 +13,7 @@ import pytest
 from rollout import DynamicInferenceEngine, EngineState, SamplingParams
 from tests.engine.random_engines import SHARED_TEXT, VOCAB, weights
 from tests.engine.trace import trace_decisions
+from tests.fakes import values_of
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, tiny_engine
 
@@ -69,7 +70,7 @@ def _abort(rng: random.Random) -> Command:
     choice = rng.random()
 
     def abort(engine: DynamicInferenceEngine) -> None:
-        if alive := list(engine._scheduler._sequences):
+        if alive := list(engine._scheduler.requests):
             engine.abort_request(alive[int(choice * len(alive))])
 
     return abort
@@ -94,8 +95,8 @@ def _update(rng: random.Random) -> Command:
     return lambda engine: engine.update_weights(tensors(index), in_flight=True)
 
 
-def live(config: dict[str, Any], inbox: list[Command]) -> list[str]:
-    """Digests of all plans of an engine that is given the whole inbox, and then runs dry."""
+def live(config: dict[str, Any], inbox: list[Command]) -> list[list[object]]:
+    """All plans of an engine that is given the whole inbox, and then runs dry."""
     engine = tiny_engine(deepcopy(weights(0)[0]), **config)
     decisions = trace_decisions(engine)
     for command in inbox:
@@ -103,7 +104,7 @@ def live(config: dict[str, Any], inbox: list[Command]) -> list[str]:
     assert engine.state is EngineState.RUNNING
     while engine.has_unfinished_requests():
         engine.step()
-    return [d.schedule.plan.digest() for d in decisions if d.schedule.plan is not None]
+    return [values_of(d.schedule.plan) for d in decisions if d.schedule.plan is not None]
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout import DynamicInferenceEngine
-from rollout.scheduling.scheduler import Schedule
+from rollout.scheduling.output import SchedulerOutput
 from rollout.scheduling.sequence import Phase
 
 
@@ -22,7 +22,7 @@ class Chunk:
 class Decision:
     """One call of schedule(). `tables` are the blocks of all that hold some, after it."""
 
-    schedule: Schedule
+    schedule: SchedulerOutput
     version: int
     chunks: tuple[Chunk, ...]
     forks: tuple[tuple[int, int], ...]  # (parent, child)
@@ -39,35 +39,35 @@ def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
     scheduler, decisions = engine._scheduler, []
     decide, decide_alone = scheduler.schedule, scheduler.schedule_alone
 
-    def note(schedule: Schedule, weights_version: int, *, is_alone: bool) -> Schedule:
-        behind = scheduler._in_flight[-1] if schedule.plan is not None else None
-        active = scheduler._context.active
+    def note(schedule: SchedulerOutput, weights_version: int, *, is_alone: bool) -> SchedulerOutput:
+        step = scheduler.in_flight[-1] if schedule.plan is not None else None
+        active = list(scheduler.running)
         decisions.append(
             Decision(
                 schedule=schedule,
                 version=weights_version,
-                orders={i: s.order for i, s in scheduler._sequences.items()},
+                orders={i: s.order for i, s in scheduler.requests.items()},
                 chunks=tuple(
                     Chunk(s.request_id, s.num_computed - count, s.num_computed)
-                    for s, count in (behind.computed if behind else ())
+                    for s, count in (step.computed if step else ())
                 ),
                 forks=tuple(
                     (parent.request_id, child.request_id)
-                    for parent, child in (behind.forks if behind else ())
+                    for parent, child in (step.forks if step else ())
                 ),
-                sampled=tuple(s.request_id for s in (behind.sampled if behind else ())),
-                tables={s.request_id: tuple(s.blocks) for s in active},
-                waiting=tuple(s.request_id for s in scheduler._context.waiting),
+                sampled=tuple(s.request_id for s in (step.sampled if step else ())),
+                tables={s.request_id: tuple(s.table.blocks) for s in active},
+                waiting=tuple(s.request_id for s in scheduler.waiting),
                 paused=tuple(s.request_id for s in active if s.phase is Phase.PAUSED),
                 is_alone=is_alone,
             )
         )
         return schedule
 
-    def traced(version: int) -> Schedule:
+    def traced(version: int) -> SchedulerOutput:
         return note(decide(version), version, is_alone=False)
 
-    def traced_alone(request_id: int, version: int) -> Schedule:
+    def traced_alone(request_id: int, version: int) -> SchedulerOutput:
         return note(decide_alone(request_id, version), version, is_alone=True)
 
     scheduler.schedule, scheduler.schedule_alone = traced, traced_alone

@@ -1,11 +1,12 @@
-"""What must hold after every step. The only place that looks inside the scheduler."""
+"""What must hold after every step, of the sequences, blocks and rows that a scheduler has."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-from rollout.scheduling.scheduler import Schedule, Scheduler
+from rollout.scheduling.output import SchedulerOutput
+from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.sequence import Phase
 from tests.fakes import FakeMuscle
 from tests.scheduling.oracle import Known, Sizes, in_phase
@@ -31,67 +32,63 @@ class Before:
 
 def observe(scheduler: Scheduler) -> Before:
     active = [
-        Seen(s.request_id, s.order, s.num_in_flight > 0, tuple(s.blocks))
-        for s in scheduler._context.active
+        Seen(s.request_id, s.order, s.num_in_flight > 0, tuple(s.table.blocks))
+        for s in scheduler.running
     ]
-    return Before(active, len(scheduler._in_flight))
+    return Before(active, len(scheduler.in_flight))
 
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Blocks and rows are free, or held as often as named, also by who is gone but in flight."""
-    holders = {id(s): s for s in scheduler._sequences.values() if s.phase is not Phase.WAITING}
-    for behind in scheduler._in_flight:
-        for sequence in behind.sequences():
+    holders = {id(s): s for s in scheduler.requests.values() if s.phase is not Phase.WAITING}
+    for step in scheduler.in_flight:
+        for sequence in step.sequences():
             holders[id(sequence)] = sequence
-    for sequence in scheduler._context.waiting:
-        assert not sequence.blocks
+    for sequence in scheduler.waiting:
+        assert not sequence.table.blocks
         assert not sequence.num_in_flight
         assert sequence.num_computed == len(sequence.kv_spans) == 0
-    users = Counter(block for s in holders.values() for block in s.blocks)
-    pool = scheduler._blocks._pool
-    assert {b: n for b, n in enumerate(pool._users) if n} == dict(users)
-    unused = check_index(scheduler, users)
-    without_user = [b for b in range(1, pool.num_blocks + 1) if not users[b]]
-    assert sorted([*pool._free, *unused]) == without_user
-    assert scheduler.counts().num_blocks_used == pool.num_blocks - len(without_user)
-    rows = [s.row for s in holders.values()]
+    users = Counter(block for s in holders.values() for block in s.table.blocks)
+    kv = scheduler.kv_cache_manager
+    blocks = range(1, kv.num_blocks + 1)
+    assert {b: kv.num_users(b) for b in blocks if kv.num_users(b)} == dict(users)
+    check_index(scheduler, users)
+    assert kv.used_blocks() == sorted(users)
+    assert kv.num_used_blocks == kv.num_blocks - kv.num_free_blocks == len(users)
+    assert scheduler.counts().num_blocks_used == len(users)
+    rows = [s.table.row for s in holders.values()]
     assert len(set(rows)) == len(rows)
-    assert len(rows) + scheduler._blocks.num_free_rows == scheduler._blocks.num_rows
+    assert len(rows) + kv.num_free_rows == kv.num_rows
 
 
-def check_index(scheduler: Scheduler, users: Counter[int]) -> list[int]:
-    """Whoever can be found has its predecessors in the index, and they are released after it.
-
-    Returns the blocks kept without a user.
-    """
-    blocks, index = scheduler._blocks, scheduler._blocks._index
-    entries = list(index._by_key.values())
-    by_block = {b: entry for b, entry in enumerate(index._by_block) if entry is not None}
+def check_index(scheduler: Scheduler, users: Counter[int]) -> None:
+    """A block that can be found has its predecessors in the index; they are released after it."""
+    kv, index = scheduler.kv_cache_manager, scheduler.kv_cache_manager.prefix_index
+    entries = index.entries()
+    blocks = range(1, kv.num_blocks + 1)
+    by_block = {block: entry for block in blocks if (entry := index.entry_of(block)) is not None}
     assert {entry.block: entry for entry in entries} == by_block
-    unused = list(index._unused)
+    unused = list(index.unused)
     assert not any(users[block] for block in unused)
     assert {entry.block for entry in entries if not users[entry.block]} <= set(unused)
-    assert len(unused) == index.num_unused
-    assert blocks._keeps_unused or not unused
-    current = [entry for entry in entries if entry.generation == index._generation]
-    assert len(current) == len(index)
+    assert len(unused) == len(set(unused)) == index.unused.num_blocks
+    assert index.keeps_unused or not unused
+    current = {entry.block for entry in entries if index.is_current(entry)}
+    assert len(current) == index.num_entries == scheduler.counts().num_blocks_indexed
     ranks = {block: rank for rank, block in enumerate(unused)}
-    for sequence in scheduler._context.active:
-        for position in range(1, sequence.num_indexed_blocks):
-            first, second = sequence.blocks[position - 1 : position + 1]
-            if second in index._by_block and index._by_block[second] in current:
-                assert (
-                    index._by_block[first].oldest_version >= index._by_block[second].oldest_version
-                )
+    for sequence in scheduler.running:
+        for position in range(1, sequence.table.num_cached):
+            first, second = sequence.table.blocks[position - 1 : position + 1]
+            if second in current:
+                assert by_block[first].oldest_version >= by_block[second].oldest_version
             assert ranks.get(first, len(ranks)) >= ranks.get(second, -1)
-    if scheduler._prefixes is not None and scheduler._prefixes.is_isolated:
+    if not kv.reuse_across_versions:
         assert all(len(list(entry.spans)) == 1 for entry in entries), "a mixed block is indexed"
-    return unused
 
 
 def orders(scheduler: Scheduler) -> dict[int, tuple[int, int]]:
     """Each request's place, which changes only for one that waited too long."""
-    return {request_id: s.order for request_id, s in scheduler._sequences.items()}
+    return {request_id: s.order for request_id, s in scheduler.requests.items()}
 
 
 def check_schedule(
@@ -99,13 +96,13 @@ def check_schedule(
     sizes: Sizes,
     known: dict[int, Known],
     before: Before,
-    schedule: Schedule,
+    schedule: SchedulerOutput,
     promoted: set[int],
 ) -> None:
-    """Limits, order, and who may be paused, resumed, evicted."""
-    orders = [s.order for s in scheduler._context.active]
+    """Limits, order, and who may be paused, resumed, preempted."""
+    orders = [s.order for s in scheduler.running]
     assert orders == sorted(orders)
-    assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler._context.active)
+    assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler.running)
     counts = scheduler.counts()
     assert counts.num_waiting == len(in_phase(known, "waiting"))
     assert counts.num_running == len(in_phase(known, "running"))
@@ -122,69 +119,74 @@ def check_schedule(
     _check_hits(scheduler, sizes, known, schedule)
 
 
-def _check_oldest(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: Schedule) -> None:
-    """The oldest is never evicted; it runs, or all that could make room for it is in flight."""
+def _check_oldest(
+    scheduler: Scheduler, sizes: Sizes, before: Before, schedule: SchedulerOutput
+) -> None:
+    """The oldest is never preempted; it runs, or all that could make room for it is in flight."""
     if not before.active:
         return
     first, *others = before.active
-    assert first.request_id not in schedule.evicted
-    oldest = next(s for s in scheduler._context.active if s.request_id == first.request_id)
+    assert first.request_id not in schedule.preempted
+    oldest = next(s for s in scheduler.running if s.request_id == first.request_id)
     if not before.num_plans:
         assert schedule.plan is not None
         num_decodes = schedule.plan.num_decode_rows
         is_prefill_alone = not sizes.chunked and schedule.admitted and not num_decodes
-        assert oldest.row in schedule.plan.rows or is_prefill_alone
+        assert oldest.table.row in schedule.plan.rows or is_prefill_alone
     elif oldest.phase is Phase.PAUSED:
-        assert {s.request_id for s in others if not s.is_in_flight} <= set(schedule.evicted)
+        assert {s.request_id for s in others if not s.is_in_flight} <= set(schedule.preempted)
 
 
-def _check_paused(scheduler: Scheduler, sizes: Sizes, before: Before, schedule: Schedule) -> None:
-    """Paused blocks fit their buffer, save what may not be evicted; the newest goes first."""
+def _check_paused(
+    scheduler: Scheduler, sizes: Sizes, before: Before, schedule: SchedulerOutput
+) -> None:
+    """Paused blocks fit their buffer, save what may not be preempted; the newest goes first."""
     orders = {s.request_id: s.order for s in before.active}
-    assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.evicted)
-    paused = [s for s in scheduler._context.active if s.phase is Phase.PAUSED]
-    evictable = [s for s in paused if not s.num_in_flight and s is not scheduler._context.active[0]]
-    assert not evictable or sum(len(s.blocks) for s in paused) <= sizes.max_paused_blocks
-    for request_id in schedule.evicted:
-        assert all(s.order < orders[request_id] for s in evictable)
+    assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.preempted)
+    paused = [s for s in scheduler.running if s.phase is Phase.PAUSED]
+    oldest = next(iter(scheduler.running), None)
+    preemptable = [s for s in paused if not s.num_in_flight and s is not oldest]
+    assert not preemptable or sum(len(s.table.blocks) for s in paused) <= sizes.max_paused_blocks
+    for request_id in schedule.preempted:
+        assert all(s.order < orders[request_id] for s in preemptable)
 
 
-def _check_resumed(scheduler: Scheduler, before: Before, schedule: Schedule) -> None:
+def _check_resumed(scheduler: Scheduler, before: Before, schedule: SchedulerOutput) -> None:
     """Nobody takes a block while an older one waits for one."""
     tables = {s.request_id: list(s.blocks) for s in before.active}
-    paused = [s.order for s in scheduler._context.active if s.phase is Phase.PAUSED]
-    for sequence in scheduler._context.active:
-        if sequence.request_id in tables and tables[sequence.request_id] != sequence.blocks:
+    paused = [s.order for s in scheduler.running if s.phase is Phase.PAUSED]
+    for sequence in scheduler.running:
+        if sequence.request_id in tables and tables[sequence.request_id] != sequence.table.blocks:
             assert not paused or sequence.order < min(paused)
 
 
 def _check_admitted(
-    scheduler: Scheduler, known: dict[int, Known], schedule: Schedule, promoted: set[int]
+    scheduler: Scheduler, known: dict[int, Known], schedule: SchedulerOutput, promoted: set[int]
 ) -> None:
     """Strictly in the order of the queue, save forks, and nobody while others want blocks."""
     if schedule.plan is None:
         assert not schedule.admitted
         return
-    rows = {s.request_id: s.row for s in scheduler._context.active}
+    rows = {s.request_id: s.table.row for s in scheduler.running}
     computing = [i for i in schedule.admitted if rows[i] in schedule.plan.rows]
     assert len(schedule.admitted) - len(computing) == schedule.num_forked
     if computing:
-        assert not schedule.evicted
+        assert not schedule.preempted
         assert not in_phase(known, "paused")
         newest = max((known[i].order for i in computing if i not in promoted), default=(-99, 0))
         assert all(known[i].order > newest for i in in_phase(known, "waiting") if i not in promoted)
 
 
 def _check_hits(
-    scheduler: Scheduler, sizes: Sizes, known: dict[int, Known], schedule: Schedule
+    scheduler: Scheduler, sizes: Sizes, known: dict[int, Known], schedule: SchedulerOutput
 ) -> None:
     """What is shared may be: its versions are right, and the last token is not in it.
 
     That the blocks hold it, and under these versions, is the muscle's to say.
     """
-    children = {id(child) for behind in scheduler._in_flight for _, child in behind.forks}
+    children = {id(child) for step in scheduler.in_flight for _, child in step.forks}
     num_hits = 0
-    for sequence in scheduler._context.active:
+    for sequence in scheduler.running:
         if sequence.request_id not in schedule.admitted or id(sequence) in children:
             continue
         versions, each = sequence.kv_spans.to_array().tolist(), known[sequence.request_id]
@@ -206,11 +208,11 @@ def _check_hits(
 
 def check_contents(scheduler: Scheduler, muscle: FakeMuscle) -> None:
     """The blocks hold what each sequence thinks they hold. No plan may wait for the muscle."""
-    for sequence in scheduler._context.active:
+    for sequence in scheduler.running:
         if not sequence.num_computed:
             continue
-        muscle.check_row(sequence.row)
-        versions = muscle.versions(sequence.row)
+        muscle.check_row(sequence.table.row)
+        versions = muscle.versions(sequence.table.row)
         spans = scheduler.kv_spans(sequence.request_id)
         assert spans.to_array().tolist() == versions[: len(spans)]
         if not sequence.num_in_flight:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.scheduling.stopping import StopRule
-from rollout.step.plan import RowSampling
 from tests.fakes import next_token, token_score
 
 
@@ -65,12 +64,6 @@ class Known:
     scores: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     is_begun: bool = False
-
-
-def row_sampling(seed: int) -> RowSampling:
-    return RowSampling(
-        seed=seed, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, logprobs_mode=None, top_n=0
-    )
 
 
 def run_alone(

@@ -89,8 +89,8 @@ class NewVersion:
     def __call__(self, rig: Rig) -> None:
         rig.set_version(rig.version + 1)
         if self.recomputes:
-            rig.requeue_active()
-            rig.drop_unused_blocks()
+            rig.requeue_running()
+            rig.free_unused_blocks()
         if self.num_kept is not None:
             rig.requeue_older_than(rig.version - self.num_kept)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from rollout.blocks.block_manager import BlockManager
-from rollout.scheduling.commit import Committed
-from rollout.scheduling.prefix_cache import PrefixCache
-from rollout.scheduling.scheduler import Schedule, Scheduler
+from rollout import SamplingParams
+from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.scheduling.output import SchedulerOutput, StepUpdate
+from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
@@ -16,35 +16,32 @@ from tests.fakes import FakeMuscle
 from tests.scheduling import invariants
 from tests.scheduling.oracle import (
     Known,
+    Prefixes,
     Sample,
     Sizes,
     in_phase,
-    row_sampling,
     run_alone,
     scores_alone,
 )
 
 
 def make_scheduler(sizes: Sizes) -> Scheduler:
-    prefixes = sizes.prefixes
-    blocks = BlockManager(
+    prefixes = sizes.prefixes or Prefixes()
+    kv_cache_manager = KVCacheManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
         num_rows=sizes.num_rows,
-        keeps_unused=prefixes is not None and prefixes.lru,
-    )
-    prefix_cache = prefixes and PrefixCache(
-        blocks,
+        enable_prefix_caching=sizes.prefixes is not None,
+        keeps_unused=prefixes.lru,
         reuse_across_versions=prefixes.reuse_across_versions,
         max_age_versions=prefixes.max_age,
     )
     return Scheduler(
-        blocks,
+        kv_cache_manager,
         max_tokens=sizes.max_tokens,
         max_paused_blocks=sizes.max_paused_blocks,
         enable_chunked_prefill=sizes.chunked,
         schedule_conservativeness=sizes.conservativeness,
-        prefix_cache=prefix_cache,
     )
 
 
@@ -60,11 +57,12 @@ class Rig:
             poison=sizes.poison,
         )
         self.scheduler = make_scheduler(sizes)
+        self.kv_cache_manager = self.scheduler.kv_cache_manager
         self.known: dict[int, Known] = {}
         self.planned: deque[StepPlan] = deque()
         self.ran: deque[tuple[StepPlan, StepOutput]] = deque()
         self.plans: list[StepPlan] = []
-        self.schedules: list[Schedule] = []
+        self.schedules: list[SchedulerOutput] = []
         self._handed_out: list[tuple[VersionSpans, VersionSpans]] = []
 
     # ---- requests
@@ -94,20 +92,21 @@ class Rig:
                 generated=list(generated),
                 is_begun=bool(generated),
             )
-            self.scheduler.add(
+            self.scheduler.add_request(
                 request_id,
                 [*prompt, *generated],
                 num_prompt=len(prompt),
                 priority=priority,
                 group_id=first if len(samples) > 1 and not num_known else None,
-                sampling=row_sampling(sample.seed),
+                sampling_params=SamplingParams(),
+                seed=sample.seed,
                 stop_rule=rule,
                 wants_prompt_logprobs=sample.wants_scores and not generated,
             )
         return list(range(first, len(self.known)))
 
     def abort(self, request_id: int) -> None:
-        self._hand_out(self.scheduler.remove(request_id))
+        self._hand_out(self.scheduler.finish_request(request_id))
         self.known[request_id].phase = "aborted"
         invariants.check_blocks(self.scheduler)
 
@@ -133,7 +132,7 @@ class Rig:
             if self.known[request_id].order != order:
                 self.known[request_id].order = order
                 promoted.add(request_id)
-        self._note(schedule)
+        self._enter_decisions(schedule)
         invariants.check_schedule(
             self.scheduler, self.sizes, self.known, before, schedule, promoted
         )
@@ -150,29 +149,29 @@ class Rig:
         plan = self.planned.popleft()
         self.ran.append((plan, self.muscle.run(plan)))
 
-    def commit(self) -> Committed:
+    def commit(self) -> StepUpdate:
         """Take in the oldest result and check it against the naive model."""
         plan, output = self.ran.popleft()
-        committed = self.scheduler.commit(plan, output)
-        assert committed.weights_version == plan.weights_version
-        self._apply(plan, output, committed)
+        update = self.scheduler.update_from_output(plan, output)
+        assert update.weights_version == plan.weights_version
+        self._apply(plan, output, update)
         invariants.check_blocks(self.scheduler)
         if not self.planned:
             invariants.check_contents(self.scheduler, self.muscle)
-        return committed
+        return update
 
-    def step(self) -> Committed | None:
+    def step(self) -> StepUpdate | None:
         """Plan, run and commit; None if there was nothing to run."""
         if self.schedule() is None:
             return None
         self.run()
         return self.commit()
 
-    def step_alone(self, request_id: int) -> Schedule:
+    def step_alone(self, request_id: int) -> SchedulerOutput:
         """Plan, run and commit a step of one request."""
         self.settle()
         schedule = self.scheduler.schedule_alone(request_id, self.version)
-        self._note(schedule)
+        self._enter_decisions(schedule)
         invariants.check_blocks(self.scheduler)
         assert schedule.plan is not None
         self.planned.append(schedule.plan)
@@ -201,8 +200,8 @@ class Rig:
                 self.run()
             self.commit()
         self.settle()
-        assert self.scheduler.used_blocks() == []
-        self.drop_unused_blocks()
+        assert self.kv_cache_manager.used_blocks() == []
+        self.free_unused_blocks()
         assert self.scheduler.counts().num_blocks_indexed == 0
         for spans, as_handed_out in self._handed_out:
             assert spans == as_handed_out, "a request was stamped after it was gone"
@@ -213,14 +212,16 @@ class Rig:
         self.settle()
         if version != self.version:
             self.version = version
-            self.scheduler.note_new_version()
+            self.kv_cache_manager.begin_weights_version()
             invariants.check_blocks(self.scheduler)
 
-    def drop_unused_blocks(self) -> None:
+    def free_unused_blocks(self) -> None:
         self.settle()
-        self.scheduler.drop_unused_blocks()
+        self.kv_cache_manager.free_unused_blocks()
         invariants.check_blocks(self.scheduler)
-        assert self.scheduler.counts().num_blocks_indexed <= len(self.scheduler.used_blocks())
+        assert self.scheduler.counts().num_blocks_indexed <= len(
+            self.kv_cache_manager.used_blocks()
+        )
 
     def requeue_older_than(self, version: int) -> None:
         self.settle()
@@ -231,15 +232,15 @@ class Rig:
         ]
         requeued = self.scheduler.requeue_older_than(version)
         assert list(requeued) == old
-        self._note_requeued(requeued)
+        self._enter_requeued(requeued)
 
-    def requeue_active(self) -> None:
+    def requeue_running(self) -> None:
         self.settle()
         active = [i for i in self.unfinished() if self.known[i].phase != "waiting"]
-        requeued = self.scheduler.requeue_active()
+        requeued = self.scheduler.requeue_running()
         assert list(requeued) == sorted(active, key=lambda i: self.known[i].order)
-        self._note_requeued(requeued)
-        assert self.scheduler.used_blocks() == []
+        self._enter_requeued(requeued)
+        assert self.kv_cache_manager.used_blocks() == []
 
     def fail_step(self, *, after_writes: bool) -> None:
         """A forward pass that raises, before anything was done or after everything was, and with it
@@ -253,13 +254,13 @@ class Rig:
             self.run()
         self.planned.clear()
         self.ran.clear()
-        self._note_requeued(self.scheduler.abandon())
+        self._enter_requeued(self.scheduler.abandon())
         invariants.check_blocks(self.scheduler)
         invariants.check_contents(self.scheduler, self.muscle)
 
     # ---- the naive model
 
-    def _note(self, schedule: Schedule) -> None:
+    def _enter_decisions(self, schedule: SchedulerOutput) -> None:
         moves = (
             ("waiting", "running", schedule.admitted),
             ("running", "paused", schedule.paused),
@@ -267,13 +268,13 @@ class Rig:
         )
         for old, new, ids in moves:
             for request_id in ids:
-                if request_id in schedule.evicted:
+                if request_id in schedule.preempted:
                     continue
                 assert self.known[request_id].phase == old
                 self.known[request_id].phase = new
-        self._note_requeued(schedule.evicted)
+        self._enter_requeued(schedule.preempted)
 
-    def _note_requeued(self, ids: tuple[int, ...]) -> None:
+    def _enter_requeued(self, ids: tuple[int, ...]) -> None:
         for request_id in ids:
             known = self.known[request_id]
             assert known.phase in ("running", "paused")
@@ -281,16 +282,16 @@ class Rig:
             if not known.generated:
                 known.scores = []
 
-    def _apply(self, plan: StepPlan, output: StepOutput, committed: Committed) -> None:
-        for scored in committed.scored:
+    def _apply(self, plan: StepPlan, output: StepOutput, update: StepUpdate) -> None:
+        for scored in update.scored:
             assert self.known[scored.request_id].phase in ("running", "paused")
             assert output.score_logprobs is not None
             scores = output.score_logprobs[scored.start : scored.end].tolist()
             self.known[scored.request_id].scores += scores
-        prefilled = [prefilled.request_id for prefilled in committed.prefilled]
+        prefilled = [prefilled.request_id for prefilled in update.prefilled]
         assert len(set(prefilled)) == len(prefilled)
-        finished = {ended.request_id: ended for ended in committed.finished}
-        columns = (committed.request_ids, committed.token_ids, committed.sample_indices)
+        finished = {ended.request_id: ended for ended in update.finished}
+        columns = (update.request_ids, update.token_ids, update.sample_indices)
         for request_id, token_id, index in zip(*columns, strict=True):
             known = self.known[request_id]
             assert known.phase in ("running", "paused")

@@ -63,13 +63,13 @@ def test_a_leader_aborted_in_the_middle_of_its_prompt_hands_over_to_its_sibling(
     assert num_prefill_tokens(rig.plans) == 4 + 6
 
 
-def test_a_leader_evicted_in_the_middle_of_its_prompt_forks_later() -> None:
+def test_a_leader_preempted_in_the_middle_of_its_prompt_forks_later() -> None:
     rig = Rig(Sizes(num_blocks=4, block_size=2, max_tokens=2))
     rig.add(prompt(2), Sample(num_new=7))
     rig.add(prompt(4), Sample(num_new=1), Sample(num_new=1, seed=1))
     for _ in range(4):
         rig.step()
-    assert rig.schedules[3].evicted == (1,)
+    assert rig.schedules[3].preempted == (1,)
     assert rig.known[1].generated == []
     rig.drain()
     assert sum(s.num_forked for s in rig.schedules) == 1

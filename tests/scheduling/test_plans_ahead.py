@@ -19,11 +19,11 @@ def test_a_row_that_the_step_before_finished_is_discarded_and_its_blocks_freed_a
     (finished,) = rig.commit().finished
     assert finished.finish_reason == "stop"
     assert finished.kv_spans == VersionSpans([(4, 0)])
-    assert rig.scheduler.used_blocks() == [1, 2]
+    assert rig.kv_cache_manager.used_blocks() == [1, 2]
     rig.run()
     assert rig.commit().request_ids == []
     assert finished.kv_spans == VersionSpans([(4, 0)])
-    assert rig.scheduler.used_blocks() == []
+    assert rig.kv_cache_manager.used_blocks() == []
 
 
 def test_the_row_of_a_request_aborted_in_flight_is_not_given_away() -> None:
@@ -62,7 +62,7 @@ def test_the_oldest_keeps_its_blocks_while_those_it_waits_for_are_in_flight() ->
     rig.step()
     rig.fail_step(after_writes=False)
     rig.drain()
-    assert not any(0 in s.evicted for s in rig.schedules)
+    assert not any(0 in s.preempted for s in rig.schedules)
 
 
 def test_the_version_of_a_plan_is_that_of_its_schedule() -> None:
@@ -82,4 +82,4 @@ def test_requests_in_flight_are_not_sent_back() -> None:
     rig.add(prompt(4), Sample())
     rig.schedule()
     with pytest.raises(AssertionError, match="in flight"):
-        rig.scheduler.requeue_active()
+        rig.scheduler.requeue_running()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rollout import SamplingParams
+from rollout.step.plan import NewRow
 from rollout.version_spans import VersionSpans
 from tests.scheduling.oracle import (
     Prefixes,
@@ -11,7 +13,6 @@ from tests.scheduling.oracle import (
     Sizes,
     limit,
     prompt,
-    row_sampling,
     run_alone,
 )
 from tests.scheduling.rig import Rig
@@ -82,7 +83,7 @@ def test_the_newest_is_preempted_when_an_older_one_needs_a_block() -> None:
         rig.add(prompt(3), Sample(num_new=4))
     rig.drain()
     assert not any(s.paused for s in rig.schedules)
-    assert [s.evicted for s in rig.schedules if s.evicted] == [(2,)]
+    assert [s.preempted for s in rig.schedules if s.preempted] == [(2,)]
 
 
 def test_with_a_buffer_for_them_requests_pause_until_the_oldest_needs_their_blocks() -> None:
@@ -91,16 +92,16 @@ def test_with_a_buffer_for_them_requests_pause_until_the_oldest_needs_their_bloc
     rig.add(prompt(3), Sample(num_new=6))
     rig.drain()
     assert [s.paused for s in rig.schedules if s.paused] == [(1,)]
-    assert [s.evicted for s in rig.schedules if s.evicted] == [(1,)]
+    assert [s.preempted for s in rig.schedules if s.preempted] == [(1,)]
 
 
-def test_paused_requests_beyond_their_buffer_are_evicted_at_once() -> None:
+def test_paused_requests_beyond_their_buffer_are_preempted_at_once() -> None:
     rig = Rig(Sizes(num_blocks=4, block_size=2, num_rows=3, max_paused_blocks=1))
     rig.add(prompt(3), Sample(num_new=4))
     rig.add(prompt(3), Sample(num_new=4))
     rig.drain()
     assert not any(s.resumed for s in rig.schedules)
-    assert [s.evicted for s in rig.schedules if s.evicted] == [(1,)]
+    assert [s.preempted for s in rig.schedules if s.preempted] == [(1,)]
 
 
 def test_a_prompt_begun_in_parts_goes_on_beside_decode_rows_without_chunked_prefill() -> None:
@@ -108,7 +109,7 @@ def test_a_prompt_begun_in_parts_goes_on_beside_decode_rows_without_chunked_pref
     rig.add(prompt(4), Sample(num_new=9))
     for _ in range(3):
         rig.step()
-    rig.requeue_active()  # 7 tokens to prefill: no step could hold them
+    rig.requeue_running()  # 7 tokens to prefill: no step could hold them
     rig.add(prompt(1), Sample(num_new=20), priority=1)
     for _ in range(3):
         rig.step()
@@ -140,7 +141,7 @@ def test_a_prompt_begun_again_is_scored_again_from_the_start() -> None:
     rig = Rig(Sizes(max_tokens=4))
     rig.add(prompt(9), Sample(wants_scores=True))
     rig.step()
-    rig.requeue_active()
+    rig.requeue_running()
     rig.drain()
     assert len(rig.known[0].scores) == 8
 
@@ -149,7 +150,7 @@ def test_a_prompt_is_not_scored_again_once_a_token_was_generated() -> None:
     rig = Rig(Sizes())
     rig.add(prompt(5), Sample(wants_scores=True))
     rig.step()
-    rig.requeue_active()
+    rig.requeue_running()
     rig.step()
     assert len(rig.plans[1].score_sources) == 0
     rig.drain()
@@ -171,7 +172,7 @@ def test_kv_versions_are_those_of_the_reference_numbers(
             rig.step()
         rig.set_version(version)
         if recomputes:
-            rig.requeue_active()
+            rig.requeue_running()
     assert final_spans(rig, 0) == VersionSpans(runs)
 
 
@@ -211,10 +212,10 @@ def test_a_request_that_runs_alone_takes_from_others_only_what_it_needs(
     rig.add(prompt(6), Sample(seed=1, num_new=4))
     rig.step()
     rig.add(prompt(7), Sample(seed=2, num_new=4), Sample(seed=3, num_new=4))
-    assert rig.step_alone(0).evicted == ()
+    assert rig.step_alone(0).preempted == ()
     first, second = rig.step_alone(1), rig.step_alone(1)
-    assert (first.admitted, first.evicted) == ((1,), (0,))
-    assert (second.admitted, second.evicted) == ((), ())
+    assert (first.admitted, first.preempted) == ((1,), (0,))
+    assert (second.admitted, second.preempted) == ((), ())
     assert rig.in_phase("waiting") == [0, 2]
     rig.drain()
 
@@ -236,7 +237,7 @@ def test_abort_frees_everything_in_any_phase(num_steps: int) -> None:
     for _ in range(num_steps):
         rig.step()
     rig.abort(0)
-    assert rig.scheduler.used_blocks() == []
+    assert rig.kv_cache_manager.used_blocks() == []
     assert rig.schedule() is None
 
 
@@ -244,7 +245,8 @@ def test_sampling_parameters_are_sent_once_with_the_first_token() -> None:
     rig = Rig(Sizes(max_tokens=4))
     rig.add(prompt(6), Sample(seed=9))
     rig.drain()
-    assert [plan.new_rows for plan in rig.plans[:3]] == [(), ((1, row_sampling(9)),), ()]
+    new_row = NewRow(row=1, sampling_params=SamplingParams(), seed=9, num_prompt=6)
+    assert [plan.new_rows for plan in rig.plans[:3]] == [(), (new_row,), ()]
 
 
 # ---- who waits for whom

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rollout.backends.executors.transfer import download
-from rollout.backends.step_tensors import Fetch, StepResult
+from rollout.backends.step_tensors import Fetch
+from rollout.step.output import StepOutput
 
 
 class CudaGraphs:
@@ -24,8 +25,8 @@ class CudaGraphs:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(
-        self, program: Callable[[], StepResult[Tensor]]
-    ) -> tuple[Callable[[], None], StepResult[Tensor]]:
+        self, program: Callable[[], StepOutput[Tensor]]
+    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         """(replay, its result). The program runs once before: kernels compile, handles open."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
@@ -40,6 +41,6 @@ class CudaGraphs:
         self._pool = graph.pool()
         return graph.replay, result
 
-    def download(self, result: StepResult[Tensor]) -> Fetch:
+    def download(self, result: StepOutput[Tensor]) -> Fetch:
         """Queue the result's way to the host; the function returned waits for it."""
         return download(result, self._device)

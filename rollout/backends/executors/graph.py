@@ -14,7 +14,8 @@ from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph_shapes import GraphShape, Ladder
 from rollout.backends.executors.static_inputs import StaticInputs
 from rollout.backends.executors.transfer import first_samples
-from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepResult
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
+from rollout.step.output import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,12 @@ class GraphDevice(Protocol):
         ...
 
     def capture(
-        self, program: Callable[[], StepResult[Tensor]]
-    ) -> tuple[Callable[[], None], StepResult[Tensor]]:
+        self, program: Callable[[], StepOutput[Tensor]]
+    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         """(how to run `program` again, the tensors its result is in each time)."""
         ...
 
-    def download(self, result: StepResult[Tensor]) -> Fetch:
+    def download(self, result: StepOutput[Tensor]) -> Fetch:
         """Queue the result's way to the host; the function returned waits for it."""
         ...
 
@@ -43,7 +44,7 @@ class GraphDevice(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Captured:
     replay: Callable[[], None]
-    result: StepResult[Tensor]
+    result: StepOutput[Tensor]
 
 
 class GraphExecutor:
@@ -77,7 +78,7 @@ class GraphExecutor:
         graph.replay()
         result = first_samples(graph.result, len(inputs.draws_S))
         if not inputs.flags.any_logprobs:
-            result = replace(result, logprobs_S=None)
+            result = replace(result, logprobs=None)
         return self._graphs.download(result)
 
     def after_resume(self, *, has_moved: bool) -> int:
@@ -118,10 +119,10 @@ class GraphExecutor:
             self._captured.clear()
 
 
-def _agree(left: StepResult[HostArray], right: StepResult[HostArray]) -> bool:
-    assert left.logprobs_S is not None
-    assert right.logprobs_S is not None
-    difference = abs(left.logprobs_S - right.logprobs_S)
+def _agree(left: StepOutput, right: StepOutput) -> bool:
+    assert left.logprobs is not None
+    assert right.logprobs is not None
+    difference = abs(left.logprobs - right.logprobs)
     return bool(
-        (left.token_ids_S == right.token_ids_S).all() and (difference <= _LOGPROB_TOLERANCE).all()
+        (left.token_ids == right.token_ids).all() and (difference <= _LOGPROB_TOLERANCE).all()
     )

@@ -15,10 +15,10 @@ from rollout.backends.step_tensors import (
     HostArray,
     LogitsInputs,
     StepInputs,
-    StepResult,
 )
+from rollout.step.output import StepOutput
 
-_RESULTS = tuple(field.name for field in fields(StepResult))
+_RESULTS = tuple(field.name for field in fields(StepOutput))
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 
 
@@ -31,28 +31,28 @@ def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Te
     return replace(inputs, **tensors)
 
 
-def download(result: StepResult[Tensor], device: torch.device) -> Fetch:
+def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
     """Queue the result's way to the host; the function returned waits for it."""
     if device.type == "cpu":
         return lambda: _as_arrays(result)
     pinned: Any = {name: _to_pinned(getattr(result, name)) for name in _RESULTS}
-    on_host: StepResult[Tensor] = StepResult(**pinned)
+    on_host: StepOutput[Tensor] = StepOutput(**pinned)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
 
-    def fetch() -> StepResult[HostArray]:
+    def fetch() -> StepOutput:
         arrived.synchronize()
         return _as_arrays(on_host)
 
     return fetch
 
 
-def first_samples(result: StepResult[Tensor], count: int) -> StepResult[Tensor]:
+def first_samples(result: StepOutput[Tensor], count: int) -> StepOutput[Tensor]:
     """The result without the samples from `count` on."""
     samples: Any = {
         name: getattr(result, name)[:count]
         for name in _RESULTS
-        if "_S" in name and getattr(result, name) is not None
+        if not name.startswith("score_") and getattr(result, name) is not None
     }
     return replace(result, **samples)
 
@@ -73,7 +73,7 @@ def _to_pinned(tensor: Tensor | None) -> Tensor | None:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def _as_arrays(result: StepResult[Tensor]) -> StepResult[HostArray]:
+def _as_arrays(result: StepOutput[Tensor]) -> StepOutput:
     tensors = {name: getattr(result, name) for name in _RESULTS}
     arrays: Any = {name: None if t is None else t.numpy() for name, t in tensors.items()}
-    return StepResult(**arrays)
+    return StepOutput(**arrays)

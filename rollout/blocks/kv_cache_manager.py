@@ -1,0 +1,264 @@
+"""KVCacheManager: which request holds which KV blocks and row, and which blocks can be shared.
+
+Source: PagedAttention (Kwon et al. 2023), sec. 4.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count
+
+from rollout.blocks.prefix_index import ROOT_KEY, PrefixIndex, block_key
+from rollout.version_spans import VersionSpans
+
+# The version in every key where blocks may be reused whatever version wrote them.
+ANY_VERSION = -1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BlockTable:
+    """The row and the blocks of one request. Only KVCacheManager changes them.
+
+    blocks: block i holds the KV of positions [i * block_size, (i + 1) * block_size).
+    row: 0 as long as the request has none.
+    num_shared: first blocks that another request has computed, and may use as well.
+    num_cached: first blocks that are in the prefix index.
+    is_cacheable: False once a full block could not enter the index; no later one can then.
+    keys: of the first blocks, as far as they were needed, under `key_version`.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    row: int = 0
+    num_shared: int = 0
+    num_cached: int = 0
+    is_cacheable: bool = True
+    keys: list[bytes] = field(default_factory=list)
+    key_version: int = 0
+
+
+class KVCacheManager:
+    """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
+
+    Blocks are 1 .. num_blocks and rows 1 .. num_rows: block 0 and row 0 are scratch, and nobody
+    holds them. A block is free, in use by one or more requests, or unused: without a user, but kept
+    in the index until its space is needed. A freed block is taken again last.
+
+    A full block can be shared by requests that begin with the same tokens. By default it enters the
+    index only if it and all blocks before it were written entirely under one weights version, and
+    is found only under that version. With `reuse_across_versions` any full block is, unless it
+    holds KV more than `max_age_versions` older than the current weights. `keeps_unused`: an indexed
+    block outlives its last user until its space is needed (LRU); otherwise it goes with that user
+    (REF_ZERO).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        enable_prefix_caching: bool = False,
+        keeps_unused: bool = False,
+        reuse_across_versions: bool = False,
+        max_age_versions: int | None = None,
+    ) -> None:
+        self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
+        self.enable_prefix_caching = enable_prefix_caching
+        self.reuse_across_versions = reuse_across_versions
+        self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
+        self._max_age_versions = max_age_versions
+        self._free_blocks = deque(range(1, num_blocks + 1))
+        self._num_users = array("i", bytes(4 * (num_blocks + 1)))
+        self._free_rows = list(range(1, num_rows + 1))
+        self._is_row_taken = [False] * (num_rows + 1)
+
+    # ---- counts
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated: the free ones and the unused ones."""
+        return len(self._free_blocks) + self.prefix_index.unused.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._free_blocks) - self.prefix_index.unused.num_blocks
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def used_blocks(self) -> list[int]:
+        """Ids of the blocks that hold live KV, ascending. Looks at every block of the pool."""
+        return list(compress(count(), self._num_users))
+
+    def num_users(self, block: int) -> int:
+        """How many block tables name the block."""
+        return self._num_users[block]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- rows and blocks
+
+    def allocate_row(self, table: BlockTable) -> None:
+        """Give the request the lowest free row. The caller has checked `num_free_rows`."""
+        table.row = heapq.heappop(self._free_rows)
+        self._is_row_taken[table.row] = True
+
+    def free_row(self, table: BlockTable) -> None:
+        assert self._is_row_taken[table.row], f"row {table.row} is freed twice"
+        self._is_row_taken[table.row] = False
+        heapq.heappush(self._free_rows, table.row)
+        table.row = 0
+
+    def allocate(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
+        """Make positions [start, end) writable: append blocks, and replace shared blocks there.
+
+        Returns the (source, target) copies to run before anything is written. Returns None, with
+        nothing changed, if there are too few free blocks.
+        """
+        blocks, users = table.blocks, self._num_users
+        first = start // self.block_size
+        shared = [i for i in range(first, len(blocks)) if users[blocks[i]] > 1]
+        num_new = max(0, self.blocks_for(end) - len(blocks))
+        if num_new + len(shared) > self.num_free_blocks:
+            return None
+        copies = []
+        for index in shared:
+            source, target = blocks[index], self._take_block()
+            users[source] -= 1
+            blocks[index] = target
+            copies.append((source, target))
+        blocks.extend([self._take_block() for _ in range(num_new)])
+        return copies
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> None:
+        """Let `child` share all blocks of `parent`. The one that writes first gets a copy
+        (`allocate`).
+        """
+        for block in parent.blocks:
+            self._num_users[block] += 1
+        child.blocks = list(parent.blocks)
+
+    def free(self, table: BlockTable) -> None:
+        """Take all blocks from the request, last first. Its keys stay for the next time it runs."""
+        while table.blocks:
+            block = table.blocks.pop()
+            assert self._num_users[block] > 0, f"block {block} is freed twice"
+            self._num_users[block] -= 1
+            if not self._num_users[block] and not self.prefix_index.release(block):
+                self._free_blocks.append(block)
+        table.num_shared = table.num_cached = 0
+        table.is_cacheable = True
+
+    def _take_block(self) -> int:
+        """Return a free block, or the longest unused one, with one user."""
+        if self._free_blocks:
+            block = self._free_blocks.popleft()
+        else:
+            block = self.prefix_index.drop_oldest()
+        self._num_users[block] = 1
+        return block
+
+    # ---- shared prefixes
+
+    def match_prefix(self, table: BlockTable, tokens: Sequence[int], version: int) -> VersionSpans:
+        """Share the blocks that hold the KV of the first `tokens` already, under `version` of the
+        weights.
+
+        `table` holds no block yet. The match ends before the block of the last token, whose logits
+        must be computed. Returns the version that wrote each matched position.
+        """
+        spans = VersionSpans()
+        if not self.enable_prefix_caching:
+            return spans
+        key_version = ANY_VERSION if self.reuse_across_versions else version
+        keys = (
+            self._key(table, tokens, position, key_version)
+            for position in range((len(tokens) - 1) // self.block_size)
+        )
+        for entry in self.prefix_index.find(keys, self._oldest_version(version)):
+            self.prefix_index.use(entry.block)
+            self._num_users[entry.block] += 1
+            table.blocks.append(entry.block)
+            spans.extend(entry.spans)
+        table.num_cached = table.num_shared = len(table.blocks)
+        return spans
+
+    def cache_blocks(
+        self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
+    ) -> None:
+        """Index the blocks that have become full since the last call, under `version` of the
+        weights.
+
+        `spans` has the version that wrote each computed position, and all of those have a token in
+        `tokens`. A block cannot enter the index if another block has its key and no KV that is too
+        old, or if its predecessor is not in the index.
+        """
+        if not self.enable_prefix_caching or not table.is_cacheable:
+            return
+        while (table.num_cached + 1) * self.block_size <= len(spans):
+            if not self._cache_next(table, tokens, spans, version):
+                table.is_cacheable = False
+                return
+
+    def _cache_next(
+        self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
+    ) -> bool:
+        """Index the first block that is not in the index. Returns False if it cannot be."""
+        position, block_size = table.num_cached, self.block_size
+        block_spans = spans.slice(position * block_size, (position + 1) * block_size)
+        key_version = ANY_VERSION
+        if not self.reuse_across_versions:
+            key_version = spans.version_at(0)
+            is_of_one_version = block_spans.sum() == key_version * block_size
+            if block_spans.min() != key_version or not is_of_one_version:
+                return False
+        is_indexed = self.prefix_index.add(
+            table.blocks[position],
+            self._key(table, tokens, position, key_version),
+            table.blocks[position - 1] if position else None,
+            block_spans,
+            self._oldest_version(version),
+        )
+        table.num_cached += is_indexed
+        return is_indexed
+
+    def copy_cache_state(self, parent: BlockTable, child: BlockTable) -> None:
+        """The blocks of a fork are in the index as far as those of its parent are."""
+        child.keys, child.key_version = list(parent.keys), parent.key_version
+        child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
+
+    def begin_weights_version(self) -> None:
+        """The weights have changed: blocks that only the old version could find are not found any
+        more. O(1): each is freed when its last user leaves, or when its space is needed.
+        """
+        if self.enable_prefix_caching and not self.reuse_across_versions:
+            self.prefix_index.start_generation()
+
+    def free_unused_blocks(self) -> None:
+        """Free every block that is kept without a user."""
+        while self.prefix_index.unused.num_blocks:
+            self._free_blocks.append(self.prefix_index.drop_oldest())
+
+    def _oldest_version(self, version: int) -> int | None:
+        """The oldest version whose KV may be reused under `version`; None for any."""
+        return None if self._max_age_versions is None else version - self._max_age_versions
+
+    def _key(
+        self, table: BlockTable, tokens: Sequence[int], position: int, key_version: int
+    ) -> bytes:
+        """The key of the request's block `position`. Each key is computed once."""
+        if table.key_version != key_version:
+            table.keys, table.key_version = [], key_version
+        keys, block_size = table.keys, self.block_size
+        while len(keys) <= position:
+            start = len(keys) * block_size
+            parent = keys[-1] if keys else ROOT_KEY
+            keys.append(block_key(parent, key_version, tokens[start : start + block_size]))
+        return keys[position]

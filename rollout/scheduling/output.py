@@ -1,0 +1,91 @@
+"""What the scheduler tells its caller: SchedulerOutput of a schedule, StepUpdate of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Indices
+from dataclasses import dataclass
+
+from rollout.step.plan import StepPlan
+from rollout.version_spans import VersionSpans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """What `Scheduler.schedule` has decided. `plan` is None if nothing can run. The others are ids
+    of requests, in order: those that got a row, lost their turn but not their blocks, go on after
+    such a pause, and went back to the queue because blocks ran out.
+    """
+
+    plan: StepPlan | None
+    num_forked: int = 0
+    num_prefix_hit_tokens: int = 0
+    admitted: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerCounts:
+    """Requests by phase, and blocks. An indexed block may be in use or not."""
+
+    num_waiting: int
+    num_running: int
+    num_paused: int
+    num_blocks_used: int
+    num_blocks_indexed: int
+    num_blocks_total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """A request that ends with this step: by "stop" or "length", or by `error` with "error".
+
+    kv_spans: the version that wrote the KV of each position.
+    """
+
+    request_id: int
+    finish_reason: str
+    kv_spans: VersionSpans
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefilledPrompt:
+    """The KV of the first `num_tokens` tokens of this request's prompt is written.
+
+    kv_spans: the version that wrote the KV of each position. The scheduler appends to this object
+    until the request is queued again, and then leaves it as it is.
+    """
+
+    request_id: int
+    num_tokens: int
+    kv_spans: VersionSpans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPrompt:
+    """Entries [start, end) of the plan's scored tokens belong to this request, in prompt order."""
+
+    request_id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUpdate:
+    """All that a step has changed, for the request documents.
+
+    request_ids, token_ids, sample_indices: the requests that have a new token, that token, and its
+    sample row in StepOutput; equally long. A request whose logits were not finite has no new token.
+    finished: the requests that end, with that token or without one.
+    prefilled: the requests of whose prompt the step has computed a chunk.
+    """
+
+    weights_version: int
+    request_ids: list[int]
+    token_ids: list[int]
+    sample_indices: Indices[int]
+    finished: list[FinishedRequest]
+    prefilled: list[PrefilledPrompt]
+    scored: list[ScoredPrompt]

@@ -1,0 +1,317 @@
+"""PlannedStep: one step from its schedule to its result."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.errors import DetokenizeError, NonFiniteLogitsError
+from rollout.scheduling.output import (
+    FinishedRequest,
+    PrefilledPrompt,
+    SchedulerOutput,
+    ScoredPrompt,
+    StepUpdate,
+)
+from rollout.scheduling.sequence import Phase, Sequence, order_of, request_id_of
+from rollout.scheduling.stopping import finish_reason
+from rollout.step.output import StepOutput
+from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
+
+
+class PlannedStep:
+    """The sequences of a step, by what the step does for them, and the StepPlan that says so.
+
+    The scheduler adds rows: first the rows that decode, then prefills and forks. Their order is the
+    order of the step's tokens. `build_plan` packs them, and `update_from_output` writes the result
+    into the sequences. Changes the sequences' counts when rows are added.
+    """
+
+    def __init__(self, step_id: int, weights_version: int) -> None:
+        self.step_id, self.weights_version = step_id, weights_version
+        self.num_tokens = 0
+        # What the scheduler decided on the way.
+        self.admitted: list[Sequence] = []
+        self.paused: list[Sequence] = []
+        self.resumed: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.num_prefix_hit_tokens = 0
+        # What the step does.
+        self.computed: list[tuple[Sequence, int]] = []  # number of tokens
+        self.forks: list[tuple[Sequence, Sequence]] = []  # (parent, child)
+        self.sampled: list[Sequence] = []
+        self.scored: list[tuple[Sequence, int]] = []  # number of prompt tokens
+        self.prefilled: list[tuple[Sequence, int]] = []  # number of prompt tokens done with it
+        # Sequences with a block that is copied before the step; they may have no other part in it.
+        self.copied: list[Sequence] = []
+        # The fields of the plan.
+        self._num_decode_rows = 0
+        self._rows: list[int] = []
+        self._query_lens: list[int] = []
+        self._context_lens: list[int] = []
+        self._prefill_token_ids: list[int] = []
+        self._new_rows: list[NewRow] = []
+        self._table_rows: list[int] = []
+        self._table_indices: list[int] = []
+        self._table_blocks: list[int] = []
+        self._copy_sources: list[int] = []
+        self._copy_targets: list[int] = []
+        self._sample_sources: list[int] = []
+        self._sample_rows: list[int] = []
+        self._sample_positions: list[int] = []
+        self._score_sources: list[int] = []
+        self._score_targets: list[int] = []
+        self._score_top_n = 0
+
+    def sequences(self) -> list[Sequence]:
+        """All that compute or sample in the step, each once."""
+        return [sequence for sequence, _ in self.computed] + [child for _, child in self.forks]
+
+    # ---- planning
+
+    def add_copies(self, copies: list[tuple[int, int]], sequence: Sequence) -> None:
+        """Copy blocks from source to target before the step; `sequence` goes on in the copies."""
+        for source, target in copies:
+            self._copy_sources.append(source)
+            self._copy_targets.append(target)
+        self.copied.append(sequence)
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """Compute one token of each, the last one sampled in its row, and draw the next one. These
+        rows come before all others.
+        """
+        assert not self.num_tokens, "decode rows come first"
+        for sequence in sequences:
+            sequence.num_in_flight += 1
+            sequence.num_computed += 1
+            sequence.num_tokens += 1
+            if sequence.num_blocks_sent != len(sequence.table.blocks):
+                self._send_blocks(sequence)
+        self.num_tokens = self._num_decode_rows = len(sequences)
+        self._rows = [sequence.table.row for sequence in sequences]
+        self._query_lens = [1] * len(sequences)
+        self._context_lens = [sequence.num_computed for sequence in sequences]
+        self._sample_sources = list(range(len(sequences)))
+        self._sample_rows = self._rows.copy()
+        self._sample_positions = self._context_lens.copy()
+        self.computed = [(sequence, 1) for sequence in sequences]
+        self.sampled = sequences.copy()
+
+    def add_prefill(self, sequence: Sequence, count: int) -> None:
+        """Compute the next `count` known tokens. With the last known token, draw the next one."""
+        start, end = sequence.num_computed, sequence.num_computed + count
+        self._prefill_token_ids.extend(sequence.tokens[start:end])
+        if sequence.scores_prompt:
+            self._add_scores(sequence, start, end)
+        sequence.num_computed = end
+        sequence.num_in_flight += 1
+        self.num_tokens += count
+        self._rows.append(sequence.table.row)
+        self._query_lens.append(count)
+        self._context_lens.append(end)
+        self.computed.append((sequence, count))
+        self._send_blocks(sequence)
+        self.prefilled.append((sequence, end))
+        if end == sequence.num_tokens:
+            self._add_sample(sequence)
+
+    def add_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Draw for `child` from the logits of `parent`, the row that was added last."""
+        self.forks.append((parent, child))
+        self.prefilled.append((child, parent.num_computed))
+        child.num_computed = parent.num_computed
+        child.num_in_flight += 1
+        self._add_sample(child)
+
+    def _add_sample(self, sequence: Sequence) -> None:
+        """Draw the sequence's next token from the logits of the step's newest token."""
+        if sequence.is_new_row:
+            self._add_new_row(sequence)
+        self._sample_sources.append(self.num_tokens - 1)
+        self._sample_rows.append(sequence.table.row)
+        self._sample_positions.append(sequence.num_tokens)
+        self.sampled.append(sequence)
+        sequence.num_tokens += 1
+        sequence.is_on_device = True
+
+    def _add_new_row(self, sequence: Sequence) -> None:
+        sequence.is_new_row = False
+        params = sequence.sampling_params
+        self._new_rows.append(
+            NewRow(
+                row=sequence.table.row,
+                sampling_params=params,
+                seed=sequence.seed,
+                num_prompt=sequence.num_prompt,
+                end_ids=sequence.stop_rule.end_ids,
+                token_ids=sequence.tokens[:] if params.has_penalties else (),
+            )
+        )
+
+    def _send_blocks(self, sequence: Sequence) -> None:
+        """Add the entries of its block table that no plan has named yet."""
+        blocks = sequence.table.blocks
+        for index in range(sequence.num_blocks_sent, len(blocks)):
+            self._table_rows.append(sequence.table.row)
+            self._table_indices.append(index)
+            self._table_blocks.append(blocks[index])
+        sequence.num_blocks_sent = len(blocks)
+
+    def _add_scores(self, sequence: Sequence, start: int, end: int) -> None:
+        """Score the prompt tokens that follow positions [start, end)."""
+        last = min(end, sequence.num_prompt - 1)
+        if last <= start:
+            return  # no prompt token follows the last one, nor what was generated after it
+        first_source = self.num_tokens
+        self._score_sources.extend(range(first_source, first_source + last - start))
+        self._score_targets.extend(sequence.tokens[start + 1 : last + 1])
+        self.scored.append((sequence, last - start))
+        self._score_top_n = max(self._score_top_n, sequence.sampling_params.top_n_logprobs)
+
+    def build_plan(self) -> StepPlan:
+        """Pack the rows into arrays."""
+        columns: dict[str, list[int]] = {
+            "rows": self._rows,
+            "query_lens": self._query_lens,
+            "context_lens": self._context_lens,
+            "prefill_token_ids": self._prefill_token_ids,
+            "table_rows": self._table_rows,
+            "table_indices": self._table_indices,
+            "table_blocks": self._table_blocks,
+            "copy_sources": self._copy_sources,
+            "copy_targets": self._copy_targets,
+            "sample_sources": self._sample_sources,
+            "sample_rows": self._sample_rows,
+            "sample_positions": self._sample_positions,
+            "score_sources": self._score_sources,
+            "score_targets": self._score_targets,
+        }
+        arrays: dict[str, IntArray] = {}
+        for name, values in columns.items():
+            arrays[name] = np.array(values, dtype=np.int32) if values else EMPTY
+        return StepPlan(
+            step_id=self.step_id,
+            weights_version=self.weights_version,
+            num_decode_rows=self._num_decode_rows,
+            new_rows=tuple(self._new_rows),
+            score_top_n=self._score_top_n,
+            **arrays,
+        )
+
+    def output(self) -> SchedulerOutput:
+        """Return what the scheduler decided for this step."""
+        return SchedulerOutput(
+            plan=self.build_plan() if self.num_tokens else None,
+            num_forked=len(self.forks),
+            num_prefix_hit_tokens=self.num_prefix_hit_tokens,
+            admitted=tuple(map(request_id_of, sorted(self.admitted, key=order_of))),
+            paused=tuple(map(request_id_of, self.paused)),
+            resumed=tuple(map(request_id_of, self.resumed)),
+            preempted=tuple(map(request_id_of, self.preempted)),
+        )
+
+    # ---- the result
+
+    def update_from_output(self, output: StepOutput) -> StepUpdate:
+        """Record the version that wrote the KV, and append the sampled tokens, except to sequences
+        that have ended meanwhile.
+        """
+        for sequence, count in self.computed:
+            # Also where the sequence has ended: the children of its fork go on in the same blocks.
+            sequence.kv_spans.append(count, self.weights_version)
+        for parent, child in self.forks:
+            if child.phase is not Phase.FINISHED:
+                child.kv_spans = parent.kv_spans.copy()
+        token_ids: list[int] = output.token_ids.tolist()
+        sampled = [s for s in self.sampled if s.phase is not Phase.FINISHED]
+        indices: range | list[int] = range(len(token_ids))
+        failed: list[Sequence] = []
+        if len(sampled) < len(token_ids) or not output.is_finite.all():
+            indices, failed = self._split_samples(output)
+            sampled = [self.sampled[index] for index in indices]
+            token_ids = [token_ids[index] for index in indices]
+        finished = _append(sampled, token_ids)
+        finished += [self._non_finite(sequence) for sequence in failed]
+        return StepUpdate(
+            weights_version=self.weights_version,
+            request_ids=[sequence.request_id for sequence in sampled],
+            token_ids=token_ids,
+            sample_indices=indices,
+            finished=finished,
+            prefilled=[
+                PrefilledPrompt(request_id=s.request_id, num_tokens=num_tokens, kv_spans=s.kv_spans)
+                for s, num_tokens in self.prefilled
+                if s.phase is not Phase.FINISHED
+            ],
+            scored=self._scored_prompts() if self.scored else [],
+        )
+
+    def cache_blocks(self, kv_cache_manager: KVCacheManager) -> None:
+        """Index the blocks that the step has filled, after `update_from_output`."""
+        for sequence, _ in self.computed:
+            # Also where the sequence has ended: its blocks are there until the step has left the
+            # flight, and the children of its fork go on from them. But the tokens that were sampled
+            # after its end are not known.
+            if len(sequence.kv_spans) <= len(sequence.tokens):
+                kv_cache_manager.cache_blocks(
+                    sequence.table, sequence.tokens, sequence.kv_spans, self.weights_version
+                )
+        for parent, child in self.forks:
+            kv_cache_manager.copy_cache_state(parent.table, child.table)
+
+    def _split_samples(self, output: StepOutput) -> tuple[list[int], list[Sequence]]:
+        """Return the sample rows with a token, and the sequences whose logits were not finite."""
+        is_finite = output.is_finite.tolist()
+        alive = [i for i, s in enumerate(self.sampled) if s.phase is not Phase.FINISHED]
+        return (
+            [index for index in alive if is_finite[index]],
+            [self.sampled[index] for index in alive if not is_finite[index]],
+        )
+
+    def _non_finite(self, sequence: Sequence) -> FinishedRequest:
+        error = NonFiniteLogitsError(
+            f"request {sequence.request_id}: the logits for its next token are not finite under "
+            f"weights version {self.weights_version}; check the weights for NaN, infinity or "
+            "overflow"
+        )
+        return _finished(sequence, "error", error)
+
+    def _scored_prompts(self) -> list[ScoredPrompt]:
+        scored, start = [], 0
+        for sequence, count in self.scored:
+            end = start + count
+            if sequence.phase is not Phase.FINISHED:
+                scored.append(ScoredPrompt(request_id=sequence.request_id, start=start, end=end))
+            start = end
+        return scored
+
+
+def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedRequest]:
+    """Append its token to each sequence. Returns those that end by it.
+
+    A call per token would take most of the time here, so that only tokens that may end a request
+    are checked in one.
+    """
+    finished = []
+    for sequence, token_id in zip(sampled, token_ids, strict=True):
+        tokens, rule = sequence.tokens, sequence.stop_rule
+        tokens.append(token_id)
+        if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
+            reason: str | None = "error"
+            error: Exception | None = None
+            try:
+                reason = finish_reason(tokens, sequence.num_prompt, rule)
+            except DetokenizeError as fault:  # ends its own request only
+                error = fault
+            if reason is not None:
+                finished.append(_finished(sequence, reason, error))
+    return finished
+
+
+def _finished(sequence: Sequence, reason: str, error: Exception | None) -> FinishedRequest:
+    return FinishedRequest(
+        request_id=sequence.request_id,
+        finish_reason=reason,
+        kv_spans=sequence.kv_spans.copy(),
+        error=error,
+    )

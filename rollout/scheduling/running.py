@@ -1,0 +1,210 @@
+"""RunningRequests: the requests that have rows, and what happens when blocks run out."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+
+from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.scheduling.forecast import MemoryForecast
+from rollout.scheduling.planned_step import PlannedStep
+from rollout.scheduling.sequence import Phase, Sequence, order_of
+
+
+class RunningRequests:
+    """Sorted by `Sequence.order`. Gives them the blocks of their next tokens, oldest first.
+
+    When blocks run out, the newest request is preempted: its row and blocks are freed, and the
+    scheduler queues it again. With `max_paused_blocks` above 0, a request that finds no block is
+    paused instead and keeps its blocks. Paused requests are preempted when all of them together
+    hold more blocks than that. `paused` has them in order.
+    """
+
+    def __init__(
+        self, kv_cache_manager: KVCacheManager, forecast: MemoryForecast, *, max_paused_blocks: int
+    ) -> None:
+        self.paused: list[Sequence] = []
+        self._sequences: list[Sequence] = []
+        self._kv, self._forecast = kv_cache_manager, forecast
+        self._max_paused_blocks = max_paused_blocks
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    # ---- entering and leaving
+
+    def add(self, sequence: Sequence) -> None:
+        """Give a sequence a row. The caller has checked that one is free."""
+        sequence.phase = Phase.RUNNING
+        self._kv.allocate_row(sequence.table)
+        sequence.is_new_row = True
+        bisect.insort(self._sequences, sequence, key=order_of)
+        self._forecast.add(sequence)
+
+    def finish(self, sequence: Sequence, *, has_stopped: bool) -> None:
+        """The sequence has ended. `has_stopped`: by itself, and not by a limit or an abort.
+
+        Its row and blocks are free at once, or when no plan in flight uses them.
+        """
+        self._remove(sequence, has_stopped=has_stopped)
+        sequence.phase = Phase.FINISHED
+        if not sequence.num_in_flight:
+            self._free(sequence)
+
+    def leave_flight(self, step: PlannedStep) -> None:
+        """The step is no longer in flight. Free what only waited for that."""
+        for sequence in step.sequences():
+            sequence.num_in_flight -= 1
+            if sequence.phase is Phase.FINISHED and not sequence.num_in_flight:
+                self._free(sequence)
+
+    def release(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Take rows and blocks from sequences, which wait from now on. Returns them in order."""
+        ordered = sorted(sequences, key=order_of)
+        for sequence in ordered:
+            assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
+            self._remove(sequence)
+            self._free(sequence)
+            sequence.restart()
+        return ordered
+
+    def _remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
+        index = bisect.bisect_left(self._sequences, sequence.order, key=order_of)
+        assert self._sequences[index] is sequence
+        del self._sequences[index]
+        if sequence.phase is Phase.PAUSED:
+            self.paused.remove(sequence)
+        self._forecast.remove(sequence, has_stopped=has_stopped)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._kv.free(sequence.table)
+        self._kv.free_row(sequence.table)
+
+    # ---- blocks for the next step
+
+    def allocate(self, step: PlannedStep) -> list[Sequence]:
+        """Give each sequence the blocks of its next tokens. Returns those that have them."""
+        self._forecast.start_step()
+        runnable: list[Sequence] = []
+        for sequence in self._sequences.copy():
+            if sequence.num_tokens > sequence.writable_end:
+                if sequence.phase is Phase.WAITING or sequence.num_tokens >= sequence.max_length:
+                    continue  # it was preempted just now, or its last token is in flight
+                if not self._allocate_or_preempt(sequence, step):
+                    continue
+            elif sequence.num_tokens >= sequence.max_length:
+                continue
+            runnable.append(sequence)
+        if self.paused:
+            self._pause_newest(step, runnable)
+            self._resume(step, runnable)
+            self._preempt_excess(step)
+        return runnable
+
+    def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
+        """Give one sequence the blocks of its next tokens, whatever its place, and see that a row
+        is free for it if it waits. Others are preempted if they hold what it needs.
+        """
+        has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
+        has_blocks = has_row and self._allocate(sequence, step)
+        for newest in [] if has_blocks else reversed(self._sequences.copy()):
+            if newest is not sequence:
+                self._preempt(newest, step)
+                if self._allocate(sequence, step):
+                    break
+        self._resume(step, [sequence])
+
+    def _allocate_or_preempt(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Give the sequence its blocks, if need be those of newer ones; otherwise pause it."""
+        while not self._allocate(sequence, step):
+            if not self._preempt_for(sequence, step):
+                self._pause(sequence, step)
+                return False
+            if sequence.phase is Phase.WAITING:
+                return False  # it was the newest itself
+        return True
+
+    def _allocate(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Give the sequence blocks for all its tokens. Returns False, with nothing changed, if
+        there are too few.
+        """
+        start, end = sequence.num_computed, sequence.num_tokens
+        copies = self._kv.allocate(sequence.table, start, end)
+        if copies is None:
+            return False
+        if copies:
+            first = start // self._kv.block_size
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, first)
+            step.add_copies(copies, sequence)
+        sequence.writable_end = len(sequence.table.blocks) * self._kv.block_size
+        self._forecast.observe_length(sequence)
+        return True
+
+    # ---- when blocks run out
+
+    def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
+        self.release([sequence])
+        step.preempted.append(sequence)
+
+    def _preempt_for(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Preempt the newest sequence that no plan in flight holds, if it is not older than
+        `sequence`. Returns False if there is none. The oldest is never preempted, so that it
+        progresses.
+
+        Where sequences may pause, only the oldest has others preempted.
+        """
+        oldest = self._sequences[0]
+        if self._max_paused_blocks and sequence is not oldest:
+            return False
+        for newest in reversed(self._sequences):
+            if newest is oldest or newest.order < sequence.order:
+                return False
+            if not newest.num_in_flight:
+                self._forecast.observe_preemption(len(newest.table.blocks))
+                self._preempt(newest, step)
+                return True
+        return False
+
+    def _pause(self, sequence: Sequence, step: PlannedStep) -> None:
+        if sequence.phase is not Phase.PAUSED:
+            sequence.phase = Phase.PAUSED
+            bisect.insort(self.paused, sequence, key=order_of)
+            step.paused.append(sequence)
+
+    def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
+        """Where plans in flight keep the newest sequences from being preempted, pause as many of
+        them as hold the blocks that older ones lack. They are preempted in the next step.
+        """
+        short = [s for s in self.paused if s.num_tokens > s.writable_end]
+        if self._max_paused_blocks or not short:
+            return
+        num_missing = len(short)
+        while num_missing > 0 and runnable and runnable[-1].order > short[0].order:
+            newest = runnable.pop()
+            num_missing -= len(newest.table.blocks) - newest.table.num_shared
+            self._pause(newest, step)
+
+    def _resume(self, step: PlannedStep, runnable: list[Sequence]) -> None:
+        for sequence in runnable:
+            if sequence.phase is Phase.PAUSED:
+                sequence.phase = Phase.RUNNING
+                self.paused.remove(sequence)
+                step.resumed.append(sequence)
+
+    def _preempt_excess(self, step: PlannedStep) -> None:
+        """Preempt the newest paused sequences until the others fit the buffer for them.
+
+        The oldest running sequence is never preempted: what it waits for is in flight.
+        """
+        num_held = sum([len(s.table.blocks) for s in self.paused])
+        for sequence in reversed(self.paused.copy()):
+            if num_held <= self._max_paused_blocks or not self._max_paused_blocks:
+                return
+            if not sequence.num_in_flight and sequence is not self._sequences[0]:
+                num_held -= len(sequence.table.blocks)
+                self._preempt(sequence, step)
+                if sequence in step.paused:
+                    step.paused.remove(sequence)
