@@ -12,10 +12,10 @@ from rollout import SamplingParams
 from rollout.backends.forward_batch import SampleResult
 from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import LogitsInputs
-from rollout.engine.generation_rules import GenerationRules
+from rollout.engine.input_processor import end_ids_of, row_sampling
 from rollout.runner.logits_builder import LogitsBuilder
 from rollout.runner.token_histories import TokenHistories
-from rollout.step.plan import StepPlan
+from rollout.step.plan import RowSampling, StepPlan
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
 from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits
@@ -77,10 +77,9 @@ def drawn(
     num_prompts: list[int],
 ) -> SampleResult:  # fmt: skip
     """One step, in which every row is new."""
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     builder, rows = LogitsBuilder(len(params) + 1), list(range(1, len(params) + 1))
     for row, each, num_prompt in zip(rows, params, num_prompts, strict=True):
-        builder.set_row(row, rules.row_sampling(each, 0, num_prompt).processing)
+        builder.set_row(row, sampling_of(each, num_prompt).processing)
     plan = StepPlan(
         step_id=0,
         weights_version=0,
@@ -100,6 +99,12 @@ def drawn(
     inputs = LogitsInputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
     history = TokenHistories(torch.device("cpu")).begin(host, inputs)
     return sample_processed(ops, logits_SV, batch, plain, inputs, history)
+
+
+def sampling_of(params: SamplingParams, num_prompt: int) -> RowSampling:
+    """How an engine without default end ids would sample."""
+    ends = end_ids_of(params, ())
+    return row_sampling(params, seed=0, num_prompt=num_prompt, end_ids=ends, vocab_size=VOCABULARY)
 
 
 def draw_of(params: SamplingParams, row: int) -> Draw:
@@ -153,11 +158,10 @@ def test_a_row_that_processing_leaves_nothing_to_draw_or_that_was_not_finite_say
 
 def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
     """Rows 1 and 5 decode beside each other; then another request has row 1."""
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     histories, builder = TokenHistories(torch.device("cpu")), LogitsBuilder(6)
     params = SamplingParams(presence_penalty=1.0)
     for row in (1, 5):
-        builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+        builder.set_row(row, sampling_of(params, 2).processing)
 
     def step(rows: list[int], lengths: list[int], token: int, **new: np.ndarray) -> list[list[int]]:
         plan = StepPlan(
@@ -188,13 +192,12 @@ def test_a_history_follows_its_row_through_growth_and_a_new_request() -> None:
 
 
 def test_only_rows_with_penalties_take_a_history_and_leave_it_to_the_next() -> None:
-    rules = GenerationRules(tokenizer=None, end_ids=(), vocab_size=VOCABULARY)
     builder = LogitsBuilder(1000)
 
     def histories(taken: dict[int, float]) -> list[int]:
         for row, penalty in taken.items():
             params = SamplingParams(presence_penalty=penalty, logit_bias={1: 1.0})
-            builder.set_row(row, rules.row_sampling(params, 0, 2).processing)
+            builder.set_row(row, sampling_of(params, 2).processing)
         plan = StepPlan(
             step_id=0,
             weights_version=0,

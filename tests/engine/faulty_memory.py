@@ -61,7 +61,7 @@ WEIGHT_POINTS = tuple(
 def install(engine: DynamicInferenceEngine) -> Fuse:
     """Put a fuse into everything that a suspend or a resume calls."""
     fuse = Fuse()
-    kv, store = engine._kv, engine._weights.store
+    kv, store = engine._kv, engine._weights
     memory = ("release", "restore")
     kv._memory = Faulty(kv._memory, "kv", memory, fuse)
     kv._arena = Faulty(kv._arena, "kv", ("reserve",), fuse)

@@ -113,16 +113,16 @@ class Rig:
 
     def key(self) -> Key:
         engine, suspension = self.engine, self.engine._suspension
-        given_up = tuple(suspension._released)
+        given_up = tuple(suspension._to_restore)
         return Key(
             engine.state,
             given_up,
-            tuple(sorted(suspension._done)),
+            tuple(sorted(suspension._released)),
             suspension._mode.value if "kv_cache" in given_up else "",
             engine._kv.is_resident,
             bool(engine._kv.offloaded_blocks),
-            engine._weights.store.is_resident,
-            engine._weights.store.has_values,
+            engine._weights.is_resident,
+            engine._weights.has_values,
         )
 
     def finish(self) -> dict[int, list[int]]:
@@ -132,7 +132,7 @@ class Rig:
             engine.resume()
         if engine.state is EngineState.PAUSED:
             engine.resume()  # what a failed suspend left
-            if not engine._weights.store.has_values:
+            if not engine._weights.has_values:
                 update(engine)
             engine.unpause()
         for _ in range(100):

@@ -19,7 +19,7 @@ from rollout import (
     WeightUpdateError,
 )
 from rollout.backends.ops.cpu import CpuOps
-from rollout.models.backup import WeightBackup
+from rollout.runner.weights import WeightBackup
 from tests.tiny_models import (
     IS_LONG,
     Finished,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,9 @@ from rollout import (
     Status,
     WeightUpdateError,
 )
-from rollout.runner.weight_update import WeightUpdater
+from rollout.backends.cpu import cpu_backend
+from rollout.models.loading import build_model
+from rollout.runner.weights import ServedWeights
 from tests.contracts.implementations import OPS
 from tests.tiny_models import (
     Margins,
@@ -148,11 +151,12 @@ def test_tied_parameters_come_once_under_either_name_or_twice_with_equal_bytes()
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_checksum_is_the_same_whatever_computes_it(name: str) -> None:
-    engine = tiny_engine(old_model())
-    model = engine._pipeline._runner._model
-    updater = WeightUpdater(model, OPS[name](), reject_non_finite=True)
-    assert updater.checksum() == engine.weights_checksum()
-    staged = updater.stage(weights(new_model()))
+    backend = replace(cpu_backend("device"), ops=OPS[name]())
+    model = build_model(old_model())
+    served = ServedWeights(model, backend, version=0, reject_non_finite=True)
+    model.prepare(backend)
+    assert served.checksum() == tiny_engine(old_model()).weights_checksum()
+    staged = served.stage(weights(new_model()))
     assert staged.checksum == tiny_engine(new_model()).weights_checksum()
 
 

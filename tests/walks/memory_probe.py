@@ -94,8 +94,8 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
     return {
         "before": before,
         "after": after,
-        "pool": engine._kv.num_bytes,
-        "weights": engine._weights.store.num_bytes,
+        "pool": engine.resident_bytes()["kv_cache"],
+        "weights": engine.resident_bytes()["weights"],
         "released_by_owner": dict(report.released_by_owner),
         "restored": resumed.bytes_restored,
         "num_finished": num_finished,
