@@ -11,7 +11,13 @@ from rollout.config import KVCacheManagementMode
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
-from rollout.engine.reports import EngineCounters, EngineStats, ResumeReport, SuspendReport
+from rollout.engine.reports import (
+    EngineCounters,
+    EngineStats,
+    MemoryStatus,
+    ResumeReport,
+    SuspendReport,
+)
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.errors import RequestAbortedError
@@ -385,6 +391,12 @@ class Engine:
         """The number of queued requests; `stats` reports more, and takes longer."""
         return self._scheduler.num_waiting
 
+    @property
+    def num_steps_in_flight(self) -> int:
+        """The number of steps that are launched and not committed: more than 0 between two calls of
+        `step` only with async scheduling."""
+        return self._pipeline.num_in_flight
+
     def stats(self) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start."""
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
@@ -394,6 +406,10 @@ class Engine:
         """Return the address of every KV tensor, by name; empty while they are released."""
         return self._kv.data_ptrs()
 
-    def resident_bytes(self) -> dict[str, int]:
-        """Return the bytes of device memory that "kv_cache" and "weights" hold now."""
-        return self._suspension.resident_bytes()
+    def weight_data_ptrs(self) -> dict[str, int]:
+        """Return the address of every weight by its Hugging Face name; tied ones have the same."""
+        return self._weights.data_ptrs()
+
+    def memory_status(self) -> MemoryStatus:
+        """Return where the memory of the KV cache and of the weights is now."""
+        return self._suspension.status()

@@ -50,6 +50,24 @@ class ResumeReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStatus:
+    """Where the memory of an engine is now, for the owners "kv_cache" and "weights".
+
+    resident_bytes: device memory by owner. bytes_on_host: host copies by owner. kv_mode: the mode
+    under which the KV was last released. released: owners whose memory was released. to_restore:
+    owners that resume restores, also those of a suspend that failed midway. has_weights: False
+    while the weights are discarded or mixed, until a full update is committed.
+    """
+
+    resident_bytes: Mapping[str, int]
+    bytes_on_host: Mapping[str, int]
+    kv_mode: str
+    released: tuple[str, ...]
+    to_restore: tuple[str, ...]
+    has_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Requests by phase and blocks are those of now, all else counts from the start."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.reports import ResumeReport, SuspendReport
+from rollout.engine.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.runner.model_runner import ModelRunner
@@ -78,15 +78,15 @@ class Suspension:
             self._mode = chosen
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
-        kept = self.resident_bytes()
+        status = self.status()
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_released=sum(released.values()),
-            bytes_kept=sum(kept.values()),
-            bytes_on_host=self._kv.num_offloaded_bytes + self._weights.num_bytes_on_host,
+            bytes_kept=sum(status.resident_bytes.values()),
+            bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,
-            kept_by_owner=kept,
+            kept_by_owner=status.resident_bytes,
             num_requests_requeued=self._num_requeued - num_requeued,
         )
 
@@ -117,12 +117,20 @@ class Suspension:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
         return only is None or all(owner == only for owner in self._to_restore)
 
-    def resident_bytes(self) -> dict[str, int]:
-        """Return the bytes of device memory that each owner holds now."""
-        return {
-            KV_CACHE: self._kv.num_bytes if self._kv.is_resident else 0,
-            WEIGHTS: self._weights.num_bytes if self._weights.is_resident else 0,
-        }
+    def status(self) -> MemoryStatus:
+        """Return where the memory of both owners is now."""
+        kv, weights = self._kv, self._weights
+        return MemoryStatus(
+            resident_bytes={
+                KV_CACHE: kv.num_bytes if kv.is_resident else 0,
+                WEIGHTS: weights.num_bytes if weights.is_resident else 0,
+            },
+            bytes_on_host={KV_CACHE: kv.num_offloaded_bytes, WEIGHTS: weights.num_bytes_on_host},
+            kv_mode=self._mode.value,
+            released=tuple(owner for owner in OWNERS if owner in self._released),
+            to_restore=tuple(self._to_restore),
+            has_weights=weights.has_values,
+        )
 
     # ---- one owner
 

@@ -52,7 +52,7 @@ class DynamicInferenceRequestRecord:
 
     The last segment holds the record's clock, the versions its staleness is relative to. A record
     that no engine owns is aged by `increment_staleness`; an engine calls `observe_version` before
-    it hands one out.
+    it hands a record out.
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -95,7 +95,7 @@ class DynamicInferenceRequestRecord:
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Age all tokens so far by one version, those of a completed request excepted.
+        """Age all tokens so far by one version, unless the request is completed.
 
         With `policy_only` the KV clock stands still: for requests that have no KV to age.
         """
@@ -169,7 +169,7 @@ class DynamicInferenceRequestRecord:
         """Return the whole history as one request, as if it had never been checkpointed.
 
         What describes the prompt comes from the first segment, the outcome from the last, the
-        rest is concatenated; log-probs are float32 tensors. The record is left as it is.
+        rest is concatenated; log-probs are float32 tensors. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         first, last = self.requests[0], self.current
@@ -181,7 +181,7 @@ class DynamicInferenceRequestRecord:
             status=last.status,
             finish_reason=last.finish_reason,
             finished_chunk_token_count=num_chunk_tokens,
-            precomputed_block_hashes=first.known_block_hashes(),
+            precomputed_block_hashes=vars(first)["precomputed_block_hashes"],
             prompt_log_probs=_log_probs_tensor(prefilled.column("prompt_log_probs")),
             prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
@@ -196,7 +196,7 @@ class DynamicInferenceRequestRecord:
     def serialize(self) -> dict[str, Any]:
         """Return the record as a dictionary that msgpack can carry.
 
-        Segments that go on from one another have only the first one's prompt in it.
+        If each segment continues the one before, only the first prompt is in it.
         """
         encoded = [request.serialize() for request in self.requests]
         self._drop_known_prompts(encoded)
@@ -209,7 +209,7 @@ class DynamicInferenceRequestRecord:
         return encoded
 
     def _drop_known_prompts(self, encoded: Sequence[dict[str, Any]]) -> None:
-        if all(_goes_on(old, new) for old, new in pairwise(self.requests)):
+        if all(_continues(old, new) for old, new in pairwise(self.requests)):
             for segment in encoded[1:]:
                 segment["prompt_tokens"] = None
 
@@ -255,8 +255,8 @@ def _followed_by(prompt_tokens: torch.Tensor, generated: Iterable[Sequence[int]]
     return torch.cat([prompt_tokens, *parts])
 
 
-def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
-    """Whether the new segment's prompt is all that the old one knew."""
+def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
+    """Return whether the new segment's prompt is the old one's prompt and generated tokens."""
     num_prompt, num_known = len(old.prompt_tokens), old.num_tokens
     return (
         len(new.prompt_tokens) == num_known
@@ -269,7 +269,7 @@ def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments that go on from one another, each with its prompt.
+    """Return encoded segments, each of which continues the one before, with their prompts.
 
     Raises ProtocolError if they have no tokens.
     """
@@ -361,7 +361,7 @@ def _log_probs_tensor(
 def _time_to_first_token(segments: Segments) -> float | None:
     """Return seconds from ADD_ENGINE to the first token of any segment, None without either.
 
-    A segment that logged no GENERATED_TOKEN events has its `ttft` set by whoever generated it.
+    An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
     """
     for segment in segments:
         if segment.ttft is not None:

@@ -133,6 +133,10 @@ class ServedWeights:
         dtypes = {name: view.dtype for name, view in views.items()}
         return checksum_of(self._fingerprints(views, dtypes))
 
+    def data_ptrs(self) -> dict[str, int]:
+        """Return the address of each weight by its Hugging Face name."""
+        return {name: view.data_ptr() for name, view in self._model.weight_views().items()}
+
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:

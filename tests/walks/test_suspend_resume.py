@@ -227,7 +227,7 @@ def test_a_suspend_while_suspended_releases_what_is_not_released_yet(mode: str) 
     for _ in range(4):
         engine.step()
     engine.pause()
-    num_bytes = engine.resident_bytes()["weights"]
+    num_bytes = engine.memory_status().resident_bytes["weights"]
     first = engine.suspend()
     second = engine.suspend(release=("kv_cache", "weights"))
     repeated = engine.suspend(release=("weights", "kv_cache"))
@@ -252,7 +252,7 @@ def test_kv_that_a_suspend_left_in_place_is_released_by_one_in_another_mode() ->
     engine.add_request(*jobs()[0])
     engine.step()
     engine.pause()
-    num_bytes = engine.resident_bytes()["kv_cache"]
+    num_bytes = engine.memory_status().resident_bytes["kv_cache"]
     assert engine.suspend().bytes_released == 0
     report = engine.suspend("offload")
     assert (report.mode, report.bytes_released) == ("offload", num_bytes)
