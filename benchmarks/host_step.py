@@ -130,11 +130,11 @@ class DecodingEngine:
 
     def _put_watch_in(self) -> None:
         watch, engine = self.stopwatch, self._engine
-        scheduler, book, pipeline = engine._scheduler, engine._book, engine._pipeline
+        scheduler, outputs, pipeline = engine._scheduler, engine._outputs, engine._pipeline
         pipeline._runner = NoModel()
         scheduler.schedule = watch.wrap("schedule", scheduler.schedule)
         scheduler.update_from_output = watch.wrap("commit", scheduler.update_from_output)
-        book.apply = watch.wrap("documents", book.apply)
+        outputs.process_outputs = watch.wrap("documents", outputs.process_outputs)
         engine.step = watch.wrap("rest", engine.step)
 
     def step(self) -> None:

@@ -26,7 +26,7 @@ from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams
 from rollout.config import InferenceConfig
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
-from rollout.engine.running_request import RunningRequest
+from rollout.engine.output_processor import RequestState
 
 NUM_CHECKPOINTS = 20
 TOKENS_PER_CHECKPOINT = 8
@@ -138,7 +138,7 @@ def _generated(num_tokens: int) -> DynamicInferenceRequestRecord:
         generated_log_probs=[],
         tpot=[],
     )
-    running = RunningRequest(DynamicInferenceRequestRecord.from_request(request), 0.0, None)
+    running = RequestState(DynamicInferenceRequestRecord.from_request(request), entry_time=0.0)
     assert running.log_probs is not None
     assert running.tpot is not None
     for index in range(num_tokens):

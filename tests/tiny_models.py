@@ -6,16 +6,21 @@ Shape letters: T tokens, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
+from rollout.backends.base import Backend
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.select import create_backend
+from rollout.models.loading import build_model
 from rollout.step.seeds import uniforms
 from rollout.text import Tokenizer
 from tests.contracts.sampling_oracle import Draw, logprobs, probabilities, processed_logits
@@ -81,18 +86,34 @@ def tiny_engine(
     num_blocks: int = 512,
     weights_version: int = 0,
     tokenizer: Tokenizer | None = None,
+    before_forward: Callable[[ForwardBatch], None] | None = None,
+    change_backend: Callable[[Backend], Backend] | None = None,
     **config: Any,
 ) -> DynamicInferenceEngine:
-    """An engine with small blocks and a pool of `num_blocks` of them."""
+    """An engine with small blocks and a pool of `num_blocks` of them.
+
+    `before_forward` gets the batch of each forward pass, and may raise. `change_backend` returns
+    the backend to use in place of the one it gets.
+    """
     fields = {
         "block_size_tokens": BLOCK_SIZE,
         "max_sequence_length": MAX_LENGTH,
         "materialize_only_last_token_logits": False,
     } | config
-    fields.setdefault("buffer_size_gb", pool_gb(model, num_blocks, fields["block_size_tokens"]))
-    return DynamicInferenceEngine.from_model(
-        model, InferenceConfig(**fields), tokenizer, weights_version
-    )
+    if "buffer_size_gb" not in fields:
+        fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"])
+    if before_forward is not None:
+        model = build_model(model)
+        model.register_forward_pre_hook(lambda _, given: before_forward(given[0]))
+    with pytest.MonkeyPatch.context() as patch:
+        if change_backend is not None:
+            patch.setattr(
+                "rollout.engine.build.create_backend",
+                lambda config: change_backend(create_backend(config)),
+            )
+        return DynamicInferenceEngine.from_model(
+            model, InferenceConfig(**fields), tokenizer, weights_version
+        )
 
 
 Finished = dict[int, DynamicInferenceRequest]

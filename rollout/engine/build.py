@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.base import Backend
 from rollout.backends.select import create_backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.config import (
@@ -18,13 +19,11 @@ from rollout.config import (
     InferenceConfig,
     PrefixCachingEvictionPolicy,
 )
-from rollout.engine.counters import EngineTelemetry
 from rollout.engine.engine import Engine
-from rollout.engine.intake import RequestIntake
+from rollout.engine.input_processor import InputProcessor
+from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
-from rollout.engine.request_book import RequestBook
-from rollout.engine.request_desk import RequestDesk
-from rollout.engine.served_weights import ServedWeights
+from rollout.engine.reports import EngineCounters
 from rollout.engine.suspension import Suspension
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
@@ -34,8 +33,8 @@ from rollout.models.loading import build_model
 from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weight_store import WeightStore
-from rollout.runner.weight_update import MAX_VERSION, WeightUpdater
+from rollout.runner.weight_update import MAX_VERSION
+from rollout.runner.weights import ServedWeights
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Tokenizer
@@ -45,7 +44,7 @@ DEFAULT_MEMORY_FRACTION = 0.25
 
 
 class DynamicInferenceEngine(Engine):
-    """The engine, wired. Made by `from_model`."""
+    """The engine, wired by `from_model`."""
 
     @classmethod
     def from_model(
@@ -55,7 +54,8 @@ class DynamicInferenceEngine(Engine):
         tokenizer: Tokenizer | None = None,
         weights_version: int = 0,
     ) -> DynamicInferenceEngine:
-        """An engine in RUNNING. `model` is a Hugging Face directory, a transformers model, or ours.
+        """Return an engine in RUNNING. `model` is a Hugging Face directory, a transformers model or
+        a rollout.models.CausalLM, which then belongs to the engine.
 
         Raises ConfigError for a config this device or model cannot honour, ModelError for a model
         that cannot be built.
@@ -64,42 +64,42 @@ class DynamicInferenceEngine(Engine):
         _check_version(weights_version)
         backend = create_backend(config)
         causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
-        max_sequence_length = _max_sequence_length(config, causal_lm.spec)
-        weights = WeightStore(causal_lm, backend.memory, backend.create_host_arena())
+        sizes = _sizes(config, backend, causal_lm)
+        weights = ServedWeights(
+            causal_lm,
+            backend,
+            version=weights_version,
+            reject_non_finite=config.reject_non_finite_weights,
+        )
         causal_lm.prepare(backend)
-        causal_lm.reserve_positions(max_sequence_length)
-        cache_spec = causal_lm.cache_spec(config.block_size_tokens)
-        max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
-        num_blocks = _num_blocks(config, backend, cache_spec, max_sequence_length)
-        kv = KVCache(backend, cache_spec, num_blocks)
+        causal_lm.reserve_positions(sizes.max_sequence_length)
+        kv = KVCache(backend, causal_lm.cache_spec(config.block_size_tokens), sizes.num_blocks)
         builder = BatchBuilder(
-            num_rows=_num_rows(config, num_blocks, max_tokens),
-            max_blocks=-(-max_sequence_length // config.block_size_tokens),
+            num_rows=sizes.num_rows,
+            max_blocks=-(-sizes.max_sequence_length // config.block_size_tokens),
             block_size=config.block_size_tokens,
         )
         runner = ModelRunner(causal_lm, backend, kv, builder)
-        scheduler = _scheduler(config, backend, cache_spec, num_blocks, max_tokens)
-        telemetry = EngineTelemetry(config.metrics_writer, config.logging_step_interval)
-        book = RequestBook(
+        scheduler = _scheduler(config, sizes)
+        counters = EngineCounters(config.metrics_writer, config.logging_step_interval)
+        outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
-        limits = _limits(config, causal_lm, num_blocks, max_tokens, max_sequence_length)
-        intake = _intake(config, causal_lm, tokenizer, limits)
+        is_stable = backend.memory.has_stable_addresses
+        suspension = Suspension(
+            *(scheduler, outputs, kv, weights, runner, config.kv_cache_management_mode),
+            keeps_addresses=config.static_kv_memory_pointers and not is_stable,
+        )
         return cls(
+            inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
-            pipeline=StepPipeline(scheduler, runner, book, telemetry),
-            weights=ServedWeights(_updater(config, backend, causal_lm), weights, weights_version),
+            outputs=outputs,
+            pipeline=StepPipeline(scheduler, runner, outputs, counters),
             kv=kv,
-            book=book,
-            desk=RequestDesk(intake, book, scheduler, kv),
-            telemetry=telemetry,
-            suspension=Suspension(
-                *(scheduler, kv, weights, book, runner, config.kv_cache_management_mode),
-                must_stay=(
-                    config.static_kv_memory_pointers and not backend.memory.has_stable_addresses
-                ),
-            ),
+            weights=weights,
+            suspension=suspension,
+            counters=counters,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
 
@@ -111,10 +111,52 @@ def _check_version(weights_version: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What an engine can hold: tokens of a sequence and of a step, requests in context, blocks in
+    the pool and blocks that paused requests may keep.
+    """
+
+    max_sequence_length: int
+    max_tokens: int
+    num_rows: int
+    num_blocks: int
+    max_paused_blocks: int
+
+
+def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes:
+    max_sequence_length = _max_sequence_length(config, model.spec)
+    max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
+    max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
+    spec, paused_gb = (
+        model.cache_spec(config.block_size_tokens),
+        config.paused_buffer_size_gb or 0.0,
+    )
+    if config.buffer_size_gb is not None:
+        # In unified memory the buffer for paused requests is added.
+        added_gb = paused_gb if config.unified_memory_level else 0.0
+        num_blocks = num_blocks_in(backend.attention, spec, config.buffer_size_gb + added_gb)
+    else:
+        usable = max_requests * -(-max_sequence_length // config.block_size_tokens)
+        buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
+        num_blocks = min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
+    return _Sizes(
+        max_sequence_length=max_sequence_length,
+        max_tokens=max_tokens,
+        # A request in context needs a block, and a token of every step.
+        num_rows=min(max_requests, max_tokens, num_blocks),
+        num_blocks=num_blocks,
+        max_paused_blocks=int(paused_gb * GIB) // bytes_per_block(backend.attention, spec),
+    )
+
+
 def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
-    """The config's, or its default as far as the model goes. Raises ConfigError beyond that."""
+    """Return the config's value, or its default as far as the model goes.
+
+    Raises ConfigError for a length that the model cannot do.
+    """
     rope, longest = spec.rope, spec.max_position_embeddings
-    # Whether max_position_embeddings is of before or after the scaling depends on its kind.
+    # Whether max_position_embeddings counts before or after the scaling depends on its kind.
     if rope.kind == "linear":
         longest = int(longest * max(1.0, rope.factor))
     elif rope.kind == "yarn":
@@ -131,94 +173,45 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _intake(
-    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, limits: AdmissionLimits
-) -> RequestIntake:
-    return RequestIntake(
-        limits=limits,
-        tokenizer=tokenizer,
-        end_ids=_end_ids(model, tokenizer),
-        block_size=config.block_size_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        seed=config.seed,
-    )
-
-
-def _updater(config: InferenceConfig, backend: Backend, model: CausalLM) -> WeightUpdater:
-    return WeightUpdater(model, backend.ops, reject_non_finite=config.reject_non_finite_weights)
-
-
-def _num_blocks(
-    config: InferenceConfig, backend: Backend, spec: CacheSpec, max_sequence_length: int
-) -> int:
-    """Blocks in the pool: of `buffer_size_gb`, or as many as could ever be used within the
-    defaults. In unified memory the buffer for paused requests comes on top.
-    """
-    if config.buffer_size_gb is not None:
-        on_top = config.paused_buffer_size_gb if config.unified_memory_level else None
-        return num_blocks_in(backend.attention, spec, config.buffer_size_gb + (on_top or 0.0))
-    max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
-    usable = max_requests * -(-max_sequence_length // config.block_size_tokens)
-    buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
-    return min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
-
-
-def _num_rows(config: InferenceConfig, num_blocks: int, max_tokens: int) -> int:
-    """Requests that can be in context: each needs a block, and a token of every step."""
-    return min(config.max_requests or DEFAULT_MAX_REQUESTS, max_tokens, num_blocks)
-
-
-def _scheduler(
-    config: InferenceConfig, backend: Backend, spec: CacheSpec, num_blocks: int, max_tokens: int
-) -> Scheduler:
+def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
     kv_cache_manager = KVCacheManager(
-        num_blocks=num_blocks,
+        num_blocks=sizes.num_blocks,
         block_size=config.block_size_tokens,
-        num_rows=_num_rows(config, num_blocks, max_tokens),
+        num_rows=sizes.num_rows,
         enable_prefix_caching=config.enable_prefix_caching,
         keeps_unused=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         reuse_across_versions=config.prefix_reuse_across_versions,
         max_age_versions=config.max_kv_staleness_versions,
     )
+    conservativeness = config.schedule_conservativeness
+    if conservativeness is None:
+        conservativeness = 1.0 if config.paused_buffer_size_gb is None else 0.0
     return Scheduler(
         kv_cache_manager,
-        max_tokens=max_tokens,
-        max_paused_blocks=_max_paused_blocks(config, backend, spec),
+        max_tokens=sizes.max_tokens,
+        max_paused_blocks=sizes.max_paused_blocks,
         enable_chunked_prefill=config.enable_chunked_prefill,
-        schedule_conservativeness=_conservativeness(config),
+        schedule_conservativeness=conservativeness,
     )
 
 
-def _max_paused_blocks(config: InferenceConfig, backend: Backend, spec: CacheSpec) -> int:
-    if config.paused_buffer_size_gb is None:
-        return 0
-    return int(config.paused_buffer_size_gb * GIB) // bytes_per_block(backend.attention, spec)
-
-
-def _conservativeness(config: InferenceConfig) -> float:
-    if config.schedule_conservativeness is not None:
-        return config.schedule_conservativeness
-    return 1.0 if config.paused_buffer_size_gb is None else 0.0
-
-
-def _limits(
-    config: InferenceConfig,
-    model: CausalLM,
-    num_blocks: int,
-    max_tokens: int,
-    max_sequence_length: int,
-) -> AdmissionLimits:
-    return AdmissionLimits(
+def _input_processor(
+    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, sizes: _Sizes
+) -> InputProcessor:
+    limits = AdmissionLimits(
         vocab_size=model.spec.vocab_size,
-        max_sequence_length=max_sequence_length,
-        max_pool_tokens=num_blocks * config.block_size_tokens,
-        max_tokens_per_step=max_tokens,
+        max_sequence_length=sizes.max_sequence_length,
+        max_pool_tokens=sizes.num_blocks * config.block_size_tokens,
+        max_tokens_per_step=sizes.max_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
         can_score_prompts=not config.materialize_only_last_token_logits,
     )
-
-
-def _end_ids(model: CausalLM, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a request by default: the tokenizer's and those of the model's configs."""
-    own = None if tokenizer is None else tokenizer.eos_id
-    return tuple(union_of_ids(own, model.spec.eos_token_ids))
+    tokenizer_end = None if tokenizer is None else tokenizer.eos_id
+    return InputProcessor(
+        limits=limits,
+        tokenizer=tokenizer,
+        end_ids=tuple(union_of_ids(tokenizer_end, model.spec.eos_token_ids)),
+        block_size=config.block_size_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+    )

@@ -1,5 +1,5 @@
-"""Engine: takes requests, steps, suspends, takes new weights. Synchronous, no sockets, no threads
-of its own.
+"""Engine: takes requests, steps, suspends and takes new weights. It is synchronous: no sockets, no
+threads of its own.
 """
 
 from __future__ import annotations
@@ -8,47 +8,55 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
-from rollout.engine.counters import EngineTelemetry
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
-from rollout.engine.request_book import RequestBook
-from rollout.engine.request_desk import Group, RequestDesk
-from rollout.engine.served_weights import ServedWeights
+from rollout.engine.reports import (
+    EngineCounters,
+    EngineStats,
+    MemoryStatus,
+    ResumeReport,
+    SuspendReport,
+)
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
+from rollout.errors import RequestAbortedError
 from rollout.kv.cache import KVCache
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.runner.weight_update import NamedTensors, StagedWeights, WeightUpdateReport
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, next_version
+from rollout.runner.weights import ServedWeights, StagedWeights
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
+from rollout.version_spans import VersionSpans
 
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
 class Engine:
-    """The only writer of the engine state, the weights version and the request documents.
+    """The only writer of the engine state; the one place where its parts meet.
 
-    A finished, failed or aborted request is handed out once, by `step` or `abort_request`.
+    Requests pass from `inputs` to the scheduler and to `outputs`, which has their records. The
+    record of a finished, failed or aborted request is handed out once, by `step` or
+    `abort_request`.
     """
 
     def __init__(
         self,
         *,
+        inputs: InputProcessor,
         scheduler: Scheduler,
+        outputs: OutputProcessor,
         pipeline: StepPipeline,
         kv: KVCache,
         weights: ServedWeights,
-        desk: RequestDesk,
-        book: RequestBook,
-        telemetry: EngineTelemetry,
         suspension: Suspension,
+        counters: EngineCounters,
         max_kv_staleness_versions: int | None,
     ) -> None:
-        self._scheduler, self._pipeline, self._kv = scheduler, pipeline, kv
-        self._weights = weights
-        self._desk, self._book, self._telemetry = desk, book, telemetry
-        self._suspension = suspension
+        self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
+        self._pipeline, self._kv, self._weights = pipeline, kv, weights
+        self._suspension, self._counters = suspension, counters
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._machine = StateMachine()
 
@@ -56,22 +64,22 @@ class Engine:
 
     def add_request(
         self,
-        prompt_tokens: Sequence[int],
+        prompt_tokens: Prompt,
         sampling_params: SamplingParams,
         request_id: int | None = None,
         priority: int = 0,
     ) -> int:
         """Queue one request and return its id. A string prompt needs a tokenizer.
 
-        Raises InvalidRequestError for a malformed request; one that can never run here comes back
-        FAILED from the next step. Raises EngineStateError once stopped.
+        Raises InvalidRequestError for a malformed request; a request that can never run here comes
+        back FAILED from the next step. Raises EngineStateError once stopped.
         """
         ids = None if request_id is None else [request_id]
         return self.add_group(prompt_tokens, [sampling_params], ids, priority)[0]
 
     def add_group(
         self,
-        prompt_tokens: Sequence[int],
+        prompt_tokens: Prompt,
         list_of_sampling_params: Sequence[SamplingParams],
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
@@ -85,89 +93,143 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, samples' parameters), all or none. `request_ids` are those of
-        all samples, group after group.
+        """Queue groups of (prompt, parameters of each sample), all or none.
+
+        `request_ids` are those of all samples, group after group. Raises as `add_request` does.
         """
-        if self.state in (EngineState.STOPPING, EngineState.STOPPED):
-            self._machine.require(EngineState.RUNNING, to="add a request")
-        return self._desk.add_groups(groups, request_ids, priority, self.weights_version)
+        self._require_not_stopped()
+        processed = self._inputs.process_groups(
+            groups, request_ids, priority, self.weights_version, in_use=self._outputs
+        )
+        return [[self._queue(request) for request in group] for group in processed]
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> int:
-        """Go on with a request that another engine began, from the tokens it has; returns its id.
+        """Continue a request that another engine began, from the tokens it has; returns its id.
 
-        They are prefilled again; tokens, log-probs and policy versions are kept, and what is drawn
-        next is what the other engine would have drawn. Raises InvalidRequestError for a record that
-        has ended or does not fit, and for an id in use.
+        Its tokens are prefilled again. Tokens, log-probs and policy versions are kept, and the next
+        tokens are those that the other engine would have drawn. The record belongs to the engine
+        from here on. Raises InvalidRequestError for a record that has ended or does not fit, and
+        for an id in use.
         """
+        self._require_not_stopped()
+        return self._queue(self._inputs.process_record(record, in_use=self._outputs))
+
+    def _require_not_stopped(self) -> None:
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
             self._machine.require(EngineState.RUNNING, to="add a request")
-        return self._desk.add_record(record, self.weights_version)
+
+    def _queue(self, request: ProcessedRequest) -> int:
+        record, admission = request.record, request.admission
+        request_id = record.request_id
+        self._outputs.add_request(record)
+        if admission.error is not None:
+            self._outputs.fail(
+                request_id, admission.error, "error", VersionSpans(), self.weights_version
+            )
+            return request_id
+        if admission.clamped is not None:
+            record.current.add_event_error_transient(admission.clamped)
+        self._scheduler.add_request(
+            request_id,
+            request.tokens,
+            num_prompt=request.num_prompt,
+            priority=record.current.priority,
+            group_id=request.group_id,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            stop_rule=request.stop_rule,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
+        )
+        return request_id
 
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """End a request now, in any state; returns its record with the tokens so far."""
-        self._desk.abort(request_id, self.weights_version)
-        self._pipeline.forget(request_id)
-        return self._hand_out([request_id])[0]
+        """End a request now, in any state; returns its record with the tokens so far.
+
+        Its blocks are freed, on the device or on the host. Raises EngineStateError for a request
+        that is not in the engine.
+        """
+        if not self._outputs.has_ended(request_id):
+            blocks = self._scheduler.blocks_of(request_id)
+            kv_spans = self._scheduler.finish_request(request_id)
+            if self._kv.num_offloaded_bytes:
+                # No later request may find a block whose bytes are freed now.
+                kv_cache_manager = self._scheduler.kv_cache_manager
+                kv_cache_manager.free_unused_blocks()
+                self._kv.discard([b for b in blocks if not kv_cache_manager.num_users(b)])
+            error = RequestAbortedError(f"request {request_id} was aborted")
+            self._outputs.fail(request_id, error, "abort", kv_spans, self.weights_version)
+        self._pipeline.remove(request_id)
+        return self._hand_out([self._outputs.pop_ended(request_id)])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """A copy of the record of a request not handed out yet, as of now.
+        """Return a copy of the record, as of now, of a request that is not handed out yet.
 
         Raises EngineStateError for any other id.
         """
-        return self._desk.record(request_id, self.weights_version)
+        has_ended = self._outputs.has_ended(request_id)
+        kv_spans = None if has_ended else self._scheduler.kv_spans(request_id)
+        return self._outputs.copy_of(request_id, kv_spans, self.weights_version)
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
-        """The tokens that each running request has generated from an offset on, by (request id,
-        offset); costs as many. A request without any, that has ended, or that is not in the engine
-        is left out: once it has ended its tokens come with its record.
+        """Return the tokens that each running request has generated from an offset on.
+
+        `wanted` has (request id, offset) pairs. The cost depends on the number of new tokens alone.
+        A request is left out if it has none, has ended or is not in the engine: the tokens of an
+        ended request come with its record.
         """
-        return self._book.new_tokens(wanted)
+        return self._outputs.new_tokens(wanted)
+
+    def request_ids(self) -> list[int]:
+        """Return the ids of all requests that are not handed out yet, unfinished ones first."""
+        return self._outputs.request_ids()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a further step could bring something."""
-        return len(self._book) > 0
+        """Return whether a request is queued, runs, or waits to be handed out."""
+        return len(self._outputs) > 0
 
     def suspects(self) -> list[int]:
-        """After a step that raised: the requests that were in it, any of which may be the cause."""
+        """Return, after a step that raised, its requests: any of them may be the cause."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
-    def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
-        records = [self._book.hand_out(request_id) for request_id in request_ids]
+    def _hand_out(
+        self, records: list[DynamicInferenceRequestRecord]
+    ) -> list[DynamicInferenceRequestRecord]:
         num_failed = sum(record.current.failed() for record in records)
-        self._telemetry.note_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
+        self._counters.add_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
         return records
 
     # ---- one step
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
-        """Take in one forward pass; returns the records finished by it, [] when idle.
+        """Run one forward pass; returns the records that it finished, [] when idle.
 
-        If it fails, its requests go back to the queue with all their tokens and an ERROR_TRANSIENT
-        event; one that fails again, and then alone, is FAILED. Raises EngineStateError outside
-        RUNNING, and the error of a forward pass where the device fails without any request, too.
-        Records that an error kept from being returned come with the next step.
+        If the pass fails, its requests go back to the queue with all their tokens and an
+        ERROR_TRANSIENT event; a request that fails again, and then alone, is FAILED. Raises
+        EngineStateError outside RUNNING, and the error of a forward pass if the device fails
+        without any request, too. The next step returns the records that an error held back.
         """
         self._machine.require(EngineState.RUNNING, to="step")
         self._weights.require_values("step")
         self._pipeline.step(self.weights_version)
-        return self._hand_out(self._book.ended_ids())
+        return self._hand_out(self._outputs.pop_all_ended())
 
     # ---- states
 
     @property
     def state(self) -> EngineState:
+        """The state; a transient one is seen from inside a command only."""
         return self._machine.state
 
     def pause(self) -> None:
         """Stop at this step edge; requests stay as they are.
 
-        Records finished by a step that was on its way come with the next step.
+        The next step returns the records that a step in flight finished.
         """
         with self._machine.command("pause"):
-            self._pipeline.settle()
+            self._pipeline.commit_all()
 
     def unpause(self) -> None:
-        """Let steps run again. Refused while the weights' values are missing."""
+        """Let steps run again. Raises EngineStateError while the weights' values are missing."""
         with self._machine.command("unpause") as must_run:
             if must_run:
                 self._weights.require_values("unpause")
@@ -179,24 +241,25 @@ class Engine:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Give the memory of `release` back: "kv_cache" as `mode` (None: the config's) says,
-        "weights" after a copy to the host, or without one if `discard_weights`.
+        """Release the memory of the owners in `release`.
 
-        Legal in PAUSED, and in SUSPENDED, for what is not given back yet: the rest is answered as
-        done, with zero bytes. A failure leaves the state and every request.
+        "kv_cache" is released under `mode`, or under the config's if that is None. "weights" are
+        copied to the host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for an
+        owner that is not released yet: another one is reported with zero bytes. A failure leaves
+        the state and every request.
         """
         with self._machine.command("suspend") as is_first:
             report = self._suspension.suspend(
                 mode, release, discard=discard_weights, is_first=is_first
             )
         if is_first or report.bytes_released:
-            self._telemetry.note_suspend(report)
+            self._counters.add_suspend(report)
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Have memory and contents again; leads to PAUSED. Answered as done if PAUSED already.
+        """Restore memory and contents; leads to PAUSED. Nothing is left to do in PAUSED.
 
-        `only` brings "weights" or "kv_cache" back; the engine stays SUSPENDED until all is there.
+        `only` restores "weights" or "kv_cache"; the engine stays SUSPENDED until both are there.
         """
         is_partial = not self._suspension.is_complete_with(only)
         if is_partial and self.state is EngineState.SUSPENDED:
@@ -206,13 +269,13 @@ class Engine:
                 report = self._suspension.resume()  # in PAUSED: what a failed suspend may have left
             if not must_run:
                 return report
-        self._telemetry.note_resume(report)
+        self._counters.add_resume(report)
         return report
 
     def shutdown(self) -> None:
         """Stop for good, from any state; twice is fine. Requests can still be aborted.
 
-        If giving the memory back fails, the engine is stopped all the same; call it again.
+        If releasing the memory fails, the engine is stopped all the same; call this again.
         """
         if self.state is EngineState.RUNNING:
             self.pause()
@@ -225,14 +288,19 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
+        """The version of the weights that are served now."""
         return self._weights.version
 
     def weights_checksum(self) -> str:
-        """Checksum of all weights; equal for engines that serve the same ones."""
+        """Return a checksum of all weights; equal for engines that serve the same ones."""
         return self._weights.checksum()
 
     def set_generation_epoch(self, version: int) -> None:
-        """A commit without tensors. Legal in PAUSED and SUSPENDED, above the current version."""
+        """Serve the same weights as `version`: a commit without tensors.
+
+        Legal in PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the
+        current one.
+        """
         self._machine.require(*_QUIET, to="set the generation epoch")
         self._weights.set_version(version)
         self._after_new_version()
@@ -256,10 +324,10 @@ class Engine:
         """Verify and prepare an update; another thread may do it while steps go on, but not while
         the weights' memory is released or brought back.
 
-        `named_tensors` is a module, whose persistent buffers count, or (Hugging Face name, tensor)
-        pairs or a mapping, and must not change until the commit. Sharded tensors are gathered in
+        `named_tensors` is a module, with its persistent buffers, or a mapping or pairs of (Hugging
+        Face name, tensor); they must not change until the commit. Sharded tensors are gathered in
         the order of their names: a collective. `check` is called before each tensor, and may raise
-        to end staging. `source_checksum`: what their publisher computed, if it did. Raises
+        to end staging. `source_checksum` is that of the publisher, "" if unknown. Raises
         WeightUpdateError naming the tensor at fault.
         """
         return self._weights.stage(named_tensors, check, source_checksum)
@@ -269,10 +337,11 @@ class Engine:
     ) -> WeightUpdateReport:
         """Copy a staged update in place, at this step edge, and serve it as `version`.
 
-        `version` None means the current one + 1; it is refused unless above the current.
+        `version` None means the current one + 1. Raises WeightUpdateError if `version` is not above
+        the current one or copying fails; then the old weights and the old version are served.
         """
         self.check_update(version, in_flight)
-        self._pipeline.settle()
+        self._pipeline.commit_all()
         start, stall_start = time.perf_counter(), self._stall_start(staged)
         num_bytes = self._weights.commit(staged, version)
         self._after_new_version()
@@ -284,12 +353,14 @@ class Engine:
             num_bytes=num_bytes,
             checksum=staged.checksum,
         )
-        self._telemetry.note_update(report)
+        self._counters.add_update(report)
         return report
 
     def _stall_start(self, staged: StagedWeights) -> float:
-        """When the last step ended, or staging began if no step has run since: requests waited
-        for that, too. Now, if nothing could run.
+        """Return when requests began to wait for this update, on time.perf_counter's clock.
+
+        That is when the last step ended, or when staging began if no step has run since; it is now
+        if nothing could run.
         """
         if self.state is not EngineState.RUNNING or not self.has_unfinished_requests():
             return time.perf_counter()
@@ -300,7 +371,7 @@ class Engine:
         running = (EngineState.RUNNING,) if in_flight else ()
         self._machine.require(*_QUIET, *running, to="update weights")
         self._weights.require_resident("update weights")
-        self._weights.check_version(version)
+        next_version(self.weights_version, version)
 
     def _after_new_version(self) -> None:
         self._scheduler.kv_cache_manager.begin_weights_version()
@@ -309,23 +380,38 @@ class Engine:
         oldest = self.weights_version - self._max_kv_staleness_versions
         requeued = self._scheduler.requeue_older_than(oldest)
         if self._kv.num_offloaded_bytes:
-            # No block may be found later whose bytes are given up now.
+            # No later request may find a block whose bytes are freed now.
             self._scheduler.kv_cache_manager.free_unused_blocks()
             self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
-        self._book.note_requeued(requeued, evicted=False)
-        self._telemetry.note_recomputed(len(requeued))
+        self._outputs.requeue(requeued)
+        self._counters.add_recomputed(len(requeued))
 
     # ---- reports
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue; `stats` says more, and takes longer."""
+        """The number of queued requests; `stats` reports more, and takes longer."""
         return len(self._scheduler.waiting)
 
+    @property
+    def num_steps_in_flight(self) -> int:
+        """The number of steps that are launched and not committed: more than 0 between two calls of
+        `step` only with async scheduling."""
+        return self._pipeline.num_in_flight
+
     def stats(self) -> EngineStats:
+        """Return requests by phase and blocks as of now, and counters since the start."""
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
-        return self._telemetry.stats(self.state, self.weights_version, counts, num_captures)
+        return self._counters.stats(self.state, self.weights_version, counts, num_captures)
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Address of every KV tensor, by name."""
+        """Return the address of every KV tensor, by name; empty while they are released."""
         return self._kv.data_ptrs()
+
+    def weight_data_ptrs(self) -> dict[str, int]:
+        """Return the address of every weight by its Hugging Face name; tied ones have the same."""
+        return self._weights.data_ptrs()
+
+    def memory_status(self) -> MemoryStatus:
+        """Return where the memory of the KV cache and of the weights is now."""
+        return self._suspension.status()

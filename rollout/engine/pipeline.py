@@ -1,4 +1,4 @@
-"""StepPipeline: launches plans and takes in their results, in the same order."""
+"""StepPipeline: schedules, launches and commits steps, and recovers from those that fail."""
 
 from __future__ import annotations
 
@@ -6,82 +6,152 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from rollout.engine.counters import EngineTelemetry
-from rollout.engine.fault_isolation import FaultIsolation, drop_frames, scratch_plans
-from rollout.engine.request_book import RequestBook
+import numpy as np
+
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.reports import EngineCounters
 from rollout.runner.model_runner import ModelRunner
-from rollout.scheduling.output import SchedulerOutput
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
-from rollout.step.plan import StepPlan
+from rollout.step.plan import EMPTY, StepPlan
 
 logger = logging.getLogger(__name__)
 
+# A request runs alone after so many failed steps with too few tokens between them.
+_FAILURES_UNTIL_ALONE = 2
+# Its prefill samples one token and a decode step the other: either may be what fails.
+_TOKENS_TO_CLEAR = 2
+
+
+@dataclass(slots=True)
+class _Suspect:
+    num_failures: int = 0
+    num_tokens_left: int = _TOKENS_TO_CLEAR
+
+
+class FaultIsolation:
+    """Finds the request that makes forward passes fail, so that all others go on.
+
+    Each request of a failed step is a suspect until it has sampled two tokens since. A suspect
+    whose step fails again runs alone until it is cleared. If its step fails even then, the fault is
+    the request's own.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: dict[int, _Suspect] = {}
+
+    def next_alone(self) -> int | None:
+        """Return the request that must run alone in the next step; None if all may run together."""
+        for request_id, suspect in self._suspects.items():
+            if suspect.num_failures >= _FAILURES_UNTIL_ALONE:
+                return request_id
+        return None
+
+    def suspects(self) -> list[int]:
+        """Return the requests of failed steps that are not cleared."""
+        return list(self._suspects)
+
+    def add_failure(self, request_ids: Sequence[int]) -> int | None:
+        """Add a failed step of these requests. Returns the one whose own fault it is, or None."""
+        for request_id in request_ids:
+            suspect = self._suspects.setdefault(request_id, _Suspect())
+            suspect.num_failures += 1
+            suspect.num_tokens_left = _TOKENS_TO_CLEAR
+        if len(request_ids) != 1:
+            return None
+        (request_id,) = request_ids
+        ran_alone_again = self._suspects[request_id].num_failures >= _FAILURES_UNTIL_ALONE
+        return request_id if ran_alone_again else None
+
+    def add_tokens(self, request_ids: Iterable[int]) -> None:
+        """Each of these requests has sampled one token."""
+        for request_id in request_ids if self._suspects else ():
+            suspect = self._suspects.get(request_id)
+            if suspect is not None:
+                suspect.num_tokens_left -= 1
+                if not suspect.num_tokens_left:
+                    del self._suspects[request_id]
+
+    def remove(self, request_id: int) -> None:
+        """The request has ended."""
+        self._suspects.pop(request_id, None)
+
 
 class StepPipeline:
-    """One plan in flight, or two where the device lets the host run ahead: the next step is then
-    scheduled and launched before the result of the one that runs is known.
+    """Keeps one plan in flight, or two with async scheduling: where the device lets the host run
+    ahead, the next step is scheduled and launched before the result of the running one is known.
 
     A forward pass that raises sends the requests of the plans in flight back to the queue, with the
-    tokens they have. If they fail again they run alone, one after the other. One that fails alone
-    is failed by its error, if a step without any request succeeds then; if that fails too, the
-    device is at fault: the error is raised, and no request is failed.
+    tokens they have. If they fail again they run alone, one after the other. A request that fails
+    alone is failed by its error, provided that a step without any request succeeds then. If that
+    step fails too, the device is at fault: the error is raised, and no request is failed.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        book: RequestBook,
-        telemetry: EngineTelemetry,
+        outputs: OutputProcessor,
+        counters: EngineCounters,
     ) -> None:
         self._scheduler, self._runner = scheduler, runner
-        self._book, self._telemetry = book, telemetry
+        self._outputs, self._counters = outputs, counters
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
         self.last_result_at = -math.inf  # of time.perf_counter
 
     @property
+    def num_in_flight(self) -> int:
+        """Plans that are launched and not committed."""
+        return len(self._in_flight)
+
+    @property
     def num_graph_captures(self) -> int:
+        """Steps captured so far; 0 where steps run eagerly."""
         return self._runner.num_graph_captures
 
     def step(self, weights_version: int) -> None:
-        """Launch what may run, then take in the oldest result. Nothing happens when idle.
+        """Launch what may run, then commit the oldest result. Nothing happens when idle.
 
-        A failed step is logged. Raises its error if it is no request's.
+        A failed step is logged. Raises its error if that is no request's.
         """
         start = time.perf_counter()
         runs_ahead = self._runner.overlaps and self._faults.next_alone() is None
-        depth = 2 if runs_ahead else 1
-        while len(self._in_flight) < depth and self._launch(weights_version):
+        max_in_flight = 2 if runs_ahead else 1
+        while len(self._in_flight) < max_in_flight and self._launch(weights_version):
             pass
         if self._in_flight:
-            self._take_in(start)
+            self._commit_oldest(start)
         if self._scheduler.is_idle:
-            self.settle()  # rows computed ahead for requests that have ended meanwhile
+            self.commit_all()  # rows computed ahead for requests that have ended meanwhile
 
-    def settle(self) -> None:
-        """Take in all results, so that no plan is in flight."""
+    def commit_all(self) -> None:
+        """Wait for every plan in flight and commit its result."""
         while self._in_flight:
-            self._take_in(time.perf_counter())
+            self._commit_oldest(time.perf_counter())
 
     def suspects(self) -> list[int]:
-        """Requests of failed forward passes that have not sampled enough since to be cleared."""
+        """Return requests of failed steps that have not sampled enough since to be cleared."""
         return self._faults.suspects()
 
-    def forget(self, request_id: int) -> None:
-        """The request was taken from the scheduler."""
-        self._faults.forget(request_id)
+    def remove(self, request_id: int) -> None:
+        """The request was removed from the scheduler."""
+        self._faults.remove(request_id)
 
     def _launch(self, weights_version: int) -> bool:
+        """Schedule a step and launch it. Returns whether there was anything to run."""
         alone = self._faults.next_alone()
         if alone is None:
             schedule = self._scheduler.schedule(weights_version)
         else:
             schedule = self._scheduler.schedule_alone(alone, weights_version)
-        self._note_schedule(schedule)
+        self._counters.add_schedule(schedule)
+        self._outputs.requeue(schedule.preempted, is_preempted=True)
+        self._outputs.set_paused(schedule.paused)
+        self._outputs.set_running((*schedule.resumed, *schedule.admitted))
         if schedule.plan is None:
             return False
         try:
@@ -91,7 +161,8 @@ class StepPipeline:
             return False
         return True
 
-    def _take_in(self, start: float) -> None:
+    def _commit_oldest(self, start: float) -> None:
+        """Wait for the oldest plan in flight; its results go to the scheduler and the records."""
         plan, fetch = self._in_flight[0]
         try:
             output = fetch()
@@ -99,54 +170,76 @@ class StepPipeline:
             self._recover(error, plan.weights_version)
             return
         self._in_flight.popleft()
-        committed = self._scheduler.update_from_output(plan, output)
-        self._book.apply(committed, output)
-        self._faults.add_tokens(committed.request_ids)
-        for finished in committed.finished:
-            self._faults.forget(finished.request_id)
+        update = self._scheduler.update_from_output(plan, output)
+        self._outputs.process_outputs(update, output)
+        self._faults.add_tokens(update.request_ids)
+        for finished in update.finished:
+            self._faults.remove(finished.request_id)
         self.last_result_at = time.perf_counter()
         seconds = self.last_result_at - start
-        self._telemetry.note_step(plan, seconds, self._scheduler.counts())
-
-    def _note_schedule(self, schedule: SchedulerOutput) -> None:
-        self._telemetry.note_schedule(schedule)
-        self._book.note_requeued(schedule.preempted, evicted=True)
-        self._book.note_paused(schedule.paused)
-        self._book.note_admitted((*schedule.resumed, *schedule.admitted))
+        self._counters.add_step(plan, seconds, self._scheduler.counts())
 
     # ---- a forward pass that failed
 
     def _recover(self, error: BaseException, weights_version: int) -> None:
-        """Requests of the plans in flight go back to the queue with the tokens they have.
+        """Send the requests of the plans in flight back to the queue with the tokens they have.
 
         A request whose own fault it is ends. Raises `error` if it is no request's.
         """
         self._in_flight.clear()
         requeued = self._scheduler.abandon()
-        self._book.note_requeued(requeued, evicted=False)
-        self._telemetry.note_failed_step()
+        self._outputs.requeue(requeued)
+        self._counters.add_failed_step()
         if not isinstance(error, Exception):
             raise error
         culprit = self._faults.add_failure(requeued)
         if culprit is None:
             logger.warning("a step failed; its requests are queued again", exc_info=error)
-        elif not self._can_step_without_requests(weights_version):
-            raise error
-        else:
-            logger.error("request %d is failed: it fails alone", culprit, exc_info=error)
-        drop_frames(error)
-        if culprit is None:
-            self._book.note_transient_error(requeued, error)
+            _drop_frames(error)
+            self._outputs.add_transient_error(requeued, error)
             return
-        self._faults.forget(culprit)
+        if not self._can_step_without_requests(weights_version):
+            raise error
+        logger.error("request %d is failed: it fails alone", culprit, exc_info=error)
+        _drop_frames(error)
+        self._faults.remove(culprit)
         kv_spans = self._scheduler.finish_request(culprit)
-        self._book.fail(culprit, error, "error", kv_spans, weights_version)
+        self._outputs.fail(culprit, error, "error", kv_spans, weights_version)
 
     def _can_step_without_requests(self, weights_version: int) -> bool:
         try:
-            for plan in scratch_plans(weights_version):
+            for plan in _scratch_plans(weights_version):
                 self._runner.launch(plan)()
         except Exception:
             logger.exception("a step without any request fails as well: the device is at fault")
             return False
         return True
+
+
+def _scratch_plans(weights_version: int) -> tuple[StepPlan, StepPlan]:
+    """Return a prefill and a decode step of one token in the scratch row, without any request."""
+    zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
+    prefill = StepPlan(
+        step_id=0,
+        weights_version=weights_version,
+        rows=zero,
+        query_lens=one,
+        context_lens=one,
+        prefill_token_ids=zero,
+        sample_sources=zero,
+        sample_rows=zero,
+        sample_positions=one,
+    )
+    return prefill, replace(prefill, num_decode_rows=1, prefill_token_ids=EMPTY)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Drop the frames of `error` and of its causes: they hold the tensors of the failed step."""
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            chain += [link.__cause__, link.__context__]

@@ -1,4 +1,4 @@
-"""Engine states, and the commands that lead from one to another, as data."""
+"""The states of an engine, and the commands that lead from one to another, as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """Five states to rest in, and five that are passed through while a command runs."""
+    """Four states that an engine rests in, and five that it passes through while a command runs."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -30,7 +30,7 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Legal from `sources`, done at `target`; the engine is `transient` on the way."""
+    """Is legal in `sources` and leads to `target`; while it runs the engine is in `transient`."""
 
     sources: tuple[EngineState, ...]
     transient: EngineState
@@ -48,7 +48,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def legal_commands(state: EngineState) -> list[str]:
-    """Commands that are answered in `state`: those that lead on, and those already done."""
+    """Return the commands that are not refused in `state`; some of them may have nothing to do."""
     return [name for name, c in COMMANDS.items() if state in c.sources or state is c.target]
 
 
@@ -59,7 +59,7 @@ class StateMachine:
         self.state = state
 
     def require(self, *states: EngineState, to: str) -> None:
-        """Raise EngineStateError unless in one of `states`; `to` says what was wanted."""
+        """Raise EngineStateError unless in one of `states`; `to` says what was asked for."""
         if self.state not in states:
             wanted = " or ".join(state.name for state in states)
             raise EngineStateError(
@@ -69,9 +69,10 @@ class StateMachine:
 
     @contextmanager
     def command(self, name: str) -> Iterator[bool]:
-        """Run a command's work inside: `with machine.command("suspend") as must_run`.
+        """Run a command's work inside `with machine.command("suspend") as must_run`.
 
-        Yields False if its target is reached already. Raises EngineStateError if it is not legal.
+        Yields False if the engine is in the target state already. Raises EngineStateError if the
+        command is not legal.
         """
         command, before = COMMANDS[name], self.state
         if before is command.target:

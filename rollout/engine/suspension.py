@@ -1,4 +1,4 @@
-"""Suspension: gives memory back and brings it again, owner by owner, and reports what it moved."""
+"""Suspension: releases the memory of the KV cache and of the weights, and restores it."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import time
 from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode, as_enum
-from rollout.engine.kv_policy import KV_POLICIES
-from rollout.engine.reports import ResumeReport, SuspendReport
-from rollout.engine.request_book import RequestBook
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weight_store import WeightStore
+from rollout.runner.weights import ServedWeights
 from rollout.scheduling.scheduler import Scheduler
 
 KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
+_Mode = KVCacheManagementMode
 
 
 class Suspension:
-    """Remembers what was given up and how, so that resume undoes just that.
+    """Remembers what was released and under which KV mode, so that resume restores just that.
 
-    `must_stay`: the KV has promised addresses that its memory would lose with a release.
+    PERSIST leaves the KV cache where it is. OFFLOAD copies the blocks in use to the host and
+    releases the memory. RECOMPUTE releases it without a copy: requests in context go back to the
+    queue and are prefilled again.
+    `keeps_addresses`: the KV has promised addresses, and its memory loses them with a release.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        outputs: OutputProcessor,
         kv: KVCache,
-        weights: WeightStore,
-        book: RequestBook,
+        weights: ServedWeights,
         runner: ModelRunner,
-        mode: KVCacheManagementMode,
+        default_mode: KVCacheManagementMode,
         *,
-        must_stay: bool,
+        keeps_addresses: bool,
     ) -> None:
-        self._scheduler, self._kv, self._weights, self._book = scheduler, kv, weights, book
-        self._runner, self._must_stay = runner, must_stay
-        self._default_mode = self._mode = mode
-        self._num_requeued = 0  # since the KV was there
-        self._released: list[str] = []  # what resume brings back, that of failed attempts too
-        self._done: set[str] = set()  # those of them that were released to the end
+        self._scheduler, self._outputs = scheduler, outputs
+        self._kv, self._weights, self._runner = kv, weights, runner
+        self._keeps_addresses = keeps_addresses
+        self._default_mode = self._mode = default_mode
+        self._num_requeued = 0  # since the KV was last in place
+        self._to_restore: list[str] = []  # owners whose release began, also if it failed
+        self._released: set[str] = set()  # those of them whose release succeeded
 
     def suspend(
         self,
@@ -50,13 +54,12 @@ class Suspension:
         discard: bool,
         is_first: bool,
     ) -> SuspendReport:
-        """Give up what `release` names and is not given up yet: the KV as `mode` (None: the
-        config's) says.
+        """Release what `release` names and is not released yet: the KV under `mode`.
 
-        Weights are copied to the host before they are released, unless `discard`. What an attempt
-        that failed has left is brought back before: all of it if `is_first`, else what is named.
-        Raises ConfigError for an unknown owner, or a mode that would break a promise. After any
-        other exception `resume` makes all whole again, and then this can be tried again.
+        None as `mode` takes that of the config. Weights are copied to the host first, unless
+        `discard`. What a failed attempt has left is restored before: everything if `is_first`, else
+        what is named. Raises ConfigError for an unknown owner, or a mode that would break a
+        promise. After any other exception `resume` restores everything, and a retry is legal.
         """
         start = time.perf_counter()
         _check_owners(release, discard=discard)
@@ -65,84 +68,109 @@ class Suspension:
             self.resume()
             self._mode = chosen
         released, num_requeued = dict.fromkeys(OWNERS, 0), self._num_requeued
-        if WEIGHTS in release and WEIGHTS not in self._done:
-            self._begin(WEIGHTS)
+        if WEIGHTS in release and WEIGHTS not in self._released:
+            self._begin_release(WEIGHTS)
             released[WEIGHTS] = self._weights.release(discard=discard)
-            self._done.add(WEIGHTS)
-        is_in_place = KV_CACHE not in self._done or self._mode is KVCacheManagementMode.PERSIST
+            self._released.add(WEIGHTS)
+        is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
-            self._begin(KV_CACHE)
+            self._begin_release(KV_CACHE)
             self._mode = chosen
-            released[KV_CACHE] = self._suspend_kv()
-            self._done.add(KV_CACHE)
-        kept = {
-            KV_CACHE: self._kv.num_bytes if self._kv.is_resident else 0,
-            WEIGHTS: self._weights.num_bytes if self._weights.is_resident else 0,
-        }
+            released[KV_CACHE] = self._release_kv()
+            self._released.add(KV_CACHE)
+        status = self.status()
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_released=sum(released.values()),
-            bytes_kept=sum(kept.values()),
-            bytes_on_host=self._kv.num_offloaded_bytes + self._weights.num_bytes_on_host,
+            bytes_kept=sum(status.resident_bytes.values()),
+            bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,
-            kept_by_owner=kept,
+            kept_by_owner=status.resident_bytes,
             num_requests_requeued=self._num_requeued - num_requeued,
         )
 
-    def _begin(self, owner: str) -> None:
-        """From here on `resume` brings the owner back."""
-        if owner in self._released:
-            self._restore(owner)
-        self._released.append(owner)
-
-    def _suspend_kv(self) -> int:
-        policy = KV_POLICIES[self._mode]
-        requeued = policy.requeue(self._scheduler)
-        self._book.note_requeued(requeued, evicted=False)
-        self._num_requeued += len(requeued)
-        return policy.suspend(self._scheduler, self._kv)
-
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Bring back what is given up, or the part `only` names. On an exception: try again."""
+        """Restore what is released, or the owner that `only` names. After an exception: retry."""
         start = time.perf_counter()
-        restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._released)
+        restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._to_restore)
         for owner in (WEIGHTS, KV_CACHE):
-            if owner in self._released and only in (owner, None):
+            if owner in self._to_restore and only in (owner, None):
                 restored[owner] = self._restore(owner)
-        graphs_lost = self._runner.after_resume() if was_incomplete and not self._released else 0
+        is_complete = was_incomplete and not self._to_restore
+        graphs_recaptured = self._runner.after_resume() if is_complete else 0
         num_requeued = 0
-        if KV_CACHE not in self._released:
+        if KV_CACHE not in self._to_restore:
             num_requeued, self._num_requeued = self._num_requeued, 0
         return ResumeReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_restored=sum(restored.values()),
             restored_by_owner=restored,
-            graphs_recaptured=graphs_lost,
+            graphs_recaptured=graphs_recaptured,
             num_requests_recomputed=num_requeued,
         )
 
-    def _restore(self, owner: str) -> int:
-        """Returns the bytes that were copied or made usable again."""
-        self._done.discard(owner)
-        if owner == WEIGHTS:
-            num_bytes = self._weights.restore()
-        else:
-            num_bytes = KV_POLICIES[self._mode].resume(self._kv)
-        self._released.remove(owner)
-        return num_bytes
-
     def is_complete_with(self, only: str | None) -> bool:
-        """Whether nothing would be missing once `only` (None: everything) is back."""
+        """Return whether all owners are in place once `only` (None: everything) is restored."""
         if only is not None and only not in OWNERS:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
-        return only is None or all(owner == only for owner in self._released)
+        return only is None or all(owner == only for owner in self._to_restore)
+
+    def status(self) -> MemoryStatus:
+        """Return where the memory of both owners is now."""
+        kv, weights = self._kv, self._weights
+        return MemoryStatus(
+            resident_bytes={
+                KV_CACHE: kv.num_bytes if kv.is_resident else 0,
+                WEIGHTS: weights.num_bytes if weights.is_resident else 0,
+            },
+            bytes_on_host={KV_CACHE: kv.num_offloaded_bytes, WEIGHTS: weights.num_bytes_on_host},
+            kv_mode=self._mode.value,
+            released=tuple(owner for owner in OWNERS if owner in self._released),
+            to_restore=tuple(self._to_restore),
+            has_weights=weights.has_values,
+        )
+
+    # ---- one owner
+
+    def _begin_release(self, owner: str) -> None:
+        """From here on `resume` restores the owner."""
+        if owner in self._to_restore:
+            self._restore(owner)
+        self._to_restore.append(owner)
+
+    def _restore(self, owner: str) -> int:
+        """Return the number of bytes that were copied or made usable again."""
+        self._released.discard(owner)
+        num_bytes = self._weights.restore() if owner == WEIGHTS else self._restore_kv()
+        self._to_restore.remove(owner)
+        return num_bytes
+
+    def _release_kv(self) -> int:
+        if self._mode is _Mode.PERSIST:
+            return 0
+        if self._mode is _Mode.RECOMPUTE:
+            requeued = self._scheduler.requeue_running()
+            self._outputs.requeue(requeued)
+            self._num_requeued += len(requeued)
+        self._scheduler.kv_cache_manager.free_unused_blocks()
+        if self._mode is _Mode.OFFLOAD:
+            self._kv.offload(self._scheduler.kv_cache_manager.used_blocks())
+        return self._kv.release()
+
+    def _restore_kv(self) -> int:
+        if self._mode is _Mode.PERSIST:
+            return 0
+        num_bytes = self._kv.restore()
+        if self._mode is _Mode.OFFLOAD:
+            num_bytes = self._kv.onload(self._kv.offloaded_blocks)
+        return num_bytes
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:
         wanted = self._default_mode if mode is None else mode
         chosen = as_enum("mode", KVCacheManagementMode, wanted)
-        if self._must_stay and chosen is not KVCacheManagementMode.PERSIST:
+        if self._keeps_addresses and chosen is not _Mode.PERSIST:
             raise ConfigError(
                 f"mode={chosen.value!r} would move the KV, but static_kv_memory_pointers=True and "
                 "this memory_kind has no stable addresses; use memory_kind='reserved'"

@@ -84,7 +84,7 @@ def decode_top_n(encoded: list[list[list[Any]] | None]) -> TopN:
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """The two directions of one kind of field. None never reaches them: it travels as None."""
+    """The two directions of one kind of field. They never get None, which travels as None."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -98,18 +98,20 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 @cache
 def _field_names(cls: type[Any]) -> Mapping[str, None]:
-    """The fields of a dataclass, in their order. To ask it itself takes as long as to read one."""
+    """Return the names of a dataclass's fields, in their order. Looking them up is slow: cached."""
     return dict.fromkeys(field.name for field in dataclasses.fields(cls))
 
 
 def encode_fields(
     instance: Any, codecs: Mapping[str, FieldCodec], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the fields of a dataclass instance but those `without`, encoded by their codecs, or by
-    VALUE if they have none."""
+    """Return the encoded fields of a dataclass instance, except for those in `without`.
+
+    A field without a codec is encoded by VALUE.
+    """
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
-    stored = vars(instance)  # hashes that are only made when they are read stay unmade
+    stored = vars(instance)  # reading block hashes as an attribute would compute them
     for name in _field_names(key):
         if name in without:
             continue

@@ -1,7 +1,7 @@
-"""Columns: fields of numbers that are arrays in memory until somebody reads them as lists.
+"""Columns: fields of numbers that are arrays in memory until they are read as lists.
 
 A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`;
-what it hands out, and what arrives from another process, holds NumPy arrays.
+requests that it hands out, and those from another process, hold NumPy arrays.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _TYPES: tuple[str, ...] = get_args(ColumnType)
 
 
 class _ListWhenRead:
-    """Makes the list when the field is read for the first time. From then on the list is what the
-    request holds, and Python finds it without this descriptor, which has no `__set__`.
+    """Makes the list when the field is read for the first time.
+
+    From then on the request holds the list, and Python finds it without this descriptor, which has
+    no `__set__`.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,20 +58,17 @@ def lists_when_read(cls: type[T]) -> type[T]:
 
 
 class ColumnStore:
-    """Holds arrays for fields that nobody has read. Arrays are shared by copies, never written."""
+    """Holds arrays for fields that were not read yet. Copies share them; they never change."""
 
     _columns: ClassVar[Mapping[str, Column]] = MappingProxyType({})  # and of each instance
 
     def column(self, name: str) -> Any:
-        """Return the values of a field as they lie in memory: an array, a list, a tensor or None.
-
-        For readers that need no list.
-        """
+        """Return the values of a field as they are held: an array, a list, a tensor or None."""
         stored = vars(self)
         return stored[name] if name in stored else self._columns[name]
 
     def hold_arrays(self) -> None:
-        """Take the fields that are arrays now for columns, those of `array.array` by a copy."""
+        """Hold the fields that are arrays now as columns; those of `array.array` are copied."""
         stored, taken = vars(self), {}
         for name in COLUMNS:
             values = stored.get(name)
@@ -83,7 +82,7 @@ class ColumnStore:
 
 
 def as_column(values: Any) -> Column | None:
-    """Return numbers as an array from which the same list can be made; None if there is none."""
+    """Return numbers as an array that gives the same list; None if no type of array does."""
     if isinstance(values, list):
         types = set(map(type, values))
         if types != {int} and types != {float}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.codec import SPANS, FieldCodec, encode_fields
 from rollout.requests.columns import COLUMNS, Column, ColumnStore, as_column, lists_when_read
-from rollout.requests.event import EventLog, deserialize_events, serialize_events
+from rollout.requests.event import DynamicInferenceEvent, EventLog
 from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
@@ -34,29 +34,22 @@ _METADATA_TYPES: tuple[tuple[str, torch.dtype, bool], ...] = (
 
 
 class _BlockHashes:
-    """Reads as the hashes that were set, or as those of the prompt's complete blocks: computed
-    when they are first read, if prefix caching is on and the block size is known.
+    """A field that reads as the hashes it was set to, or as those of the prompt's complete blocks.
+
+    The latter are computed at the first read, if prefix caching is on and the block size is known.
     """
 
-    @overload
-    def __get__(self, request: None, owner: type) -> None: ...
-    @overload
-    def __get__(self, request: DynamicInferenceRequest, owner: type) -> list[int]: ...
-    def __get__(self, request: DynamicInferenceRequest | None, owner: type) -> list[int] | None:
+    def __get__(self, request: DynamicInferenceRequest | None, owner: type) -> Any:
         if request is None:
             return None  # the field's default, for dataclasses
-        hashes: list[int] | None = vars(request)["precomputed_block_hashes"]
-        if hashes is None:
-            hashes = []
-            if request.enable_prefix_caching and request.block_size_tokens is not None:
-                hashes = compute_block_hashes_batched(
-                    request.prompt_tokens, request.block_size_tokens
-                )
-            self.__set__(request, hashes)
-        return hashes
+        stored, size = vars(request), request.block_size_tokens
+        if not stored["precomputed_block_hashes"] and request.enable_prefix_caching and size:
+            hashes = compute_block_hashes_batched(request.prompt_tokens, size)
+            stored["precomputed_block_hashes"] = hashes
+        return stored["precomputed_block_hashes"] or []
 
     def __set__(self, request: DynamicInferenceRequest, hashes: list[int] | None) -> None:
-        vars(request)["precomputed_block_hashes"] = hashes or None
+        vars(request)["precomputed_block_hashes"] = list(hashes) if hashes else None
 
 
 @lists_when_read
@@ -64,16 +57,16 @@ class _BlockHashes:
 class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     """One segment: a prompt and what was generated on it until it finished or was checkpointed.
 
-    Positions count over prompt + generated tokens. While an engine runs the request it appends to
-    arrays instead of lists; what it hands out is `complete`. Values per token may be given as NumPy
-    arrays; they become lists when they are read.
+    Positions count over prompt + generated tokens. An engine that runs the request appends to
+    arrays instead of lists; a request that it hands out is `complete`. Values per token may be
+    given as NumPy arrays; they become lists when they are read.
 
     prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
         unless it has one dimension.
     finish_reason: stop | length | abort | error, or None while unfinished.
     seed: the request seed. weights_version: the version under which the request entered.
     policy_spans: the version that sampled each position; the prompt carries `weights_version`.
-    kv_spans: the version that wrote each position's KV; positions beyond it are not written.
+    kv_spans: the version that wrote each position's KV; positions after its end are not written.
     policy_clock, kv_clock: the versions that staleness is relative to, None until a record sets
         them. completed_at_version, once set, stands for both.
     context_kv_version_min, _mean: per generated token, over the context it attended to.
@@ -107,7 +100,10 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         **InferenceRequest._codecs,
         "policy_spans": SPANS,
         "kv_spans": SPANS,
-        "events": FieldCodec(serialize_events, deserialize_events),
+        "events": FieldCodec(
+            lambda events: [event.serialize() for event in events],
+            lambda encoded: [DynamicInferenceEvent.deserialize(event) for event in encoded],
+        ),
     }
 
     def __post_init__(self) -> None:
@@ -141,12 +137,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def remaining_prompt_tokens(self) -> torch.Tensor:
-        """The prompt tokens not yet prefilled, int64: a view of `prompt_tokens`."""
+        """The prompt tokens that are not prefilled yet, int64: a view of `prompt_tokens`."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
 
     @property
     def remaining_prompt_length(self) -> int:
-        """Number of prompt tokens not yet prefilled."""
+        """Number of prompt tokens that are not prefilled yet."""
         return len(self.prompt_tokens) - self.finished_chunk_token_count
 
     @property
@@ -158,15 +154,15 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """Return (name, dtype, is it needed on the device) of each tracked sampling parameter."""
+        """Return (name, dtype, is needed on the device) of each tracked sampling parameter."""
         return list(_METADATA_TYPES)
 
     def succeeded(self) -> bool:
-        """The request completed, without a non-transient error."""
+        """Return whether the request completed, without a non-transient error."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """The request ended by a non-transient error."""
+        """Return whether the request ended by a non-transient error."""
         return self.status is Status.FAILED
 
     # ---- versions
@@ -200,16 +196,16 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         )
 
     def stamped_policy_spans(self) -> VersionSpans:
-        """Return a copy of the policy spans in which tokens nobody stamped carry the clock."""
+        """Return a copy of the policy spans, in which tokens without a stamp carry the clock."""
         clock = self.weights_version if self.policy_clock is None else self.policy_clock
         return self._padded(self.policy_spans, clock)
 
     def freeze_versions(self, version: int, *, num_sampled_before: int = 0) -> None:
         """Fix the staleness of a request that ended at weights version `version`.
 
-        KV that is not written reads as `version`, but the last generated token's, which no forward
-        pass will ever write, as the version that sampled it. `num_sampled_before`: tokens at the
-        end of the prompt that were generated in earlier segments.
+        KV that is not written reads as `version`. The KV of the last generated token reads as the
+        version that sampled it, for no forward pass ever writes it. `num_sampled_before`: tokens at
+        the end of the prompt that were generated in earlier segments.
         """
         self.completed_at_version = version
         self.policy_spans = self.stamped_policy_spans()
@@ -225,8 +221,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """Return the oldest and the mean KV version of the contexts of generated tokens [start, n).
 
-        Those that are noted here; an engine notes them when it hands the request out. Until then
-        they follow from `kv_spans`, since a token attends to all positions before it.
+        int32 and float64 [n - start]. A complete request holds them. Otherwise they are computed
+        from `kv_spans`, since a token attends to all positions before it.
         """
         oldest, mean = self.column("context_kv_version_min"), self.column("context_kv_version_mean")
         num_generated = self.num_generated_tokens
@@ -245,7 +241,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     def copy(self) -> Self:
         """Return a request of the same values, with lists and spans of its own and complete.
 
-        Tensors, events and arrays that nobody has read as lists are shared.
+        Tensors, events and arrays that were not read as lists are shared.
         """
         copied = copy.copy(self)
         for name, value in vars(self).items():
@@ -258,18 +254,15 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return copied
 
     def complete(self) -> None:
-        """Add what an engine does not keep while it runs the request, the versions of the tokens'
-        contexts, which follow from `kv_spans`, and hold its arrays as what becomes lists when read.
+        """Add the versions of the tokens' contexts, and hold arrays as columns.
+
+        An engine keeps no such versions while it runs the request: they follow from `kv_spans`.
         """
         num_missing = self.num_generated_tokens - len(self.column("context_kv_version_min"))
         if num_missing and len(self.kv_spans) >= self.num_tokens - 1:
-            noted: Any = dict(zip(COLUMNS[-2:], self.context_kv_versions(), strict=True))
-            vars(self).update(noted)
+            context_versions: Any = zip(COLUMNS[-2:], self.context_kv_versions(), strict=True)
+            vars(self).update(context_versions)
         self.hold_arrays()
-
-    def known_block_hashes(self) -> list[int]:
-        """A copy of the block hashes, empty if nobody has read them yet."""
-        return list(vars(self)["precomputed_block_hashes"] or ())
 
     # ---- wire
 
@@ -280,9 +273,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return encoded
 
     def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Column]]:
-        """Return what `serialize` does in two parts: the values per token as arrays, and the rest.
+        """Return values per token as arrays, and before them the rest of what `serialize` returns.
 
-        `deserialize` reads the parts put together.
+        `deserialize` reads the union of both.
         """
         found = {name: as_column(self.column(name)) for name in COLUMNS}
         columns = {name: column for name, column in found.items() if column is not None}

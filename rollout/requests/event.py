@@ -1,4 +1,4 @@
-"""The life log of a request: what happened to it, and when."""
+"""The events of a request: what happened to it, and when."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DynamicInferenceEvent:
         return f"[{self.timestamp:.3f}] {self.type.name}{detail}"
 
     def serialize(self) -> dict[str, Any]:
-        """Return type name, timestamp and payload for the wire; an error as `encode_error` says."""
+        """Return type name, timestamp and payload for the wire; errors by `encode_error`."""
         payload = self.payload
         if self.type in _ERROR_EVENTS:
             is_transient = self.type is DynamicInferenceEventType.ERROR_TRANSIENT
@@ -91,20 +91,12 @@ class DynamicInferenceEvent:
         return cls(type=event_type, timestamp=timestamp, payload=payload)
 
 
-def serialize_events(events: list[DynamicInferenceEvent]) -> list[dict[str, Any]]:
-    """Return every event for the wire."""
-    return [event.serialize() for event in events]
-
-
-def deserialize_events(encoded: list[Mapping[str, Any]]) -> list[DynamicInferenceEvent]:
-    """Return the events that `serialize_events` wrote."""
-    return [DynamicInferenceEvent.deserialize(event) for event in encoded]
-
-
 @dataclass(kw_only=True, eq=False)
 class EventLog:
-    """The events of one segment, oldest first. `event_add_engine` is its request's, even if an
-    earlier segment logged it."""
+    """The events of one segment, oldest first.
+
+    `event_add_engine` is that of the request, even if an earlier segment logged it.
+    """
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
@@ -137,16 +129,15 @@ class EventLog:
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
     ) -> DynamicInferenceEvent:
-        """A token was generated; the pool's counts are noted if given."""
-        payload = {"token_id": token}
-        if blocks_total is not None:
-            payload["blocks_total"] = blocks_total
-        if blocks_hashed_total is not None:
-            payload["blocks_hashed_total"] = blocks_hashed_total
-        if blocks_hashed_active is not None:
-            payload["blocks_hashed_active"] = blocks_hashed_active
-        if blocks_ref_count is not None:
-            payload["blocks_ref_count"] = blocks_ref_count
+        """A token was generated. Counts of the pool's blocks are added to the payload if given."""
+        counts = {
+            "blocks_total": blocks_total,
+            "blocks_hashed_total": blocks_hashed_total,
+            "blocks_hashed_active": blocks_hashed_active,
+            "blocks_ref_count": blocks_ref_count,
+        }
+        given = {name: count for name, count in counts.items() if count is not None}
+        payload = {"token_id": token, **given}
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
     def add_event_pause(self) -> DynamicInferenceEvent:
@@ -174,7 +165,7 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def add_text_error(self, error: DetokenizeError) -> None:
-        """The request has no text. Its own end stays the last event."""
+        """The request has no text, because of `error`. Its own end stays the last event."""
         last = self.events[-1:]
         timestamp = last[0].timestamp if last else time.time()
         event = DynamicInferenceEvent(

@@ -1,7 +1,10 @@
-"""What requests have generated from some token on: of one, of its record; of many, in columns."""
+"""The tokens that requests have generated since an offset: of one request, or of many."""
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +12,11 @@ import numpy.typing as npt
 
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.merging import values_from
-from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.record import DynamicInferenceRequestRecord, values_from
 
 # A segment, and the first of its generated tokens that is meant.
 _Tail = tuple[DynamicInferenceRequest, int]
+_NUM_VALUES = 12  # in a row of GeneratedColumns.of_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +87,51 @@ class GeneratedColumns:
     has_top_n: npt.NDArray[np.uint8]
     top_n: TopN
 
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[int], token_ids: array[int], log_probs: array[float], top_n: TopN
+    ) -> GeneratedColumns:
+        """Return the columns of requests whose new tokens each have one policy and one KV run.
+
+        `rows` has, flat, for each request: id, offset, count, entry version, has log-probs, has
+        top-n, length of the first token's context, policy version, and the four values of
+        VersionSpans.last_run of its KV.
+        """
+        # NumPy takes several times as long to make an array of a list.
+        packed = struct.pack(f"{len(rows)}q", *rows)
+        of_requests_VR = np.frombuffer(packed, np.int64).reshape(-1, _NUM_VALUES).T
+        request_ids, offsets, counts, entries, has_log_probs, has_top_n, *_ = of_requests_VR
+        of_tokens_VT = of_requests_VR[6:]
+        if len(token_ids) != len(counts):  # else each has one, as where every token is streamed
+            of_tokens_VT = np.repeat(of_tokens_VT, counts, axis=1)
+            ends = np.cumsum(counts)
+            of_tokens_VT[0] += np.arange(len(token_ids)) - np.repeat(ends - counts, counts)
+        length_T, policy_T, start_T, version_T, oldest_T, before_T = of_tokens_VT
+        return cls(
+            request_ids=request_ids,
+            offsets=offsets,
+            counts=counts.astype(np.int32),
+            entry_versions=entries.astype(np.int32),
+            token_ids=np.frombuffer(token_ids, np.int32),
+            policy_versions=policy_T.astype(np.int32),
+            context_kv_version_min=oldest_T.astype(np.int32),
+            context_kv_version_mean=(before_T + (length_T - start_T) * version_T) / length_T,
+            has_log_probs=has_log_probs.astype(np.uint8),
+            log_probs=np.frombuffer(log_probs, np.float32),
+            has_top_n=has_top_n.astype(np.uint8),
+            top_n=top_n,
+        )
+
+    def set_versions(self, start: int, tokens: GeneratedTokens) -> None:
+        """Write the versions of one request's tokens, the first of which has the index `start`."""
+        at = slice(start, start + len(tokens.token_ids))
+        self.policy_versions[at] = tokens.policy_versions
+        self.context_kv_version_min[at] = tokens.context_kv_version_min
+        self.context_kv_version_mean[at] = tokens.context_kv_version_mean
+
 
 def _tails(record: DynamicInferenceRequestRecord, offset: int) -> list[_Tail]:
-    """Where the generated tokens from `offset` on are."""
+    """Return the segments with generated tokens from `offset` on, and where each one starts."""
     tails: list[_Tail] = []
     for segment in record.requests:
         num_generated = segment.num_generated_tokens

@@ -1,4 +1,9 @@
-"""DynamicInferenceRequestRecord: the history of one request over its checkpoints."""
+"""DynamicInferenceRequestRecord: the history of one request over its checkpoints.
+
+A merged request concatenates the values of its segments. A segment without values contributes
+placeholders, one per generated token, so that values stay aligned with tokens. If no segment has
+values the result is None.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +14,20 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout.errors import EngineStateError, ProtocolError
 from rollout.requests.codec import decode_value
-from rollout.requests.columns import Column
+from rollout.requests.columns import COLUMNS, Column
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
-from rollout.requests.merging import (
-    concatenated_fields,
-    log_probs_tensor,
-    segment_of_prompt,
-    time_to_first_token,
-)
+from rollout.requests.event import DynamicInferenceEventType
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
-# What a segment came to, which says nothing about the one after it.
+Segments = Sequence[DynamicInferenceRequest]
+# The outcome of a segment, which says nothing about the next one.
 _CLEARED_BY_CHECKPOINT = (
     "prompt",
     "inference_parameters",
@@ -50,7 +52,7 @@ class DynamicInferenceRequestRecord:
 
     The last segment holds the record's clock, the versions its staleness is relative to. A record
     that no engine owns is aged by `increment_staleness`; an engine calls `observe_version` before
-    it hands one out.
+    it hands a record out.
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -93,7 +95,7 @@ class DynamicInferenceRequestRecord:
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Age all tokens so far by one version, those of a completed request excepted.
+        """Age all tokens so far by one version, unless the request is completed.
 
         With `policy_only` the KV clock stands still: for requests that have no KV to age.
         """
@@ -167,7 +169,7 @@ class DynamicInferenceRequestRecord:
         """Return the whole history as one request, as if it had never been checkpointed.
 
         What describes the prompt comes from the first segment, the outcome from the last, the
-        rest is concatenated; log-probs are float32 tensors. The record is left as it is.
+        rest is concatenated; log-probs are float32 tensors. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         first, last = self.requests[0], self.current
@@ -175,15 +177,15 @@ class DynamicInferenceRequestRecord:
         num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
         return dataclasses.replace(
             first,
-            **concatenated_fields(self.requests),
+            **_concatenated_fields(self.requests),
             status=last.status,
             finish_reason=last.finish_reason,
             finished_chunk_token_count=num_chunk_tokens,
-            precomputed_block_hashes=first.known_block_hashes(),
-            prompt_log_probs=log_probs_tensor(prefilled.column("prompt_log_probs")),
+            precomputed_block_hashes=vars(first)["precomputed_block_hashes"],
+            prompt_log_probs=_log_probs_tensor(prefilled.column("prompt_log_probs")),
             prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
-            ttft=time_to_first_token(self.requests),
+            ttft=_time_to_first_token(self.requests),
             completed_at_version=last.completed_at_version,
             policy_clock=self.policy_clock,
             kv_clock=self.kv_clock,
@@ -194,7 +196,7 @@ class DynamicInferenceRequestRecord:
     def serialize(self) -> dict[str, Any]:
         """Return the record as a dictionary that msgpack can carry.
 
-        Segments that go on from one another have only the first one's prompt in it.
+        If each segment continues the one before, only the first prompt is in it.
         """
         encoded = [request.serialize() for request in self.requests]
         self._drop_known_prompts(encoded)
@@ -207,7 +209,7 @@ class DynamicInferenceRequestRecord:
         return encoded
 
     def _drop_known_prompts(self, encoded: Sequence[dict[str, Any]]) -> None:
-        if all(_goes_on(old, new) for old, new in pairwise(self.requests)):
+        if all(_continues(old, new) for old, new in pairwise(self.requests)):
             for segment in encoded[1:]:
                 segment["prompt_tokens"] = None
 
@@ -253,8 +255,8 @@ def _followed_by(prompt_tokens: torch.Tensor, generated: Iterable[Sequence[int]]
     return torch.cat([prompt_tokens, *parts])
 
 
-def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
-    """Whether the new segment's prompt is all that the old one knew."""
+def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
+    """Return whether the new segment's prompt is the old one's prompt and generated tokens."""
     num_prompt, num_known = len(old.prompt_tokens), old.num_tokens
     return (
         len(new.prompt_tokens) == num_known
@@ -267,7 +269,7 @@ def _goes_on(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments that go on from one another, each with its prompt.
+    """Return encoded segments, each of which continues the one before, with their prompts.
 
     Raises ProtocolError if they have no tokens.
     """
@@ -288,3 +290,109 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
     """Return a segment; one with images is a DynamicVLMInferenceRequest."""
     request_type = DynamicVLMInferenceRequest if "imgs" in obj else DynamicInferenceRequest
     return request_type.deserialize(obj)
+
+
+# ---- how the values of several segments become those of one request
+
+
+def _concatenated_fields(segments: Segments) -> dict[str, Any]:
+    """Return the fields of a merged request that are its segments' fields, one after the other."""
+    log_probs = values_from(segments, "generated_log_probs", float("nan"))
+    return {
+        "generated_tokens": _joined([s.column("generated_tokens") for s in segments]),
+        "generated_length": sum(s.num_generated_tokens for s in segments),
+        "generated_text": _text(segments),
+        "generated_log_probs": _log_probs_tensor(log_probs),
+        "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
+        "tpot": values_from(segments, "tpot", float("nan")),
+        "routing_indices": _routing(segments),
+        "events": [event for segment in segments for event in segment.events],
+        "context_kv_version_min": _joined([s.column("context_kv_version_min") for s in segments]),
+        "context_kv_version_mean": _joined([s.column("context_kv_version_mean") for s in segments]),
+    }
+
+
+def values_from(segments: Segments, name: str, placeholder: object, *, start: int = 0) -> Any:
+    """Return the values `name` of all segments, from generated token `start` on.
+
+    `placeholder` stands where a segment has no values. Returns None if no segment has any, an array
+    if all are arrays.
+    """
+    columns = [getattr(s, name) if name not in COLUMNS else s.column(name) for s in segments]
+    if all(own is None for own in columns):
+        return None
+    parts: list[Any] = []
+    for segment, own in zip(segments, columns, strict=True):
+        num_tokens = segment.num_generated_tokens
+        if start < num_tokens:
+            has_none = own is None or not len(own)
+            parts.append([placeholder] * (num_tokens - start) if has_none else own[start:])
+        start = max(0, start - num_tokens)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return the values of lists, arrays and tensors: an array if all are, else a list."""
+    if parts and all(isinstance(part, np.ndarray) for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return [v for p in parts for v in (p if isinstance(p, list) else p.tolist())]
+
+
+def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
+    """Return the segment that answers for the original prompt: the last one that has no other.
+
+    It is the first segment, unless that was evicted before its first token and started over.
+    """
+    num_prompt_tokens = len(segments[0].prompt_tokens)
+    return [s for s in segments if len(s.prompt_tokens) == num_prompt_tokens][-1]
+
+
+def _log_probs_tensor(
+    log_probs: torch.Tensor | npt.NDArray[Any] | list[float] | None,
+) -> torch.Tensor | None:
+    """Return log-probs as a float32 tensor [num_tokens] on the CPU, None if there are none."""
+    if log_probs is None:
+        return None
+    if isinstance(log_probs, np.ndarray):
+        return torch.tensor(log_probs, dtype=torch.float32)  # a copy, which may be written
+    return torch.as_tensor(log_probs, dtype=torch.float32, device="cpu")
+
+
+def _time_to_first_token(segments: Segments) -> float | None:
+    """Return seconds from ADD_ENGINE to the first token of any segment, None without either.
+
+    An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
+    """
+    for segment in segments:
+        if segment.ttft is not None:
+            return segment.ttft
+        added = segment.event_add_engine
+        for event in segment.events:
+            if event.type is DynamicInferenceEventType.GENERATED_TOKEN and added is not None:
+                return event.timestamp - added.timestamp
+    return None
+
+
+def _routing(segments: Segments) -> torch.Tensor | None:
+    """Return the routing indices along tokens; -1, which is no expert, where there are none."""
+    known = [s.routing_indices for s in segments if s.routing_indices is not None]
+    if not known:
+        return None
+    shape = known[0].shape[1:]
+    return torch.cat(
+        [
+            known[0].new_full((segment.num_generated_tokens, *shape), -1)
+            if segment.routing_indices is None
+            else segment.routing_indices
+            for segment in segments
+        ]
+    )
+
+
+def _text(segments: Segments) -> str | None:
+    """Return the generated text, or None if a segment with tokens, or the only one, has none."""
+    written = [segment for segment in segments if segment.num_generated_tokens] or segments[-1:]
+    texts = [segment.generated_text for segment in written]
+    if any(text is None for text in texts):
+        return None
+    return "".join(text for text in texts if text is not None)

@@ -79,7 +79,7 @@ def test_weights_are_released_and_come_back_in_stages(
         for _ in range(5):
             llm.engine.step()
         llm.pause()
-        num_bytes = llm.engine._weights.store.num_bytes
+        num_bytes = llm.engine.memory_status().resident_bytes["weights"]
         report = llm.suspend("offload", ("kv_cache", "weights"), discard_weights=discard)
         assert report.released_by_owner["weights"] == num_bytes
         assert report.released_by_owner["kv_cache"] > 0

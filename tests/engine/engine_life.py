@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from rollout import EngineState, EngineStateError, SamplingParams, WeightUpdateError
 from rollout.requests.record import DynamicInferenceRequestRecord
+from tests.engine.faulty_backend import failing_steps
 from tests.engine.known_request import Known, check_document
 from tests.engine.oracle import Oracle
 from tests.engine.random_engines import (
@@ -69,7 +70,13 @@ class EngineLife(RuleBasedStateMachine):
         if num_paused is not None:
             block_size = sizes["block_size_tokens"]
             sizes["paused_buffer_size_gb"] = pool_gb(model, num_paused, block_size)
-        self.engine = tiny_engine(model, weights_version=version, **sizes)
+        self.fault: str | None = None
+        self.engine = tiny_engine(
+            model,
+            weights_version=version,
+            change_backend=failing_steps(lambda: self.fault),
+            **sizes,
+        )
         self.decisions = trace_decisions(self.engine)
         self.oracle = Oracle(rules_of(config), {version: weights(0)[1]}, version, self.tally)
         self.default_mode = config["kv_cache_management_mode"]
@@ -210,15 +217,7 @@ class EngineLife(RuleBasedStateMachine):
     @rule(after_writes=st.booleans())
     def fail(self, after_writes: bool) -> None:
         """A forward pass that raises, before or after it wrote its KV."""
-        runner = self.engine._pipeline._runner
-        launch = runner.launch
-
-        def failing(plan: Any) -> Any:
-            if after_writes:
-                launch(plan)()
-            raise RuntimeError("the device is gone")
-
-        runner.launch = failing
+        self.fault = "fetch" if after_writes else "launch"
         try:
             records = self.engine.step()
         except RuntimeError:
@@ -231,7 +230,7 @@ class EngineLife(RuleBasedStateMachine):
                 self.tally["failed steps"] += 1
             self._take(records, has_failed=has_failed)
         finally:
-            runner.launch = launch
+            self.fault = None
 
     # ---- states
 

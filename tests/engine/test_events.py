@@ -332,6 +332,25 @@ def test_a_stop_word_of_several_tokens_stops_across_a_checkpoint() -> None:
     assert request.finish_reason == "stop"
 
 
+def test_a_request_begun_elsewhere_stops_at_words_as_this_tokenizer_encodes_them() -> None:
+    tokens = free_run()
+    word = LetterTokenizer().decode(tokens[10:13])
+    begun = DynamicInferenceRequest(
+        request_id=3,
+        prompt_tokens=prompt_of(9),
+        sampling_params=params(40, stop_words=["!", word]),
+        seed=4,
+        generated_tokens=tokens[:5],
+    )
+    engine = lettered()
+    engine.add_record(DynamicInferenceRequestRecord.from_request(begun))
+    record, ids = engine.get_record(3), [[1], tokens[10:13]]
+    assert [segment.stop_word_ids for segment in record.requests] == [ids, ids]
+    assert record.merge().stop_word_ids == ids
+    request = drain(engine)[3]
+    assert (request.generated_tokens, request.finish_reason) == (tokens[:13], "stop")
+
+
 class ForeignTokenizer(LetterTokenizer):
     """Writes every text in ids that are never drawn, so that only texts can match."""
 
@@ -391,17 +410,15 @@ def test_a_stop_word_never_reaches_into_the_prompt() -> None:
 # ---- a forward pass that fails once
 
 
-def failing_once(engine: DynamicInferenceEngine, at_step: int) -> DynamicInferenceEngine:
+def failing_once(at_step: int, **config: Any) -> DynamicInferenceEngine:
     """The model raises in one forward pass, as a device would that ran out of memory."""
     calls = iter(range(10_000))
 
-    def forward(*_: Any) -> None:
+    def forward(_: Any) -> None:
         if next(calls) == at_step:
             raise RuntimeError("out of memory")
 
-    causal_lm = engine._pipeline._runner._model
-    causal_lm.model.register_forward_pre_hook(forward)
-    return engine
+    return tiny_engine(model(), before_forward=forward, **config)
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -412,7 +429,7 @@ def test_a_failed_step_requeues_its_requests_with_their_tokens(
     jobs = [(prompt_of(n), params(12, seed=n, return_log_probs=True)) for n in (1, 9, 30)]
     expected = generate_all(tiny_engine(model()), jobs)
     config = {"enable_chunked_prefill": True, "max_tokens": 12} if is_chunked else {}
-    engine = failing_once(tiny_engine(model(), **config), at_step)
+    engine = failing_once(at_step, **config)
     for prompt, sampling in jobs:
         engine.add_request(prompt, sampling)
     impossible = engine.add_request(prompt_of(600), params())
@@ -438,7 +455,7 @@ def test_a_group_survives_a_failed_fork() -> None:
     engine.add_group(prompt_of(9), sampling)
     expected = drain(engine)
     for at_step in range(3):
-        engine = failing_once(tiny_engine(model()), at_step)
+        engine = failing_once(at_step)
         engine.add_group(prompt_of(9), sampling)
         finished = drain(engine)
         assert engine.stats().num_failed_steps == 1

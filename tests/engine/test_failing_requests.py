@@ -49,14 +49,12 @@ def undisturbed() -> list[list[int]]:
 
 def engine_failing(fails: Callable[[Any], bool], **config: Any) -> DynamicInferenceEngine:
     """Its model raises in each forward pass of whose batch `fails` is true."""
-    engine = tiny_engine(model(), **config)
 
-    def forward(_: Any, arguments: tuple[Any, ...]) -> None:
-        if fails(arguments[0]):
+    def forward(batch: Any) -> None:
+        if fails(batch):
             raise ArithmeticError("this forward pass cannot be done")
 
-    engine._pipeline._runner._model.register_forward_pre_hook(forward)
-    return engine
+    return tiny_engine(model(), before_forward=forward, **config)
 
 
 def is_poisoned(batch: Any) -> bool:
@@ -182,16 +180,14 @@ def test_a_pause_goes_on_where_what_was_on_its_way_fails() -> None:
 
 
 def test_an_interrupt_is_no_requests_fault() -> None:
-    engine = engine_failing(lambda _: False)
+    interrupts = [KeyboardInterrupt()]
+
+    def forward(_: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    engine = tiny_engine(model(), before_forward=forward)
     healthy = add_healthy(engine)
-    runner = engine._pipeline._runner
-    launch = runner.launch
-
-    def interrupted(plan: Any) -> Any:
-        runner.launch = launch
-        raise KeyboardInterrupt
-
-    runner.launch = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     finished = drain(engine, MAX_STEPS)

@@ -70,7 +70,7 @@ def _abort(rng: random.Random) -> Command:
     choice = rng.random()
 
     def abort(engine: DynamicInferenceEngine) -> None:
-        if alive := list(engine._scheduler.requests):
+        if alive := engine.request_ids():
             engine.abort_request(alive[int(choice * len(alive))])
 
     return abort

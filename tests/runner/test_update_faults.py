@@ -19,7 +19,7 @@ from rollout import (
     WeightUpdateError,
 )
 from rollout.backends.ops.cpu import CpuOps
-from rollout.models.backup import WeightBackup
+from rollout.runner.weights import WeightBackup
 from tests.tiny_models import (
     IS_LONG,
     Finished,
@@ -108,17 +108,59 @@ FAULTS: dict[str, tuple[Source, type[BaseException], str]] = {
         WeightUpdateError,
         f"lacks 1 .*'{NORM}'",
     ),
+    "nothing": (lambda w: {}, WeightUpdateError, "lacks"),
     "extra": (lambda w: w | {"model.x": torch.ones(1)}, WeightUpdateError, "'model.x'"),
-    "misshaped": (replaced(GATE, lambda t: t.T), WeightUpdateError, f"'{GATE}' has shape"),
-    "corrupted": (replaced(GATE, poisoned), WeightUpdateError, f"'{GATE}' holds NaN"),
+    "twice": (
+        lambda w: [*w.items(), (NORM, torch.ones(48))],
+        WeightUpdateError,
+        f"'{NORM}' comes twice",
+    ),
+    "transposed": (
+        replaced(EMBED, lambda t: t.T.contiguous()),
+        WeightUpdateError,
+        rf"'{EMBED}' has shape \[48, 211\].*\[211, 48\]",
+    ),
+    "misshapen": (
+        replaced(NORM, lambda t: torch.ones(47)),
+        WeightUpdateError,
+        rf"'{NORM}' has shape \[47\].*\[48\]",
+    ),
+    "one dim too many": (
+        replaced(NORM, lambda t: torch.ones(1, 48)),
+        WeightUpdateError,
+        r"\[1, 48\]",
+    ),
+    "NaN": (
+        replaced(GATE, poisoned),
+        WeightUpdateError,
+        f"'{GATE}' holds NaN.*reject_non_finite_weights",
+    ),
+    "infinity": (
+        replaced(NORM, lambda t: t / -0.0),
+        WeightUpdateError,
+        f"'{NORM}' holds NaN or infinity",
+    ),
+    "too large for float32": (
+        replaced(NORM, lambda t: torch.full((48,), 1e300, dtype=torch.float64)),
+        WeightUpdateError,
+        f"'{NORM}' holds NaN or infinity",
+    ),
     "integers": (replaced(GATE, Tensor.int), WeightUpdateError, f"'{GATE}' has dtype torch.int32"),
+    "bools": (replaced(GATE, Tensor.bool), WeightUpdateError, "torch.bool"),
+    "complex": (
+        replaced(GATE, lambda t: t.to(torch.complex64)),
+        WeightUpdateError,
+        "torch.complex64",
+    ),
     "tied that differ": (
         lambda w: w | {HEAD: w[EMBED] + 1},
         WeightUpdateError,
         f"'{HEAD}' and '{EMBED}' are tied",
     ),
     "meta": (replaced(GATE, lambda t: t.to("meta")), WeightUpdateError, f"'{GATE}' is on the meta"),
-    "no tensor": (replaced(GATE, lambda t: None), WeightUpdateError, f"'{GATE}' is a NoneType"),
+    "no tensor": (replaced(GATE, lambda t: [1.0]), WeightUpdateError, f"'{GATE}' is a list"),
+    "None": (replaced(GATE, lambda t: None), WeightUpdateError, f"'{GATE}' is a NoneType"),
+    "sender dies": (broken_off(WeightUpdateError("after 'three'")), WeightUpdateError, "three"),
     "source dies": (
         broken_off(OSError("gone")),
         WeightUpdateError,
@@ -197,16 +239,12 @@ def assert_refused(
     engine: DynamicInferenceEngine, source: Any, error: type[BaseException], message: str
 ) -> None:
     before = (engine.state, engine.weights_version, engine.weights_checksum())
-    pointers = {name: view.data_ptr() for name, view in views(engine).items()}
+    pointers = engine.weight_data_ptrs()
     with pytest.raises(error, match=message):
         engine.update_weights(source, in_flight=engine.state is EngineState.RUNNING)
     assert (engine.state, engine.weights_version, engine.weights_checksum()) == before
-    assert {name: view.data_ptr() for name, view in views(engine).items()} == pointers
+    assert engine.weight_data_ptrs() == pointers
     assert engine.stats().num_weight_updates == before[1]
-
-
-def views(engine: DynamicInferenceEngine) -> Weights:
-    return engine._pipeline._runner._model.weight_views()
 
 
 @pytest.mark.parametrize("state", STATES)

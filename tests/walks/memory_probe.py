@@ -80,8 +80,7 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
     engine = filled_engine(kind, is_static=False)
     engine.pause()
     address = min(engine.kv_data_ptrs().values())
-    model = engine._pipeline._runner._model
-    weights = min(view.data_ptr() for view in model.weight_views().values())
+    weights = min(engine.weight_data_ptrs().values())
     before = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
     report = engine.suspend(mode, owners)
     after = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
@@ -94,8 +93,8 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
     return {
         "before": before,
         "after": after,
-        "pool": engine._kv.num_bytes,
-        "weights": engine._weights.store.num_bytes,
+        "pool": engine.memory_status().resident_bytes["kv_cache"],
+        "weights": engine.memory_status().resident_bytes["weights"],
         "released_by_owner": dict(report.released_by_owner),
         "restored": resumed.bytes_restored,
         "num_finished": num_finished,

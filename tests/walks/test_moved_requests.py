@@ -72,7 +72,7 @@ def begun(num_steps: int, version: int = 0) -> DynamicInferenceEngine:
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 10])
 def test_tokens_and_logprobs_are_those_of_an_undisturbed_run(num_steps: int) -> None:
     first, second = begun(num_steps), tiny_engine(model(), num_blocks=24, weights_version=4)
-    moved = [i for i in range(NUM_REQUESTS) if i in first._book]
+    moved = [i for i in range(NUM_REQUESTS) if i in first.request_ids()]
     before = {}
     for i in moved:
         record = over_the_wire(first.get_record(i))
@@ -119,7 +119,7 @@ def test_a_moved_request_may_move_on() -> None:
 
 def test_what_cannot_go_on_is_refused_and_nothing_is_queued() -> None:
     engine = begun(3)
-    running = engine.get_record(max(i for i in range(NUM_REQUESTS) if i in engine._book))
+    running = engine.get_record(max(i for i in range(NUM_REQUESTS) if i in engine.request_ids()))
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add_record(running)
     ended = engine.abort_request(running.request_id)
@@ -127,7 +127,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_queued() -> None:
         engine.add_record(ended)
     other = tiny_engine(model(), max_sequence_length=16)
     long = next(
-        i for i, (prompt, _) in enumerate(jobs()) if len(prompt) == 30 and i in engine._book
+        i for i, (prompt, _) in enumerate(jobs()) if len(prompt) == 30 and i in engine.request_ids()
     )
     record = over_the_wire(engine.get_record(long))
     other.add_record(record)

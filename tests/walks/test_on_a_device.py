@@ -144,7 +144,7 @@ def test_every_token_names_the_version_that_sampled_it(device: str) -> None:
     def update() -> None:
         engine.update_weights(tensors, in_flight=True)
         for i in counts:
-            if engine.has_unfinished_requests() and i in engine._book:
+            if engine.has_unfinished_requests() and i in engine.request_ids():
                 counts[i].append(len(engine.get_record(i).merge().generated_tokens))
 
     finished = run_with_cycles(engine, update)

@@ -7,13 +7,16 @@ engine only takes it in later, as from a device.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
+from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import (
     Finished,
     Margins,
@@ -63,10 +66,11 @@ def step_by_step() -> tuple[DynamicInferenceRequest, ...]:
     return tuple(generate_all(tiny_engine(model()), jobs()))
 
 
-def engine_running_ahead(**config: Any) -> DynamicInferenceEngine:
-    engine = tiny_engine(model(), **config)
-    engine._pipeline._runner._backend.executor.overlaps = True
-    return engine
+def engine_running_ahead(
+    next_fault: Callable[[], str | None] = lambda: None, **config: Any
+) -> DynamicInferenceEngine:
+    change = failing_steps(next_fault, overlaps=True)
+    return tiny_engine(model(), change_backend=change, **config)
 
 
 def with_jobs(engine: DynamicInferenceEngine) -> DynamicInferenceEngine:
@@ -82,10 +86,6 @@ def assert_as_step_by_step(finished: Finished) -> None:
         margins.compare(model(), finished[i], reference.generated_tokens)
         assert finished[i].finish_reason == reference.finish_reason
     margins.check()
-
-
-def in_flight(engine: DynamicInferenceEngine) -> int:
-    return len(engine._pipeline._in_flight)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_one_step_at_a_time(config: dict[str, Any]) -> None:
     assert_as_step_by_step(drain(engine))
     stats = engine.stats()
     assert stats.num_blocks_used == 0
-    assert in_flight(engine) == 0
+    assert engine.num_steps_in_flight == 0
     if config.get("num_blocks") == 20:
         assert stats.num_evictions > 0
 
@@ -113,9 +113,9 @@ def test_tokens_are_those_of_one_step_at_a_time(config: dict[str, Any]) -> None:
 def test_a_step_is_launched_before_the_one_before_is_taken_in() -> None:
     engine = with_jobs(engine_running_ahead())
     engine.step()
-    assert in_flight(engine) == 1
+    assert engine.num_steps_in_flight == 1
     engine.pause()
-    assert in_flight(engine) == 0
+    assert engine.num_steps_in_flight == 0
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
@@ -151,23 +151,8 @@ def test_an_update_in_flight_versions_what_ran_before_and_after() -> None:
 
 @pytest.mark.parametrize("place", ["launch", "fetch"])
 def test_a_step_that_fails_loses_no_request(place: str) -> None:
-    engine, finished, calls = with_jobs(engine_running_ahead()), {}, 0
-    runner = engine._pipeline._runner
-    launch = runner.launch
-
-    def failing(plan: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        fails = calls % 5 == 0
-        if fails and place == "launch":
-            raise RuntimeError("no launch")
-        fetch = launch(plan)
-        return refuse if fails else fetch
-
-    def refuse() -> Any:
-        raise RuntimeError("no result")
-
-    runner.launch = failing
+    faults, finished = cycle([None, None, None, None, place]), {}
+    engine = with_jobs(engine_running_ahead(lambda: next(faults)))
     while engine.has_unfinished_requests():
         finished |= {record.request_id: record.merge() for record in engine.step()}
     assert engine.stats().num_failed_steps > 5

@@ -10,7 +10,8 @@ from typing import Any
 from rollout.coordinator.protocol.messages import Prepare, RegisterAck, WeightsSource
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
-from rollout.runner.weight_update import NamedTensors, StagedWeights
+from rollout.runner.weight_update import NamedTensors
+from rollout.runner.weights import StagedWeights
 
 Fetch = Callable[[WeightsSource], NamedTensors]
 Order = Prepare | RegisterAck  # of an update, or of an entry into the fleet with later weights

@@ -1,0 +1,340 @@
+"""InputProcessor: validates what a caller submits and fills in defaults. It queues nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.engine.output_processor import needs_prompt_scores
+from rollout.errors import InvalidRequestError
+from rollout.generated_text import StopStrings
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import VLMInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
+from rollout.scheduling.stopping import StopRule
+from rollout.step.seeds import mix_seed
+from rollout.text import Tokenizer
+
+Prompt = str | Sequence[int]
+Group = tuple[Prompt, Sequence[SamplingParams]]
+StopWordIds = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRequest:
+    """A valid request, ready to be queued.
+
+    tokens: a copy of all its tokens; the first `num_prompt` are the original prompt.
+    group_id: equal for the samples of one prompt, None for a single request.
+    admission: whether the request can run here, and how long it may get.
+    sampling_params, seed: of the whole request, also where another engine began it.
+    stop_rule: when it is done.
+    """
+
+    record: DynamicInferenceRequestRecord
+    tokens: list[int]
+    num_prompt: int
+    group_id: int | None
+    admission: Admission
+    sampling_params: SamplingParams
+    seed: int
+    stop_rule: StopRule
+    wants_prompt_logprobs: bool
+
+
+class InputProcessor:
+    """Gives out request ids, group ids and default seeds.
+
+    `end_ids` end a request that names no termination id. A request without a seed gets one that
+    follows from `seed` and the number of requests before it.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: AdmissionLimits,
+        tokenizer: Tokenizer | None,
+        end_ids: tuple[int, ...],
+        block_size: int,
+        enable_prefix_caching: bool,
+        seed: int,
+    ) -> None:
+        self._limits, self._tokenizer, self._default_end_ids = limits, tokenizer, end_ids
+        self._block_size, self._enable_prefix_caching = block_size, enable_prefix_caching
+        self._seed = seed
+        self._next_id = 0
+        self._num_submitted = 0
+        # Not a request id: those may be used again while members of an old group still wait.
+        self._num_groups = 0
+
+    def process_groups(
+        self,
+        groups: Sequence[Group],
+        request_ids: Sequence[int] | None,
+        priority: int,
+        weights_version: int,
+        in_use: Container[int],
+    ) -> list[list[ProcessedRequest]]:
+        """Return the requests of groups of (prompt, parameters of each sample), group by group.
+
+        `request_ids` are those of all samples, group after group; None takes the next free ones.
+        Raises InvalidRequestError if any request is malformed or an id is `in_use`; then no id and
+        no seed is given out.
+        """
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority={priority!r} must be an integer")
+        checked = [self._checked_group(prompt, params_list) for prompt, params_list in groups]
+        num_samples = sum(len(params_list) for _, params_list in groups)
+        ids = iter(self._checked_ids(num_samples, request_ids, in_use))
+        processed = []
+        for (prompt, params_list), (tokens, stop_words) in zip(groups, checked, strict=True):
+            self._num_groups += 1
+            group_id = self._num_groups if len(params_list) > 1 else None
+            processed.append(
+                [
+                    self._processed(
+                        self._new_record(
+                            next(ids), prompt, tokens, params, priority, weights_version
+                        ),
+                        params,
+                        stop_word_ids,
+                        group_id,
+                    )
+                    for params, stop_word_ids in zip(params_list, stop_words, strict=True)
+                ]
+            )
+        return processed
+
+    def _new_record(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        tokens: list[int],
+        params: SamplingParams,
+        priority: int,
+        weights_version: int,
+    ) -> DynamicInferenceRequestRecord:
+        seed = mix_seed(self._seed, self._num_submitted) if params.seed is None else params.seed
+        self._num_submitted += 1
+        return DynamicInferenceRequestRecord.from_request(
+            DynamicInferenceRequest(
+                request_id=request_id,
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_tokens=torch.tensor(tokens, dtype=torch.int64),
+                sampling_params=params,
+                priority=priority,
+                seed=seed,
+                weights_version=weights_version,
+                block_size_tokens=self._block_size,
+                enable_prefix_caching=self._enable_prefix_caching,
+                generated_log_probs=[] if params.return_log_probs else None,
+                generated_top_n_logprobs=[] if params.top_n_logprobs else None,
+                tpot=[],
+            )
+        )
+
+    def process_record(
+        self, record: DynamicInferenceRequestRecord, in_use: Container[int]
+    ) -> ProcessedRequest:
+        """Return the rest of a request that another engine began, from the tokens it has.
+
+        Its segments get the stop words as this engine's tokenizer encodes them. Raises
+        InvalidRequestError for a record that has ended, was never in an engine or does not fit,
+        and for an id that is `in_use`.
+        """
+        request_id, first, last = record.request_id, record[0], record.current
+        if request_id in in_use:
+            raise InvalidRequestError(f"request id {request_id} is in use")
+        if last.completed_at_version is not None:
+            raise InvalidRequestError(f"request {request_id} has ended; nothing is left to do")
+        if any(isinstance(segment, VLMInferenceRequest) for segment in record.requests):
+            raise InvalidRequestError(
+                f"the record of request {request_id} has images, and this engine takes text "
+                "alone: it has no image input"
+            )
+        params = first.sampling_params
+        if params is None or last.seed is None:
+            raise InvalidRequestError(
+                f"the record of request {request_id} has no sampling params or no seed: it "
+                "was never in an engine; use add_request"
+            )
+        unfinished = DynamicInferenceRequestRecord([*record.requests], record.latency)
+        if last.num_generated_tokens:
+            unfinished.checkpoint()
+        remaining = unfinished.current.sampling_params or params
+        check_well_formed(unfinished.current.prompt_tokens.tolist(), remaining, self._limits)
+        self._check_token_ids(params)
+        processed = self._processed(unfinished, params, self._stop_word_ids(params), None)
+        num_tokens, admission = len(processed.tokens), processed.admission
+        if admission.error is None and num_tokens >= admission.max_length:
+            raise InvalidRequestError(
+                f"request {request_id} has {num_tokens} tokens already, and this engine gives it "
+                f"room for {admission.max_length}"
+            )
+        self._next_id = max(self._next_id, request_id + 1)
+        return processed
+
+    def _processed(
+        self,
+        record: DynamicInferenceRequestRecord,
+        params: SamplingParams,
+        stop_words: StopWordIds,
+        group_id: int | None,
+    ) -> ProcessedRequest:
+        """`params` are those of the whole request, not of what is left of it."""
+        num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
+        assert seed is not None
+        for segment in record.requests:
+            segment.stop_word_ids = [list(word) for word in stop_words] or None
+        admission = admit(record.request_id, num_prompt, params, self._limits)
+        end_ids, strings = end_ids_of(params, self._default_end_ids), None
+        if params.stop_words and self._tokenizer is not None:
+            strings = StopStrings(self._tokenizer, params.stop_words)
+        return ProcessedRequest(
+            record=record,
+            tokens=record.current.prompt_tokens.tolist(),
+            num_prompt=num_prompt,
+            group_id=group_id,
+            admission=admission,
+            sampling_params=params,
+            seed=seed,
+            stop_rule=StopRule(
+                # A config may name an end token that the model cannot draw.
+                end_ids=tuple(i for i in end_ids if 0 <= i < self._limits.vocab_size),
+                stop_words=stop_words,
+                stop_strings=strings,
+                min_tokens=params.min_tokens,
+                max_length=admission.max_length,
+            ),
+            wants_prompt_logprobs=needs_prompt_scores(record),
+        )
+
+    def _checked_ids(
+        self, count: int, request_ids: Sequence[int] | None, in_use: Container[int]
+    ) -> list[int]:
+        """Return the ids of `count` samples and reserve them."""
+        if request_ids is None:
+            ids = list(range(self._next_id, self._next_id + count))
+        else:
+            ids = list(request_ids)
+        for request_id in ids:
+            if isinstance(request_id, bool) or not isinstance(request_id, int):
+                raise InvalidRequestError(f"request_ids={ids} must be integers")
+        if len(ids) != count or len(set(ids)) != count:
+            raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
+        for request_id in ids:
+            if request_id in in_use:
+                raise InvalidRequestError(f"request id {request_id} is in use; choose another")
+        self._next_id = max(self._next_id, max(ids, default=-1) + 1)
+        return ids
+
+    # ---- checks of one group
+
+    def _checked_group(
+        self, prompt: Prompt, params_list: Sequence[SamplingParams]
+    ) -> tuple[list[int], list[StopWordIds]]:
+        """Return the prompt's tokens and each sample's stop words."""
+        if not params_list:
+            raise InvalidRequestError("a group needs at least one SamplingParams")
+        for params in params_list:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(f"expected SamplingParams, got {type(params).__name__}")
+        tokens = self._prompt_tokens(prompt, params_list)
+        for params in params_list:
+            check_well_formed(tokens, params, self._limits)
+            self._check_token_ids(params)
+        return tokens, [self._stop_word_ids(params) for params in params_list]
+
+    def _prompt_tokens(self, prompt: Prompt, params_list: Sequence[SamplingParams]) -> list[int]:
+        add_bos = {params.add_BOS for params in params_list}
+        if len(add_bos) > 1:
+            raise InvalidRequestError("add_BOS must be the same for all samples of one prompt")
+        if not isinstance(prompt, str):
+            if add_bos == {True}:
+                raise InvalidRequestError(
+                    "add_BOS=True works on text prompts; put the token into the ids instead"
+                )
+            return _int_list(prompt)
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"the prompt is text ({prompt[:40]!r}) but the engine has no tokenizer; "
+                "pass one, or token ids"
+            )
+        tokens = list(self._tokenizer.encode(prompt))
+        if add_bos == {False}:
+            return tokens
+        if self._tokenizer.bos_id is None:
+            raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
+        return [self._tokenizer.bos_id, *tokens]
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        """Refuse token ids that the model lacks, and a choice of tokens that leaves none."""
+        vocab_size = self._limits.vocab_size
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(token_id for token_id, _ in _bias_pairs(params))),
+        ):
+            if ids and max(ids) >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} names the id {max(ids)}, outside the model's vocabulary "
+                    f"[0, {vocab_size})"
+                )
+        allowed = set(params.allowed_token_ids or ())
+        end_ids = end_ids_of(params, self._default_end_ids)
+        if params.min_tokens and allowed and allowed <= set(end_ids):
+            raise InvalidRequestError(
+                f"allowed_token_ids={params.allowed_token_ids} are all end tokens, and "
+                f"min_tokens={params.min_tokens} allows none of those at first"
+            )
+
+    def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
+        """Return the stop words as the tokenizer encodes them."""
+        if not params.stop_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop_words={params.stop_words!r} need a tokenizer, and the engine has none"
+            )
+        encoded = tuple(tuple(self._tokenizer.encode(word)) for word in params.stop_words)
+        if not all(encoded):
+            word = params.stop_words[encoded.index(())]
+            raise InvalidRequestError(
+                f"stop word {word!r} has no token in this tokenizer and would never match; drop it"
+            )
+        return encoded
+
+
+def end_ids_of(params: SamplingParams, default_end_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids that end a request; `default_end_ids` count unless it names its own."""
+    stops = tuple(params.stop_token_ids or ())
+    if params.ignore_eos:
+        return stops
+    ends = default_end_ids if params.termination_id is None else (params.termination_id,)
+    return (*ends, *stops)
+
+
+def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
+    bias = params.logit_bias or ()
+    return tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
+
+
+def _int_list(prompt: Sequence[int]) -> list[int]:
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, Mapping | VLMInferenceRequest):
+        raise InvalidRequestError(
+            f"a prompt is text or a flat list of ids, not a {type(values).__name__}: this engine "
+            "has no image input"
+        )
+    if not isinstance(values, Iterable):
+        raise InvalidRequestError(f"a prompt is text or a flat list of ids, not {prompt!r}")
+    ids = [value.item() if isinstance(value, np.integer) else value for value in values]
+    for value in ids:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequestError(f"a prompt is text or a flat list of ids, found {value!r}")
+    return ids

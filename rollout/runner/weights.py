@@ -1,0 +1,305 @@
+"""ServedWeights: the weights that an engine serves: their memory, values and version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.base import Backend
+from rollout.errors import EngineStateError
+from rollout.models.causal_lm import CausalLM
+from rollout.runner.weight_update import (
+    Fingerprint,
+    NamedTensors,
+    blaming,
+    check_checksum,
+    checked_origins,
+    checked_source,
+    checksum_of,
+    hashed_dtype,
+    next_version,
+)
+
+_BUFFER = "weights"
+_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+
+
+class WeightBackup:
+    """The weights as they are, to go back to if replacing them fails.
+
+    It copies only what no packed copy holds: less than all weights where the backend packs them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: CausalLM) -> None:
+        self._layers = list(model.linear_layers().values())
+        packed = {layer.weight.data_ptr() for layer in self._layers if layer.packed is not None}
+        self._plain = [
+            (parameter, parameter.detach().clone())
+            for parameter in (*model.parameters(), *model.persistent_buffers().values())
+            if parameter.data_ptr() not in packed
+        ]
+        self._packed: list[Any] = []
+
+    def keep_packed(self) -> None:
+        """Hold the packed copies that serve now, which are about to be replaced."""
+        self._packed = [layer.packed for layer in self._layers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write all weights back, and their packed copies."""
+        for parameter, values in self._plain:
+            parameter.detach().copy_(values)
+        for layer, packed in zip(self._layers, self._packed, strict=True):
+            layer.restore(packed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """A verified update: source tensors that fit the model, tied ones once.
+
+    The tensors are not copied. `packed` holds the copies that the backend packed of them. `backup`
+    holds the weights that were served after `num_writes` writes. `started_at` is when staging
+    began, on the clock of time.perf_counter; `seconds` is how long it took.
+    """
+
+    tensors: Mapping[str, Tensor]
+    packed: Sequence[Any]
+    backup: WeightBackup
+    num_writes: int
+    checksum: str
+    started_at: float
+    seconds: float
+
+
+class ServedWeights:
+    """The only writer of the model's weights and of their version.
+
+    All parameters lie in one buffer of the backend's memory, which can be released and restored. An
+    update is staged first and then committed in place, so captured graphs stay valid.
+    `is_resident` is False while the memory is released. `has_values` is False while the bytes are
+    not those of one set of weights: they were discarded, or an update could not be undone.
+    """
+
+    def __init__(
+        self, model: CausalLM, backend: Backend, *, version: int, reject_non_finite: bool
+    ) -> None:
+        """Move the parameters of `model` into the backend's memory, before anything is packed."""
+        self._model, self._ops, self._memory = model, backend.ops, backend.memory
+        self._arena = backend.create_host_arena()
+        self._reject_non_finite = reject_non_finite
+        self._num_writes = 0
+        self._places = dict(_layout(model))
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.num_bytes = max(end for _, end in self._places.values())
+        self.version = version
+        self.is_resident = self.has_values = True
+        values = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._place_parameters(self._memory.allocate(_BUFFER, self.num_bytes))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+
+    # ---- what may be done now
+
+    def require_resident(self, what: str) -> None:
+        """Raise EngineStateError while the weights' memory is released."""
+        if not self.is_resident:
+            raise EngineStateError(
+                f"cannot {what}: the weights' memory is released; resume(only='weights') first"
+            )
+
+    def require_values(self, what: str) -> None:
+        """Raise EngineStateError while the weights' values are missing."""
+        if not self.has_values:
+            raise EngineStateError(
+                f"cannot {what}: the weights were discarded, or an update of them was cut off; "
+                "commit a full update first"
+            )
+
+    def checksum(self) -> str:
+        """Return a hash of names and bits of all weights, which is equal on every device.
+
+        Raises EngineStateError while the weights are not there.
+        """
+        self.require_resident("compute a checksum")
+        self.require_values("compute a checksum")
+        views = self._model.weight_views()
+        dtypes = {name: view.dtype for name, view in views.items()}
+        return checksum_of(self._fingerprints(views, dtypes))
+
+    def data_ptrs(self) -> dict[str, int]:
+        """Return the address of each weight by its Hugging Face name."""
+        return {name: view.data_ptr() for name, view in self._model.weight_views().items()}
+
+    # ---- versions and updates
+
+    def set_version(self, version: int) -> None:
+        """Serve the same weights as `version`. Raises WeightUpdateError, EngineStateError."""
+        self.require_values("set the generation epoch")
+        self.version = next_version(self.version, version)
+
+    @torch.no_grad()
+    def stage(
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None] = lambda: None,
+        source_checksum: str = "",
+    ) -> StagedWeights:
+        """Check names, shapes, dtypes and values, pack, and back up; the model is not changed.
+
+        The host waits for each device once. Sharded tensors are gathered, in the order of their
+        names, which is a collective of all ranks that hold a part. `check` is called before each
+        tensor, and may raise to end staging. `source_checksum` is what `checksum_of` must give for
+        the tensors as they arrive; "" skips that check. Raises WeightUpdateError naming the tensor
+        at fault and what was expected of it, EngineStateError while the memory is released.
+        """
+        self.require_resident("stage an update")
+        start, num_writes = time.perf_counter(), self._num_writes
+        views = self._model.weight_views()
+        source = checked_source(named_tensors, views)
+        dtypes = {name: view.dtype for name, view in views.items()}
+        fingerprints = self._fingerprints(source, dtypes, check)
+        if source_checksum:
+            # Only tensors that the model casts to another dtype are read again.
+            own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
+            cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
+            check_checksum(fingerprints | self._fingerprints(cast, own, check), source_checksum)
+        origins = checked_origins(views, fingerprints, reject_non_finite=self._reject_non_finite)
+        return StagedWeights(
+            tensors={name: source[name] for name in dict.fromkeys(origins.values())},
+            packed=self._pack(
+                {views[name].data_ptr(): source[o] for name, o in origins.items()}, check
+            ),
+            backup=WeightBackup(self._model),
+            num_writes=num_writes,
+            checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
+            started_at=start,
+            seconds=time.perf_counter() - start,
+        )
+
+    def commit(self, staged: StagedWeights, version: int | None) -> int:
+        """Copy a staged update in place and serve it as `version`; None means the next one.
+
+        Returns the number of bytes written. If anything is raised, weights and version are those
+        from before: the commit restores the backup made while staging, or one made now if another
+        update was written since. Raises WeightUpdateError.
+        """
+        new_version = next_version(self.version, version)
+        before, had_values = self.version, self.has_values
+        is_current = staged.num_writes == self._num_writes
+        backup = staged.backup if is_current else WeightBackup(self._model)
+        backup.keep_packed()
+        try:
+            self.has_values = False  # stays so if the restore fails, too
+            num_bytes = self._write(staged)
+            self.version, self.has_values = new_version, True
+        except BaseException:
+            backup.restore()
+            self.version, self.has_values = before, had_values
+            raise
+        return num_bytes
+
+    @torch.no_grad()
+    def _write(self, staged: StagedWeights) -> int:
+        """Copy in place and swap in the packed copies. Returns the number of bytes written."""
+        self._num_writes += 1
+        views = self._model.weight_views()
+        for name, tensor in staged.tensors.items():
+            with blaming(f"copying {name!r}"):
+                views[name].copy_(tensor)
+        with blaming("taking the packed copies"):
+            self._model.refresh(staged.packed)
+        return sum(views[name].nbytes for name in staged.tensors)
+
+    def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
+        """Return what each linear layer packs of its new weights, while the old ones serve.
+
+        `by_address` has the tensor for each address of a weight view.
+        """
+        packed = []
+        for path, layer in self._model.linear_layers().items():
+            check()
+            with blaming(f"packing {path!r}"):
+                parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
+                packed.append(layer.stage(parts))
+        return packed
+
+    def _fingerprints(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprint of each tensor, cast to its dtype in `dtypes`.
+
+        Each is computed on the tensor's device, which need not be the model's, and fetched with one
+        copy per device. Raises WeightUpdateError naming the tensor.
+        """
+        queued: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            check()
+            with blaming(f"checking {name!r}"):
+                fingerprint = self._ops.fingerprint(tensor, dtypes[name])
+                queued.setdefault(tensor.device, {})[name] = fingerprint
+        fetched: dict[str, Fingerprint] = {}
+        for device, rows in queued.items():
+            with blaming(f"checking the tensors on {device}"):
+                values = torch.stack([*rows.values()]).cpu().tolist()
+            fetched |= zip(rows, values, strict=True)
+        return fetched
+
+    # ---- memory
+
+    @property
+    def num_bytes_on_host(self) -> int:
+        """Bytes of the host copy that waits for `restore`."""
+        return 0 if self.is_resident or not self.has_values else self.num_bytes
+
+    def release(self, *, discard: bool) -> int:
+        """Release the memory, after a copy to the host unless `discard`. Returns bytes released."""
+        if not self.is_resident:
+            return 0
+        self.has_values = self.has_values and not discard
+        if self.has_values:
+            self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
+        self.is_resident = False
+        self._model.release_packed()
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        return self._memory.release(_BUFFER)
+
+    def restore(self) -> int:
+        """Reserve the memory again and copy the values back if they were kept.
+
+        Returns the number of bytes copied.
+        """
+        if self.is_resident:
+            return 0
+        buffer = self._memory.restore(_BUFFER)
+        if self.has_values:
+            buffer.copy_(self._arena.reserve(self.num_bytes))
+        self._place_parameters(buffer)
+        self._model.refresh()
+        self.is_resident = True
+        return self.num_bytes if self.has_values else 0
+
+    def _place_parameters(self, buffer: Tensor) -> None:
+        """Make each parameter a view of its part of the buffer."""
+        for name, parameter in self._model.named_parameters():
+            start, end = self._places[name]
+            parameter.data = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
+
+
+def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (name, (first byte, end)) of each parameter; tied ones come once."""
+    end = 0
+    for name, parameter in model.named_parameters():
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + parameter.nbytes
+        yield name, (start, end)
