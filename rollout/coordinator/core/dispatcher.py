@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -18,6 +19,8 @@ from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError
 from rollout.requests.block_hash import compute_block_hashes_batched
+
+logger = logging.getLogger(__name__)
 
 # Params that are read once for many requests: few differ. Larger ones are not kept.
 _MAX_REMEMBERED_BYTES = 4096
@@ -50,6 +53,7 @@ class Dispatcher:
         self._queue: IndexedHeap[int] = IndexedHeap()  # group ids by priority
         self._arrivals: IndexedHeap[int] = IndexedHeap()  # the same ones by arrival
         self._last_chances: dict[int, Request] = {}
+        self._is_policy_blamed = False
         self._num_dispatched = 0
         self._ready: dict[int, EngineSession] = {}  # by rank
         self._with_room: dict[int, EngineSession] = {}
@@ -95,9 +99,15 @@ class Dispatcher:
                 self._policy.weights_changed(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
-        """The engine accepts so many requests since it registered; the latest number counts."""
-        engine.num_granted = message.num_granted
-        self._update_room(engine)
+        """The engine accepts so many requests since it registered; the latest number counts.
+
+        What it said after an earlier registration may arrive behind the latest one.
+        """
+        if message.session == engine.session:
+            engine.num_granted = message.num_granted
+            self._update_room(engine)
+        else:
+            self._context.counters.num_stale += 1
 
     def _update_room(self, engine: EngineSession) -> None:
         if engine.is_ready and engine.room > 0:
@@ -207,7 +217,20 @@ class Dispatcher:
                 continue
             num_tokens = sum(self._count_tokens(request) for request in waiting)
             rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
-            self._assign(waiting, group, self._with_room[rank])
+            engine = next((e for e in self._with_room.values() if e.rank == rank), None)
+            self._assign(waiting, group, engine or self._instead_of(rank))
+
+    def _instead_of(self, rank: object) -> EngineSession:
+        """The policy chose a rank that has no room; returns the engine with the fewest requests."""
+        engines = self._with_room.values()
+        if not self._is_policy_blamed:
+            self._is_policy_blamed = True
+            logger.error(
+                "routing policy %s chose rank %r, and the ranks with room are %s; whenever it does "
+                "so, the one with the fewest requests is taken (logged once)",
+                *(type(self._policy).__name__, rank, sorted(self._with_room)),
+            )
+        return min(engines, key=lambda engine: (len(engine.server_ids), engine.rank))
 
     def _dispatch_last_chances(self) -> None:
         for engine in list(self._with_room.values()):

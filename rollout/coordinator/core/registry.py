@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
@@ -65,6 +66,7 @@ class Registry:
         self._registered: dict[bytes, _Registration] = {}
         self._joining: dict[bytes, EngineSession] = {}  # admitted, without work yet
         self._rank_of_engine: OrderedDict[bytes, int] = OrderedDict()
+        self._sessions = count(1)
         self._refused: RecentIds[bytes] = RecentIds(context.limits.max_engines)
 
     @property
@@ -167,6 +169,7 @@ class Registry:
             max_held=message.max_requests + num_ahead(message.max_requests),
             last_seen=now,
             progress_at=now,
+            session=next(self._sessions),
         )
         self.engines[engine.engine_id] = self.by_identity[engine.identity] = engine
         self.dispatcher.reclaim(engine, message.running)
@@ -225,6 +228,7 @@ class Registry:
             report_interval_tokens=limits.report_interval_tokens,
             weights_version=weights.version,
             weights=weights.source if is_behind else None,
+            session=engine.session,
             keep=tuple(request.current_attempt() for request in self._table.assigned(engine)),
         )
         self.context.send(engine, ack)

@@ -71,8 +71,9 @@ class ClientSession:
 class EngineSession:
     """One registered engine. It gets work and commands once it `is_ready`.
 
-    max_held: requests that it holds at most. num_granted: requests that it accepts, num_assigned:
-    those that it was sent, both since it registered. progress_at: when its step count last rose,
+    session: of this registration, which its credit names. max_held: requests that it holds at most.
+    num_granted: requests that it accepts, num_assigned: those that it was sent, both since it
+    registered. progress_at: when its step count last rose,
     or it had no reason to. server_ids: the requests assigned to it, oldest first. last_chance_id:
     the request that no other such request may run beside. expected: name of the state and weights
     version that it was given when it registered. num_awaited: commands that wait for its answer,
@@ -87,6 +88,7 @@ class EngineSession:
     max_held: int
     last_seen: float
     progress_at: float
+    session: int
     num_granted: int = 0
     num_assigned: int = 0
     status: EngineStatus | None = None
