@@ -183,7 +183,7 @@ class EpochChange(Operation):
     message: Command
 
     def begin(self, now: float) -> None:
-        version = self.fleet.weights_version + 1
+        version: object = self.fleet.weights_version + 1
         if self.message.header is Headers.SET_GENERATION_EPOCH:
             version = self.message.arguments.get("version")
         self._version = self.fleet.require_next_version(version, InvalidRequestError)
