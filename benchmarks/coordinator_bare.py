@@ -94,7 +94,9 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
         grants = Grants()
         socket.send(_HELLO if is_relay else encode(registration(uuid.uuid4().bytes)))
         if not is_relay:
-            assert isinstance(decode(_next_frame(socket)), RegisterAck)
+            ack = decode(_next_frame(socket))
+            assert isinstance(ack, RegisterAck)
+            grants = Grants(ack.session)
             first = grants.take(0)
             assert first is not None
             socket.send(encode(first))

@@ -80,8 +80,9 @@ def registration(engine_id: bytes) -> Register:
 class Grants:
     """The credit of an engine that answers at once: told again when half of it is used."""
 
-    def __init__(self) -> None:
-        self._ahead = num_ahead(MAX_REQUESTS)
+    def __init__(self, session: int = 0) -> None:
+        """`session`: as the RegisterAck names it."""
+        self._session, self._ahead = session, num_ahead(MAX_REQUESTS)
         self._num_received = self._num_granted = 0
 
     def take(self, num_received: int) -> Credit | None:
@@ -90,7 +91,7 @@ class Grants:
         if self._num_received + self._ahead // 2 < self._num_granted:
             return None
         self._num_granted = self._num_received + self._ahead
-        return Credit(num_granted=self._num_granted)
+        return Credit(num_granted=self._num_granted, session=self._session)
 
 
 def next_load(pipe: Connection) -> Load | None:

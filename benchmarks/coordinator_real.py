@@ -43,7 +43,7 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
         while not pipe.poll():
             for message in link.receive(0.2):
                 if isinstance(message, RegisterAck):
-                    grants = Grants()
+                    grants = Grants(message.session)
                 samples = message.samples if isinstance(message, AssignRequest) else ()
                 for sample in samples:
                     reply = EngineReply(

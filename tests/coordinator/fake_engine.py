@@ -98,6 +98,7 @@ class FakeEngine:
     num_waiting: int = 0  # as it says: all it holds make a token in each step
     num_received: int = 0
     num_granted: int = 0
+    session: int = 0
     seen: list[Message] = field(default_factory=list)
 
     def registration(self) -> Register:
@@ -154,7 +155,7 @@ class FakeEngine:
         if self.num_received + max(0, room) <= self.num_granted:
             return []
         self.num_granted = self.num_received + room
-        return [Credit(num_granted=self.num_granted)]
+        return [Credit(num_granted=self.num_granted, session=self.session)]
 
     def report(self, request_id: int, start: int) -> EngineReplyPartial:
         held = self.held[request_id]
@@ -213,7 +214,7 @@ class FakeEngine:
 
     def _enter(self, message: RegisterAck) -> list[Message]:
         self.rank, self.must_register = message.rank, False
-        self.num_received = self.num_granted = 0
+        self.num_received, self.num_granted, self.session = 0, 0, message.session
         kept = {a.request_id: a.attempt for a in message.keep}
         self.held = {i: h for i, h in self.held.items() if kept.get(i) == h.attempt}
         self.ended = {i: r for i, r in self.ended.items() if kept.get(i) == r.attempt}

@@ -228,6 +228,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         assert counters.num_engines_lost == lost + 1
         await until(lambda: counters.num_engines_joined == joined + 1, "its registration")
         await until(lambda: counters.num_stale > stale, "its late words")
+        await client.engine_stats()  # both engines answer behind their credit
 
     async def work(
         coordinator: DataParallelInferenceCoordinator, processes: list[BaseProcess]

@@ -7,7 +7,7 @@ import logging
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.sessions import ClientSession, RecentIds
+from rollout.coordinator.core.request_table import ClientSession, RecentIds
 from rollout.coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -33,38 +33,37 @@ class Clients:
         context: Context,
         requests: RequestLifecycle,
         fleet: Fleet,
-        coordinator_id: bytes,
         *,
         data_parallel_size: int,
     ) -> None:
         self._context, self._requests, self._fleet = context, requests, fleet
-        self._coordinator_id, self._data_parallel_size = coordinator_id, data_parallel_size
+        self._data_parallel_size = data_parallel_size
         self.sessions: dict[bytes, ClientSession] = {}
-        self.by_identity: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
         """Shake hands. A client that was there before gets all that is kept for it."""
-        limits, here = self._context.limits, self.by_identity.get(identity)
-        if here is not None and here.client_id != message.client_id:
+        context, limits = self._context, self._context.limits
+        here = context.sessions.get(identity)
+        if isinstance(here, ClientSession) and here.client_id != message.client_id:
             self.remove(here)
         client = self.sessions.get(message.client_id)
         is_resumed = client is not None
         if client is None and len(self.sessions) >= limits.max_clients:
             refusal = RolloutError(f"{limits.max_clients} clients are there, no more are taken")
-            self._context.outbox.append((identity, nack_of(None, refusal)))
+            context.outbox.append((identity, nack_of(None, refusal)))
             return
         if client is None:
             answered: RecentIds[int] = RecentIds(limits.max_answered_ids)
             client = ClientSession(message.client_id, identity, message.name, now, answered)
             self.sessions[client.client_id] = client
-            self._context.timers.set(("client", client.client_id), now + limits.client_lease_s)
-        elif self.by_identity.get(client.identity) is client:
-            del self.by_identity[client.identity]
+            context.timers.set(("client", client.client_id), now + limits.client_lease_s)
+        elif context.sessions.get(client.identity) is client:
+            del context.sessions[client.identity]
         is_moved = client.identity != identity
         client.identity, client.last_seen = identity, now
-        self.by_identity[identity] = client
+        context.sessions[identity] = client
         ack = ConnectAck(
-            coordinator_id=self._coordinator_id,
+            coordinator_id=context.coordinator_id,
             protocol_version=PROTOCOL_VERSION,
             state=self._fleet.state.name,
             data_parallel_size=self._data_parallel_size,
@@ -75,10 +74,10 @@ class Clients:
             max_request_bytes=limits.max_client_request_bytes,
             is_resumed=is_resumed,
         )
-        self._context.send(client, ack)
+        context.send(client, ack)
         if is_moved:  # whatever was on its way over the former connection may be lost
             client.missed_answers = dict.fromkeys(client.answers)
-            client.missed_tokens = dict.fromkeys(client.server_ids, 0)
+            client.missed_tokens = dict.fromkeys(client.requests, 0)
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
@@ -106,13 +105,8 @@ class Clients:
             if answer is not None:
                 self._context.send(client, answer)
         for request_id, offset in tokens.items():
-            if request_id in client.server_ids:  # not acknowledged since
+            if request_id in client.requests:  # not acknowledged since
                 self._requests.resend(client, request_id, offset)
-
-    def stood_still(self, seconds: float) -> None:
-        """For so long no client could be heard."""
-        for client in self.sessions.values():
-            client.last_seen += seconds
 
     def check(self, client_id: bytes, now: float) -> None:
         """Remove the client if its lease has run out, else look again when it may."""
@@ -131,5 +125,5 @@ class Clients:
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))
         del self.sessions[client.client_id]
-        if self.by_identity.get(client.identity) is client:
-            del self.by_identity[client.identity]
+        if self._context.sessions.get(client.identity) is client:
+            del self._context.sessions[client.identity]

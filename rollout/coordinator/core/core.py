@@ -15,12 +15,11 @@ from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.pending_commands import PendingCommands
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.request_table import RequestTable
-from rollout.coordinator.core.sessions import (
+from rollout.coordinator.core.request_table import (
     ClientSession,
     EngineSession,
     RecentIds,
-    Session,
+    RequestTable,
 )
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -75,29 +74,26 @@ class CoordinatorCore:
         """`block_size_tokens`: of the blocks that prompts are routed by, None for no look at them.
         `deterministic_mode`: engines are taken once all are there, ranked by their ids.
         """
-        self._context = context = Context(limits or CoordinatorLimits())
+        self._context = context = Context(coordinator_id, limits or CoordinatorLimits())
+        self.counters: Counters = context.counters
         self._fleet, self._table = fleet, table = Fleet(), RequestTable()
         self._dispatcher = dispatcher = Dispatcher(
             *(context, table, policy), block_size_tokens=block_size_tokens, recorder=recorder
         )
         self._requests = requests = RequestLifecycle(context, table, dispatcher)
         num_awaited = data_parallel_size if deterministic_mode else 1
-        self._registry = Registry(
-            *(context, table, dispatcher, requests, fleet, coordinator_id), num_awaited=num_awaited
-        )
+        self._registry = Registry(context, dispatcher, requests, fleet, num_awaited=num_awaited)
         self._commands = PendingCommands(self._registry, requests)
-        self._clients = Clients(
-            *(context, requests, fleet, coordinator_id), data_parallel_size=data_parallel_size
-        )
+        self._clients = Clients(context, requests, fleet, data_parallel_size=data_parallel_size)
         self._from_engine = self._handlers_of_engines()
         self._from_client = self._handlers_of_clients()
         self._when_due: Mapping[str, Callable[[Any, float], None]] = {
             "client": self._clients.check,
             "engine": self._registry.check,
             "probe": self._registry.probe,
-            "deadline": self._requests.deadline_passed,
-            "orphan": self._requests.orphaned,
-            "grace": self._requests.grace_passed,
+            "deadline": requests.deadline_passed,
+            "orphan": requests.orphaned,
+            "grace": requests.grace_passed,
             "command": self._commands.deadline_passed,
         }
         self._logged: RecentIds[bytes] = RecentIds(context.limits.max_noted_peers)
@@ -143,10 +139,6 @@ class CoordinatorCore:
         return self._fleet.weights_version
 
     @property
-    def counters(self) -> Counters:
-        return self._context.counters
-
-    @property
     def is_over(self) -> bool:
         """Whether a SHUTDOWN has been done."""
         return self._commands.is_over
@@ -154,7 +146,7 @@ class CoordinatorCore:
     @property
     def num_requests_held(self) -> int:
         """Unfinished ones and kept replies."""
-        return len(self._table)
+        return len(self._table.requests)
 
     def ranks(self) -> dict[int, bytes]:
         """The engines that get work: their ids by rank."""
@@ -163,12 +155,11 @@ class CoordinatorCore:
 
     def is_engine(self, identity: bytes) -> bool:
         """Whether it counts as lost if a message cannot be sent there."""
-        return identity in self._registry.by_identity
+        return isinstance(self._context.sessions.get(identity), EngineSession)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called at the latest; None if only a frame can bring anything."""
-        first = self._context.timers.first()
-        return None if first is None else first[0]
+        return self._context.timers.first_due_at()
 
     # ---- what comes in
 
@@ -176,8 +167,8 @@ class CoordinatorCore:
         """Take one frame of a peer, whatever it holds; returns what to send."""
         self.counters.num_frames += 1
         try:
-            message = decode(frame) if isinstance(frame, (bytes, memoryview)) else frame
-            self._dispatch(identity, message, now)
+            message = frame if isinstance(frame, Message) else decode(frame)
+            self._take(identity, message, now)
         except ProtocolError as fault:
             self.counters.num_malformed += 1
             self._log_once(identity, f"sent a malformed frame: {fault}")
@@ -191,7 +182,7 @@ class CoordinatorCore:
             kind, number = key
             self._when_due[kind](number, now)
             self._settle(now)
-        self._context.end_turn()
+        self._registry.end_turn()
         return self._settled(now)
 
     def undelivered(
@@ -202,7 +193,7 @@ class CoordinatorCore:
         An engine that cannot be reached has gone; a client gets it with its next heartbeat.
         """
         self.counters.num_undelivered += 1
-        session = self._session(identity)
+        session = self._context.sessions.get(identity)
         if fault is not None:
             self._log_once(identity, f"cannot be sent a message: {fault}")
             if isinstance(message, Ack) and isinstance(session, ClientSession):
@@ -217,28 +208,27 @@ class CoordinatorCore:
 
     def stood_still(self, seconds: float) -> None:
         """Its owner was stopped for so long: nobody could be heard, which is nobody's fault."""
-        self._registry.stood_still(seconds)
-        self._clients.stood_still(seconds)
+        for session in self._context.sessions.values():
+            session.last_seen += seconds
+            if isinstance(session, EngineSession):
+                session.progress_at += seconds
 
     def close(self, reason: str) -> Outgoing:
         """The coordinator goes: all that is unfinished fails, and every peer is told."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
-        self._context.end_turn()
-        for identity in [*self._registry.by_identity, *self._clients.by_identity]:
-            self._context.outbox.append((identity, Disconnect(reason=reason)))
+        self._registry.end_turn()
+        for session in self._context.sessions.values():
+            self._context.send(session, Disconnect(reason=reason))
         return self._take_outbox()
 
     # ---- by who sends it
 
-    def _session(self, identity: bytes) -> Session | None:
-        return self._registry.by_identity.get(identity) or self._clients.by_identity.get(identity)
-
-    def _dispatch(self, identity: bytes, message: Message, now: float) -> None:
+    def _take(self, identity: bytes, message: Message, now: float) -> None:
         """Raises ProtocolError for what a peer may send, but not so."""
-        session = self._session(identity)
+        session = self._context.sessions.get(identity)
         if session is None:
-            self._from_stranger(identity, message, now)
+            self._take_from_stranger(identity, message, now)
             return
         session.last_seen = now
         handlers = self._from_client if isinstance(session, ClientSession) else self._from_engine
@@ -249,7 +239,7 @@ class CoordinatorCore:
         else:
             handler(session, message, now)
 
-    def _from_stranger(self, identity: bytes, message: Message, now: float) -> None:
+    def _take_from_stranger(self, identity: bytes, message: Message, now: float) -> None:
         """Take its handshake. Else it may be a peer that was taken for dead: say so, but not for
         each of its messages."""
         if isinstance(message, Connect):

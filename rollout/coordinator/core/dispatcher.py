@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -9,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.coordinator.core.context import Context
-from rollout.coordinator.core.indexed_heap import IndexedHeap
-from rollout.coordinator.core.request_table import Group, Phase, Request, RequestTable
-from rollout.coordinator.core.sessions import EngineSession
+from rollout.coordinator.core.request_table import EngineSession, Group, Request, RequestTable
 from rollout.coordinator.protocol.messages import AssignRequest, Credit, RunningAttempt, Sample
 from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
@@ -19,10 +19,56 @@ from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError
 from rollout.requests.block_hash import compute_block_hashes_batched
 
+logger = logging.getLogger(__name__)
+
 # Params that are read once for many requests: few differ. Larger ones are not kept.
 _MAX_REMEMBERED_BYTES = 4096
 # Every so many groups, the one that waits for longest, so that higher priorities starve nobody.
 _OLDEST_EVERY = 16
+
+
+class GroupQueue:
+    """Groups by priority, then arrival. Every call is logarithmic in their number (amortized)."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        # Heaps that may hold entries of groups that have left, or twice those of one that is back.
+        self._by_priority: list[tuple[int, int]] = []
+        self._by_arrival: list[tuple[int, int]] = []
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def ids(self) -> list[int]:
+        return list(self._groups)
+
+    def add(self, group: Group) -> None:
+        """Add a group unless it is there. Ids are given in the order of arrival."""
+        group_id = group.group_id
+        if group_id in self._groups:
+            return
+        self._groups[group_id] = group
+        heapq.heappush(self._by_priority, (-group.priority, group_id))
+        heapq.heappush(self._by_arrival, (0, group_id))
+        # Outdated entries pay for the rebuilding that drops them.
+        if len(self._by_priority) + len(self._by_arrival) > 128 + 4 * len(self._groups):
+            self._by_priority = [(-group.priority, i) for i, group in self._groups.items()]
+            self._by_arrival = [(0, group_id) for group_id in self._groups]
+            heapq.heapify(self._by_priority)
+            heapq.heapify(self._by_arrival)
+
+    def discard(self, group_id: int) -> None:
+        self._groups.pop(group_id, None)
+
+    def take(self) -> Group:
+        """Take the first group, now and then the one that came first. The queue is not empty."""
+        self._num_taken += 1
+        is_oldest_due = self._num_taken % _OLDEST_EVERY == 0
+        heap = self._by_arrival if is_oldest_due else self._by_priority
+        while (group := self._groups.pop(heapq.heappop(heap)[1], None)) is None:
+            pass
+        return group
 
 
 class Dispatcher:
@@ -47,12 +93,11 @@ class Dispatcher:
         self._context, self._table = context, table
         self._policy, self._recorder = policy, recorder
         self._block_size = block_size_tokens
-        self._queue: IndexedHeap[int] = IndexedHeap()  # group ids by priority
-        self._arrivals: IndexedHeap[int] = IndexedHeap()  # the same ones by arrival
+        self._queue = GroupQueue()
         self._last_chances: dict[int, Request] = {}
-        self._num_dispatched = 0
         self._ready: dict[int, EngineSession] = {}  # by rank
         self._with_room: dict[int, EngineSession] = {}
+        self._is_policy_blamed = False
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
         """The block hashes to route by; [] where prefixes do not matter."""
@@ -67,7 +112,7 @@ class Dispatcher:
         engine.is_ready = True
         self._ready[engine.rank] = engine
         self._policy.rank_joined(engine.rank)
-        for request in self._table.assigned(engine):
+        for request in engine.requests.values():
             self._policy.assigned(engine.rank, request.group.hashes, request.num_tokens)
         self._update_room(engine)
         for group_id in self._waiting_groups():
@@ -80,12 +125,11 @@ class Dispatcher:
             del self._ready[engine.rank]
             self._with_room.pop(engine.rank, None)
             self._policy.rank_left(engine.rank)
-        requests = self._table.assigned(engine)
+        requests = list(engine.requests.values())
         for request in requests:
             self._table.requeue(request)
         if not self._ready:
-            for group_id in self._waiting_groups():
-                self._watch_orphans(group_id, now)
+            self._watch_orphans(self._waiting_groups(), now)
         return requests
 
     def weights_changed(self, engines: Iterable[EngineSession]) -> None:
@@ -95,12 +139,23 @@ class Dispatcher:
                 self._policy.weights_changed(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
-        """The engine accepts so many requests since it registered; the latest number counts."""
-        engine.num_granted = message.num_granted
-        self._update_room(engine)
+        """The engine accepts so many requests since it registered; the latest number counts.
+
+        What it said after an earlier registration may arrive behind the latest one.
+        """
+        if message.session == engine.session:
+            engine.num_granted = message.num_granted
+            self._update_room(engine)
+        else:
+            self._context.counters.num_stale += 1
 
     def _update_room(self, engine: EngineSession) -> None:
-        if engine.is_ready and engine.room > 0:
+        has_room = (
+            engine.is_ready
+            and engine.num_granted > engine.num_assigned
+            and len(engine.requests) < engine.max_held
+        )
+        if has_room:
             self._with_room[engine.rank] = engine
         else:
             self._with_room.pop(engine.rank, None)
@@ -110,14 +165,12 @@ class Dispatcher:
     def enqueue(self, requests: Iterable[Request], now: float) -> None:
         """Let waiting requests be dispatched."""
         for request in requests:
-            group = request.group
             if self._is_last_chance(request):
                 self._last_chances[request.server_id] = request
-            elif group.group_id not in self._queue:
-                self._queue.set(group.group_id, -group.priority, group.group_id)
-                self._arrivals.set(group.group_id, group.group_id)
+            else:
+                self._queue.add(request.group)
             if not self._ready:
-                self._watch_orphans(group.group_id, now)
+                self._watch_orphans([request.group.group_id], now)
 
     def released(self, request: Request, engine: EngineSession | None) -> None:
         """A request has ended that `engine` had, or that waited."""
@@ -128,7 +181,7 @@ class Dispatcher:
             engine.last_chance_id = None
         if engine.is_ready:
             self._policy.finished(engine.rank, request.num_tokens)
-        self._update_room(engine)
+            self._update_room(engine)
 
     def progressed(self, request: Request, engine: EngineSession) -> None:
         """Its attempt got on: no loss is held against the request any more."""
@@ -143,7 +196,7 @@ class Dispatcher:
             request = self._table.requests.get(held.request_id)
             if (
                 request is not None
-                and request.phase is Phase.WAITING
+                and request.is_waiting
                 and request.attempt == held.attempt
                 and request.last_engine_id == engine.engine_id
             ):
@@ -157,21 +210,21 @@ class Dispatcher:
         """A request waits no more."""
         group = request.group
         self._last_chances.pop(request.server_id, None)
-        if not group.num_waiting:
+        if not group.waiting:
             self._queue.discard(group.group_id)
-            self._arrivals.discard(group.group_id)
             self._context.timers.discard(("orphan", group.group_id))
 
     # ---- who is lost without an engine, or by one
 
-    def _waiting_groups(self) -> Iterable[int]:
-        yield from self._queue.keys()
-        yield from {request.group.group_id for request in self._last_chances.values()}
+    def _waiting_groups(self) -> list[int]:
+        apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
+        return [*self._queue.ids(), *apart]
 
-    def _watch_orphans(self, group_id: int, now: float) -> None:
-        timers = self._context.timers
-        if ("orphan", group_id) not in timers:
-            timers.set(("orphan", group_id), now + self._context.limits.orphan_deadline_s)
+    def _watch_orphans(self, group_ids: Iterable[int], now: float) -> None:
+        timers, due_at = self._context.timers, now + self._context.limits.orphan_deadline_s
+        for group_id in group_ids:
+            if ("orphan", group_id) not in timers:
+                timers.set(("orphan", group_id), due_at)
 
     def suspects(self, engine: EngineSession) -> list[Request]:
         """The requests that an engine which says nothing more may have been running.
@@ -180,7 +233,7 @@ class Dispatcher:
         said: an engine takes its requests by priority, then arrival. The first of those is a
         suspect, too, as it was next.
         """
-        requests = self._table.assigned(engine)
+        requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
         others = [r for r in requests if len(r.log) == r.num_known]
         others.sort(key=lambda request: -request.group.priority)
@@ -197,36 +250,36 @@ class Dispatcher:
         """Assign what waits, as far as engines have room."""
         if self._last_chances:
             self._dispatch_last_chances()
-        while self._with_room and (group := self._next_group()) is not None:
-            waiting = [
-                request
-                for request in self._table.waiting(group)
-                if request.server_id not in self._last_chances
-            ]
-            if not waiting:
-                continue
-            num_tokens = sum(self._count_tokens(request) for request in waiting)
-            rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
-            self._assign(waiting, group, self._with_room[rank])
+        while self._with_room and self._queue:
+            group = self._queue.take()
+            waiting = list(group.waiting.values())
+            if self._last_chances:
+                waiting = [r for r in waiting if r.server_id not in self._last_chances]
+            if waiting:
+                self._assign(waiting, group, self._choose(group, waiting))
 
     def _dispatch_last_chances(self) -> None:
         for engine in list(self._with_room.values()):
             if engine.last_chance_id is None and self._last_chances:
                 request = self._last_chances.pop(next(iter(self._last_chances)))
-                self._count_tokens(request)
                 engine.last_chance_id = request.server_id
                 self._assign([request], request.group, engine)
 
-    def _next_group(self) -> Group | None:
-        """Take the first group from the queue, now and then the one that came first."""
-        is_oldest_due = self._num_dispatched % _OLDEST_EVERY == _OLDEST_EVERY - 1
-        first = (self._arrivals if is_oldest_due else self._queue).first()
-        if first is None:
-            return None
-        self._num_dispatched += 1
-        self._queue.discard(first[1])
-        self._arrivals.discard(first[1])
-        return self._table.groups[first[1]]
+    def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:
+        """The engine of the policy's choice; that with the fewest requests if it has no room."""
+        num_tokens = sum([request.num_tokens for request in requests])
+        rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
+        for engine in self._with_room.values():
+            if engine.rank == rank:
+                return engine
+        if not self._is_policy_blamed:
+            self._is_policy_blamed = True
+            logger.error(
+                "routing policy %s chose rank %r, and the ranks with room are %s; whenever it does "
+                "so, the one with the fewest requests is taken (logged once)",
+                *(type(self._policy).__name__, rank, sorted(self._with_room)),
+            )
+        return min(self._with_room.values(), key=lambda e: (len(e.requests), e.rank))
 
     def _assign(self, requests: Sequence[Request], group: Group, engine: EngineSession) -> None:
         # Fresh ones share the computation of their prompt. What goes on does not, and its tokens
@@ -259,13 +312,12 @@ class Dispatcher:
             )
             self._context.send(engine, assignment)
 
-    def _count_tokens(self, request: Request) -> int:
-        packed, num_prompt_tokens = request.sampling_params, len(request.group.prompt_tokens)
-        is_short = len(packed) <= _MAX_REMEMBERED_BYTES
-        limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed)
-        num_new = max(0, limit - num_prompt_tokens if counts_prompt else limit)
-        request.num_tokens = num_prompt_tokens + num_new
-        return request.num_tokens
+
+def count_tokens(num_prompt_tokens: int, packed_params: bytes) -> int:
+    """The most tokens, of prompt and output, that a request with these params can come to."""
+    is_short = len(packed_params) <= _MAX_REMEMBERED_BYTES
+    limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed_params)
+    return max(num_prompt_tokens, limit if counts_prompt else num_prompt_tokens + limit)
 
 
 def _token_limit(packed_params: bytes) -> tuple[int, bool]:

@@ -10,44 +10,45 @@ from typing import Any
 
 from msgspec import structs
 
-from rollout.coordinator.core.fleet import (
-    CommittedWeights,
-    name_of,
-    next_epoch,
-    state_after,
-)
+from rollout.coordinator.core.fleet import EPOCH_COMMANDS, CommittedWeights, name_of
 from rollout.coordinator.core.registry import Registry
-from rollout.coordinator.core.sessions import EngineSession
+from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
     Ack,
     Command,
+    Commit,
     Message,
     Nack,
+    Prepare,
+    Rollback,
     UpdateWeights,
     WireError,
 )
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
 
 class Operation:
-    """The same command to every engine, which changes nothing by itself: STATS. Others build on it.
+    """One command of a client. It asks each engine, waits for each, and says how it ended.
 
     `outcome` is None until it has ended, then its result or the error to raise at the client.
     `members` are the engines asked, by id; `waiting` those that have not answered. An engine that
-    is removed meanwhile is neither, and its rank is among `lost_ranks`.
+    is removed meanwhile is neither, and its rank is among `lost_ranks`. `command_id`: as engines
+    know it.
     """
 
-    ending = "ask again"
-
     def __init__(
-        self, registry: Registry, message: Command | UpdateWeights, deadline_at: float
+        self,
+        registry: Registry,
+        client: ClientSession,
+        message: Command | UpdateWeights,
+        deadline_at: float,
     ) -> None:
-        self.registry, self.fleet = registry, registry.fleet
-        self.message, self.deadline_at = message, deadline_at
+        self.registry, self.context, self.fleet = registry, registry.context, registry.fleet
+        self.client, self.message, self.deadline_at = client, message, deadline_at
         self.name = name_of(message)
         self.command_id = next(self.fleet.command_ids)
         self.outcome: Mapping[str, Any] | WireError | None = None
@@ -58,18 +59,24 @@ class Operation:
         self.refusals: dict[int, WireError] = {}  # by rank, the first one first
 
     def begin(self, now: float) -> None:
-        """Ask the engines."""
+        """Ask the engines. Raises RolloutError if it cannot be done at all."""
         seconds_left = self.deadline_at - now
         own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
         self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
-        """All members have answered."""
-        self.end()
+        """All members have answered. End with the first refusal, or the report of all engines. Map
+        keys travel as strings."""
+        self.outcome = next(iter(self.refusals.values()), None) or {
+            "state": self.fleet.state.name,
+            "weights_version": self.fleet.weights_version,
+            "ranks": {str(rank): result for rank, result in sorted(self.results.items())},
+            "lost_ranks": self.lost_ranks,
+        }
 
     def timed_out(self, now: float) -> None:
         """The deadline has passed, with members that have not answered."""
-        self.end_unanswered(self.stop_waiting_for_all(now), self.ending)
+        self.end_unanswered(now, "ask again")
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         """A member that was waited for has answered."""
@@ -98,7 +105,7 @@ class Operation:
         self.waiting = dict(self.members)
         for engine in self.members.values():
             engine.num_awaited += 1
-            self.registry.context.send(engine, message)
+            self.context.send(engine, message)
         if not self.waiting:
             self.complete(now)
 
@@ -115,29 +122,26 @@ class Operation:
             self.stop_waiting(engine, now)
         return silent
 
-    def end(self) -> None:
-        """With the first refusal, or the report of all engines. Map keys travel as strings."""
-        self.outcome = next(iter(self.refusals.values()), None) or {
-            "state": self.fleet.state.name,
-            "weights_version": self.fleet.weights_version,
-            "ranks": {str(rank): result for rank, result in sorted(self.results.items())},
-            "lost_ranks": self.lost_ranks,
-        }
-
-    def end_unanswered(self, silent: list[EngineSession], ending: str) -> None:
+    def end_unanswered(self, now: float, ending: str) -> None:
+        silent = self.stop_waiting_for_all(now)
         ranks = ", ".join(str(engine.rank) for engine in silent)
         error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
         self.outcome = WireError.of(error)
 
 
+class Question(Operation):
+    """STATS: it changes nothing, and so waits for no other command."""
+
+
 class Shutdown(Operation):
     """The end, in whatever state the engines are, and whatever they answer."""
-
-    ending = "the coordinator ends all the same"
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
         """Also those that have no work yet: they would look for the coordinator for ever."""
         super().ask(self.registry.engines.values(), message, now)
+
+    def timed_out(self, now: float) -> None:
+        self.end_unanswered(now, "the coordinator ends all the same")
 
 
 class StateChange(Operation):
@@ -149,23 +153,24 @@ class StateChange(Operation):
 
     message: Command
 
-    def complete(self, now: float) -> None:
-        fleet = self.fleet
-        if self.refusals:
-            fleet.is_diverged |= bool(self.results)
+    def begin(self, now: float) -> None:
+        if self.fleet.is_done(self.message.header):
+            super().complete(now)
         else:
-            before = fleet.state
-            fleet.state, fleet.released = state_after(fleet, self.message)
-            if self.message.header is not Headers.SUSPEND:
-                # What engines that were suspended before have released, a repetition does not say.
-                fleet.is_diverged = False
-            logger.info("%s -> %s", before.name, fleet.state.name)
-        self.end()
+            super().begin(now)
+
+    def complete(self, now: float) -> None:
+        if self.refusals:
+            self.fleet.is_diverged |= bool(self.results)
+        else:
+            before = self.fleet.state
+            self.fleet.change_state(self.message)
+            logger.info("%s -> %s", before.name, self.fleet.state.name)
+        super().complete(now)
 
     def timed_out(self, now: float) -> None:
         self.fleet.is_diverged = True
-        silent = self.stop_waiting_for_all(now)
-        self.end_unanswered(silent, f"the fleet stays {self.fleet.state.name}")
+        self.end_unanswered(now, f"the fleet stays {self.fleet.state.name}")
 
 
 class EpochChange(Operation):
@@ -175,12 +180,13 @@ class EpochChange(Operation):
     removed, and gets it when it comes again.
     """
 
-    def __init__(self, registry: Registry, message: Command, deadline_at: float) -> None:
-        """Raises InvalidRequestError unless the number is above the current one."""
-        super().__init__(registry, message, deadline_at)
-        self._version = next_epoch(registry.fleet, message)
+    message: Command
 
     def begin(self, now: float) -> None:
+        version: object = self.fleet.weights_version + 1
+        if self.message.header is Headers.SET_GENERATION_EPOCH:
+            version = self.message.arguments.get("version")
+        self._version = self.fleet.require_next_version(version, InvalidRequestError)
         own = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
             command_id=self.command_id,
             arguments={"version": self._version},
@@ -191,12 +197,11 @@ class EpochChange(Operation):
     def complete(self, now: float) -> None:
         if not self.refusals or self.results or self.lost_ranks:
             self._take(now)
-        self.end()
+        super().complete(now)
 
     def timed_out(self, now: float) -> None:
-        silent = self.stop_waiting_for_all(now)
+        self.end_unanswered(now, f"it was removed; the version is {self._version}")
         self._take(now)
-        self.end_unanswered(silent, f"it was removed; the version is {self._version}")
 
     def _take(self, now: float) -> None:
         old = self.fleet.weights or CommittedWeights(0, "", None)
@@ -208,3 +213,133 @@ class EpochChange(Operation):
                 reason = f"{self.name} was not confirmed"
                 self.registry.remove(engine, reason, now, suspects=())
         self.registry.dispatcher.weights_changed(self.members.values())
+
+
+class WeightCommit(Operation):
+    """One weight update over all engines, in two phases with presumed abort.
+
+    Until every member has voted yes, any fault leaves all at the serving version. From then on the
+    update is committed, and a member that does not follow is removed and brought up when it comes
+    again.
+    """
+
+    message: UpdateWeights
+    _is_decided = False
+
+    def begin(self, now: float) -> None:
+        version = self.message.version
+        if version is None:
+            version = self.fleet.weights_version + 1
+        self._version = self.fleet.require_next_version(version, WeightUpdateError)
+        prepare = Prepare(
+            command_id=self.command_id,
+            version=self._version,
+            source=self.message.source,
+            in_flight=self.message.in_flight,
+            deadline_s=self.deadline_at - now,
+        )
+        self.ask(self.registry.ready_engines(), prepare, now)
+
+    def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
+        if isinstance(answer, Nack) and self._is_decided:
+            # It leaves, and comes back to `lost`, where it is not waited for any more.
+            reason = f"it did not commit version {self._version}: {answer.error.message}"
+            self.registry.remove(engine, reason, now, suspects=())
+            return
+        if self._is_decided:
+            engine.weights_version = self._version
+        super().answered(engine, answer, now)
+        if isinstance(answer, Nack) and self.outcome is None:
+            self._roll_back(self.refusals[engine.rank], now)
+
+    def lost(self, engine: EngineSession, now: float) -> None:
+        if not self._is_decided and self.waiting.get(engine.engine_id) is engine:
+            del self.members[engine.engine_id]
+            self._refuse(f"rank {engine.rank} was lost before its vote", now, is_transient=True)
+        else:
+            super().lost(engine, now)
+
+    def complete(self, now: float) -> None:
+        if self._is_decided:
+            self.registry.dispatcher.weights_changed(self.members.values())
+            super().complete(now)
+        elif self.refusals:
+            self._roll_back(next(iter(self.refusals.values())), now)
+        elif not self.members:
+            # Weights that no engine can take, committed without a vote, would keep all out.
+            reason = f"no engine was there to verify version {self._version}"
+            self._refuse(reason, now, "push again when one has joined", is_transient=True)
+        else:
+            checksum, fault = self._agreed_checksum()
+            if fault:
+                self._refuse(fault, now)
+            else:
+                self._commit(checksum, now)
+
+    def timed_out(self, now: float) -> None:
+        if not self._is_decided:
+            ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
+            self._refuse(f"no vote in time from rank {ranks}", now)
+            return
+        for engine in self.stop_waiting_for_all(now):
+            reason = f"it did not commit version {self._version} in time"
+            self.registry.remove(engine, reason, now, suspects=())
+            self.members.pop(engine.engine_id)
+            self.lost_ranks.append(engine.rank)
+        self.complete(now)
+
+    def _agreed_checksum(self) -> tuple[str, str]:
+        """The checksum that source and members name, and what is wrong if they name several."""
+        named: dict[str, str] = {}
+        if self.message.source.checksum:
+            named[self.message.source.checksum] = "the source"
+        for rank, vote in sorted(self.results.items()):
+            checksum = vote.get("checksum") or ""
+            if not isinstance(checksum, str):
+                return "", f"rank {rank} names the checksum {checksum!r:.100}, which is no text"
+            if checksum:
+                named.setdefault(checksum, f"rank {rank}")
+        if len(named) > 1:
+            listed = ", ".join(f"{checksum!r} by {who}" for checksum, who in named.items())
+            return "", f"the staged weights have different checksums: {listed}"
+        return next(iter(named), ""), ""
+
+    def _commit(self, checksum: str, now: float) -> None:
+        self._is_decided = True
+        self.results = {}
+        # Whoever comes later must have fetched what the members have.
+        source = structs.replace(self.message.source, checksum=checksum)
+        self.fleet.weights = CommittedWeights(self._version, checksum, source)
+        self.context.counters.num_weight_commits += 1
+        logger.info("version %d is committed on %d engines", self._version, len(self.members))
+        self.deadline_at = max(self.deadline_at, now + self.context.limits.commit_grace_s)
+        commit = Commit(command_id=self.command_id, version=self._version)
+        self.ask(list(self.members.values()), commit, now)
+
+    def _refuse(
+        self, reason: str, now: float, remedy: str = "", *, is_transient: bool = False
+    ) -> None:
+        """`is_transient`: the same weights may be taken next time."""
+        kept = "the serving weights are kept" + (f": {remedy}" if remedy else "")
+        error = WeightUpdateError(f"{reason}; {kept}")
+        error.is_transient = is_transient
+        self._roll_back(WireError.of(error), now)
+
+    def _roll_back(self, error: WireError, now: float) -> None:
+        """Nobody need answer: what is not committed counts for nothing."""
+        self.stop_waiting_for_all(now)
+        self.context.counters.num_weight_rollbacks += 1
+        logger.warning("version %d is rolled back: %s", self._version, error.message)
+        for engine in self.members.values():
+            rollback = Rollback(command_id=self.command_id, version=self._version)
+            self.context.send(engine, rollback)
+        self.outcome = error
+
+
+def operation_type(message: Command | UpdateWeights) -> type[Operation]:
+    if isinstance(message, UpdateWeights):
+        return WeightCommit
+    if message.header in EPOCH_COMMANDS:
+        return EpochChange
+    own = {Headers.STATS: Question, Headers.SHUTDOWN: Shutdown}
+    return own.get(message.header, StateChange)

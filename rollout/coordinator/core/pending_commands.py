@@ -5,28 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from rollout.coordinator.core.fleet import (
-    EPOCH_COMMANDS,
-    CoordinatorState,
-    is_done,
-    name_of,
-    require_legal,
-    require_readable,
-)
-from rollout.coordinator.core.operations import (
-    EpochChange,
-    Operation,
-    Shutdown,
-    StateChange,
-)
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.coordinator.core.operations import Operation, Question, Shutdown, operation_type
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.sessions import ClientSession, EngineSession
-from rollout.coordinator.core.weight_commit import WeightCommit
-from rollout.coordinator.protocol.headers import Headers
+from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.messages import (
     Ack,
     Command,
@@ -40,37 +25,20 @@ from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A command that waits, or runs if it has an operation."""
-
-    number: int
-    client: ClientSession
-    message: Command | UpdateWeights
-    deadline_at: float
-    operation: Operation | None = None
-
-    @property
-    def is_question(self) -> bool:
-        """Whether it changes nothing, and so waits for no other command."""
-        return isinstance(self.message, Command) and self.message.header is Headers.STATS
-
-
 class PendingCommands:
     """One command runs at a time, the others wait in order; questions run beside it. `is_over`
     after a SHUTDOWN."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
-        self._queue: deque[_Pending] = deque()
-        self._running: dict[int, _Pending] = {}  # by the command id that engines know
-        self._num_submitted = 0
+        self._queue: deque[Operation] = deque()
+        self._running: dict[int, Operation] = {}  # by command id
         self.is_over = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a command runs that changes something."""
-        return any(not pending.is_question for pending in self._running.values())
+        return any(type(operation) is not Question for operation in self._running.values())
 
     @property
     def has_any(self) -> bool:
@@ -96,60 +64,51 @@ class PendingCommands:
             return
         counters.num_commands += 1
         client.answers[message.command_id] = None
-        deadline_s = limits.command_deadline_s
-        if message.deadline_s is not None:
-            deadline_s = message.deadline_s
-        self._num_submitted += 1
-        pending = _Pending(self._num_submitted, client, message, now + deadline_s)
-        self._context.timers.set(("command", pending.number), pending.deadline_at)
-        if pending.is_question and not self.is_over:
-            self._begin(pending, now)
+        deadline_s = message.deadline_s
+        if deadline_s is None:
+            deadline_s = limits.command_deadline_s
+        operation = operation_type(message)(self._registry, client, message, now + deadline_s)
+        self._context.timers.set(("command", operation.command_id), operation.deadline_at)
+        if isinstance(operation, Question) and not self.is_over:
+            self._begin(operation, now)
         else:
-            self._queue.append(pending)
+            self._queue.append(operation)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         """An engine's answer; one that nobody waits for any more is counted and dropped."""
-        pending = None if answer.command_id is None else self._running.get(answer.command_id)
-        operation = None if pending is None else pending.operation
-        if (
-            pending is None
-            or operation is None
-            or operation.waiting.get(engine.engine_id) is not engine
-        ):
+        operation = None if answer.command_id is None else self._running.get(answer.command_id)
+        if operation is None or operation.waiting.get(engine.engine_id) is not engine:
             self._context.counters.num_unexpected += 1
             return
         operation.answered(engine, answer, now)
-        self._go_on(pending)
+        self._go_on(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
         """Running commands wait for it no more."""
-        for pending in list(self._running.values()):
-            assert pending.operation is not None
-            pending.operation.lost(engine, now)
-            self._go_on(pending)
+        for operation in list(self._running.values()):
+            operation.lost(engine, now)
+            self._go_on(operation)
 
-    def deadline_passed(self, number: int, now: float) -> None:
+    def deadline_passed(self, command_id: int, now: float) -> None:
         """Of a command that runs or still waits its turn."""
-        for pending in [*self._running.values(), *self._queue]:
-            if pending.number != number:
-                continue
-            if pending.operation is not None:
-                pending.operation.timed_out(now)
-                self._go_on(pending)
-            else:
-                self._queue.remove(pending)
-                self._answer(pending, _not_begun(pending))
+        if (operation := self._running.get(command_id)) is not None:
+            operation.timed_out(now)
+            self._go_on(operation)
+            return
+        (operation,) = [waits for waits in self._queue if waits.command_id == command_id]
+        self._queue.remove(operation)
+        self._answer(operation, _not_begun(operation))
 
     def advance(self, now: float) -> bool:
         """Begin the next command if none runs; returns whether there was one."""
         if self.is_busy or not self._queue or self.is_over:
             return False
-        pending = self._queue.popleft()
-        if now >= pending.deadline_at:
+        operation = self._queue.popleft()
+        if now >= operation.deadline_at:
             # It passed together with that of the one before, which was looked at first.
-            self._answer(pending, _not_begun(pending))
+            self._answer(operation, _not_begun(operation))
         else:
-            self._begin(pending, now)
+            self._begin(operation, now)
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
@@ -160,66 +119,46 @@ class PendingCommands:
     def close(self, reason: str) -> None:
         """Refuse whatever runs or waits."""
         error = WireError.of(RequestAbortedError(reason))
-        for pending in [*self._running.values(), *self._queue]:
-            self._answer(pending, error)
+        for operation in [*self._running.values(), *self._queue]:
+            self._answer(operation, error)
         self._running.clear()
         self._queue.clear()
 
     # ---- what becomes of it
 
-    def _begin(self, pending: _Pending, now: float) -> None:
+    def _begin(self, operation: Operation, now: float) -> None:
         try:
-            operation = pending.operation = self._operation(pending)
-        except RolloutError as error:
-            self._answer(pending, WireError.of(error))
-            return
-        self._running[operation.command_id] = pending
-        if operation.outcome is None:
+            self._registry.fleet.require_legal(operation.message)
+            self._running[operation.command_id] = operation
             operation.begin(now)
-        self._go_on(pending)
+        except RolloutError as error:
+            self._running.pop(operation.command_id, None)
+            self._answer(operation, WireError.of(error))
+        else:
+            self._go_on(operation)
 
-    def _operation(self, pending: _Pending) -> Operation:
-        """Raises RolloutError if it cannot be done at all."""
-        registry, message, deadline_at = self._registry, pending.message, pending.deadline_at
-        require_legal(registry.fleet, message)
-        if isinstance(message, UpdateWeights):
-            return WeightCommit(registry, message, deadline_at)
-        require_readable(message)
-        if message.header is Headers.SHUTDOWN:
-            return Shutdown(registry, message, deadline_at)
-        if message.header is Headers.STATS:
-            return Operation(registry, message, deadline_at)
-        if message.header in EPOCH_COMMANDS:
-            return EpochChange(registry, message, deadline_at)
-        operation = StateChange(registry, message, deadline_at)
-        if is_done(registry.fleet, message.header):
-            operation.end()
-        return operation
-
-    def _go_on(self, pending: _Pending) -> None:
+    def _go_on(self, operation: Operation) -> None:
         """Answer a running command if it has ended; its deadline may have moved if not."""
-        operation = pending.operation
-        assert operation is not None
         if operation.outcome is None:
-            self._context.timers.set(("command", pending.number), operation.deadline_at)
+            self._context.timers.set(("command", operation.command_id), operation.deadline_at)
             return
         if self._running.pop(operation.command_id, None) is None:
             return
-        self._answer(pending, operation.outcome)
+        self._answer(operation, operation.outcome)
         if isinstance(operation, Shutdown):
             self.is_over = True
         elif self._registry.fleet.state is CoordinatorState.STOPPING:
             error = RequestAbortedError("the engines were stopped before the request had ended")
             self._requests.fail_all(WireError.of(error))
 
-    def _answer(self, pending: _Pending, outcome: Mapping[str, Any] | WireError) -> None:
-        self._context.timers.discard(("command", pending.number))
-        command_id, client = pending.message.command_id, pending.client
+    def _answer(self, operation: Operation, outcome: Mapping[str, Any] | WireError) -> None:
+        self._context.timers.discard(("command", operation.command_id))
+        command_id, client = operation.message.command_id, operation.client
         answer: Ack | Nack
         if isinstance(outcome, WireError):
             self._context.counters.num_commands_refused += 1
             answer = Nack(command_id=command_id, error=outcome)
-            logger.info("%s of %s: %s", name_of(pending.message), client, outcome.message)
+            logger.info("%s of %s: %s", operation.name, client, outcome.message)
         else:
             answer = Ack(command_id=command_id, result=outcome)
         client.answers[command_id] = answer
@@ -232,8 +171,8 @@ class PendingCommands:
             self._context.send(client, answer)
 
 
-def _not_begun(pending: _Pending) -> WireError:
+def _not_begun(operation: Operation) -> WireError:
     """The outcome where the deadline passed while others ran."""
     return WireError.of(
-        EngineStateError(f"{name_of(pending.message)}: not begun in time, others ran before it")
+        EngineStateError(f"{operation.name}: not begun in time, others ran before it")
     )

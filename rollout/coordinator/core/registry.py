@@ -6,21 +6,23 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.request_table import Request, RequestTable
-from rollout.coordinator.core.sessions import EngineSession, RecentIds
+from rollout.coordinator.core.request_table import EngineSession, RecentIds, Request
 from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
+    AbortRequest,
     Disconnect,
     Heartbeat,
     Register,
     RegisterAck,
+    ReplyAck,
     Rollback,
     nack_of,
 )
@@ -46,25 +48,22 @@ class Registry:
     def __init__(
         self,
         context: Context,
-        table: RequestTable,
         dispatcher: Dispatcher,
         requests: RequestLifecycle,
         fleet: Fleet,
-        coordinator_id: bytes,
         *,
         num_awaited: int,
     ) -> None:
         """`num_awaited`: engines to wait for before the first is admitted, so that ranks follow the
         order of engine ids and not of arrival; 1 admits each as it comes."""
         self.context, self.dispatcher, self.fleet = context, dispatcher, fleet
-        self._table, self._requests = table, requests
-        self._coordinator_id, self._num_awaited = coordinator_id, num_awaited
+        self._requests, self._num_awaited = requests, num_awaited
         self.engines: dict[bytes, EngineSession] = {}
-        self.by_identity: dict[bytes, EngineSession] = {}
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
         self._joining: dict[bytes, EngineSession] = {}  # admitted, without work yet
         self._rank_of_engine: OrderedDict[bytes, int] = OrderedDict()
+        self._sessions = count(1)
         self._refused: RecentIds[bytes] = RecentIds(context.limits.max_engines)
 
     @property
@@ -92,8 +91,8 @@ class Registry:
             if former is not None:
                 self.remove(former, "it may not register again", now, is_told=False)
             return
-        here = self.by_identity.get(identity)
-        if here is not None and here is not former:
+        here = self.context.sessions.get(identity)
+        if isinstance(here, EngineSession) and here is not former:
             self.remove(here, "another engine has its socket", now, is_told=False)
         earlier = self._registered.pop(message.engine_id, None)
         left = [] if earlier is None else earlier.left
@@ -115,9 +114,7 @@ class Registry:
                 f"the engine serves version {version}, the fleet {weights.version}; versions only "
                 "rise"
             )
-        if not (message.weights_checksum and weights.checksum) or (
-            message.weights_checksum == weights.checksum
-        ):
+        if message.weights_checksum in ("", weights.checksum) or not weights.checksum:
             return None
         if version == weights.version:
             return WeightUpdateError(
@@ -141,47 +138,47 @@ class Registry:
             for engine_id in sorted(self._registered):
                 self._admit(self._registered.pop(engine_id), now)
         for engine in list(self._joining.values()):
-            assert self.fleet.weights is not None
-            if engine.expected != self._expected():
+            if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
                 # A registration is answered once: another one gets what is right by now.
                 reason = "the fleet moved on before it had joined"
                 self.remove(engine, reason, now, suspects=())
-            elif engine.weights_version == self.fleet.weights.version:
+            elif engine.weights_version == self.fleet.weights_version:
                 del self._joining[engine.engine_id]
                 engine.progress_at = now
                 self.dispatcher.engine_ready(engine)
 
     def _admit(self, registration: _Registration, now: float) -> None:
-        message, limits = registration.message, self.context.limits
+        message, context, fleet = registration.message, self.context, self.fleet
         refusal = self._refusal(message)  # what the fleet serves may have changed
         if refusal is not None:
-            self.context.outbox.append((registration.identity, nack_of(None, refusal)))
+            context.outbox.append((registration.identity, nack_of(None, refusal)))
             self._requests.requeue(registration.left, now)
             return
+        weights = self._weights_beside(message)
         engine = EngineSession(
             engine_id=message.engine_id,
             identity=registration.identity,
             rank=self._assign_rank(message.engine_id),
             weights_version=message.weights_version,
-            weights_checksum=message.weights_checksum,
             max_held=message.max_requests + num_ahead(message.max_requests),
             last_seen=now,
             progress_at=now,
+            session=next(self._sessions),
+            expected=(fleet.state.name, weights.version),
         )
-        self.engines[engine.engine_id] = self.by_identity[engine.identity] = engine
+        self.engines[engine.engine_id] = context.sessions[engine.identity] = engine
         self.dispatcher.reclaim(engine, message.running)
-        self._note_weights(engine)
-        if self.fleet.state is CoordinatorState.SUSPENDED:
+        if fleet.state is CoordinatorState.SUSPENDED:
             # A fresh engine gives its KV up; one that is suspended may have missed a resume.
             was_suspended = message.state == EngineState.SUSPENDED.name
-            self.fleet.is_diverged |= was_suspended or "kv_cache" not in self.fleet.released
-        self._instruct(engine, message.prepared_command_id)
+            fleet.is_diverged |= was_suspended or "kv_cache" not in fleet.released
+        self._instruct(engine, weights, message.prepared_command_id)
         self._joining[engine.engine_id] = engine
-        self.context.timers.set(("engine", engine.engine_id), now)
-        if ("probe", 0) not in self.context.timers:
-            self.context.timers.set(("probe", 0), now + limits.probe_interval_s)
-        self.context.counters.num_engines_joined += 1
-        logger.info("%s joined with %d requests", engine, len(engine.server_ids))
+        context.timers.set(("engine", engine.engine_id), now)
+        if ("probe", 0) not in context.timers:
+            context.timers.set(("probe", 0), now + context.limits.probe_interval_s)
+        context.counters.num_engines_joined += 1
+        logger.info("%s joined with %d requests", engine, len(engine.requests))
         self._requests.requeue(registration.left, now)
 
     def _assign_rank(self, engine_id: bytes) -> int:
@@ -195,37 +192,38 @@ class Registry:
             self._rank_of_engine.popitem(last=False)
         return rank
 
-    def _expected(self) -> tuple[str, int]:
-        return self.fleet.state.name, self.fleet.weights_version
+    def _weights_beside(self, message: Register) -> CommittedWeights:
+        """What the fleet serves; the first engine says that, or what its checksum is."""
+        fleet, checksum = self.fleet, message.weights_checksum
+        weights = fleet.weights
+        if weights is None:
+            weights = CommittedWeights(message.weights_version, checksum, None)
+        elif not weights.checksum:
+            weights = replace(weights, checksum=checksum)
+        fleet.weights = weights
+        return weights
 
-    def _note_weights(self, engine: EngineSession) -> None:
-        """The first engine says what the fleet serves, or what its checksum is."""
-        fleet, checksum = self.fleet, engine.weights_checksum
-        if fleet.weights is None:
-            fleet.weights = CommittedWeights(engine.weights_version, checksum, None)
-        elif not fleet.weights.checksum:
-            fleet.weights = replace(fleet.weights, checksum=checksum)
-
-    def _instruct(self, engine: EngineSession, prepared_command_id: int | None) -> None:
+    def _instruct(
+        self, engine: EngineSession, weights: CommittedWeights, prepared_command_id: int | None
+    ) -> None:
         """Say what to be. Whatever is sent after it finds the engine so."""
-        fleet, weights, limits = self.fleet, self.fleet.weights, self.context.limits
-        assert weights is not None
-        engine.expected = self._expected()
+        state, limits = self.fleet.state, self.context.limits
         is_behind = engine.weights_version < weights.version
         # The same weights under a later number, which an engine takes only while it is quiet.
         is_renumbered = is_behind and weights.source is None
-        is_running = fleet.state is CoordinatorState.RUNNING
+        is_running = state is CoordinatorState.RUNNING
         ack = RegisterAck(
-            coordinator_id=self._coordinator_id,
+            coordinator_id=self.context.coordinator_id,
             rank=engine.rank,
-            state=EngineState.PAUSED.name if is_renumbered and is_running else fleet.state.name,
+            state=EngineState.PAUSED.name if is_renumbered and is_running else state.name,
             lease_s=limits.engine_lease_s,
             heartbeat_s=limits.heartbeat_s,
             progress_deadline_s=limits.progress_deadline_s,
             report_interval_tokens=limits.report_interval_tokens,
             weights_version=weights.version,
             weights=weights.source if is_behind else None,
-            keep=tuple(request.current_attempt() for request in self._table.assigned(engine)),
+            keep=tuple(request.current_attempt() for request in engine.requests.values()),
+            session=engine.session,
         )
         self.context.send(engine, ack)
         if prepared_command_id is not None and ack.weights is None:
@@ -282,21 +280,24 @@ class Registry:
         if self.engines:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
-    def stood_still(self, seconds: float) -> None:
-        """For so long no engine could be heard."""
+    def end_turn(self) -> None:
+        """Tell each engine which attempts it may forget, and which it is to end."""
         for engine in self.engines.values():
-            engine.last_seen += seconds
-            engine.progress_at += seconds
+            if engine.acknowledged:
+                self.context.send(engine, ReplyAck(attempts=tuple(engine.acknowledged)))
+                engine.acknowledged.clear()
+            if engine.aborted:
+                self.context.send(engine, AbortRequest(attempts=tuple(engine.aborted)))
+                engine.aborted.clear()
 
     # ---- going
 
     def disconnect(self, engine: EngineSession, message: Disconnect, now: float) -> None:
         """It says goodbye, and if it failed, what it was running then."""
         named = {(attempt.request_id, attempt.attempt) for attempt in message.suspects}
-        held = self._table.assigned(engine)
-        suspects = [request for request in held if (request.server_id, request.attempt) in named]
-        reason = f"it said goodbye: {message.reason}"
-        is_fault = message.is_fault
+        held = engine.requests.values()
+        suspects = [r for r in held if (r.server_id, r.attempt) in named]
+        reason, is_fault = f"it said goodbye: {message.reason}", message.is_fault
         self.remove(engine, reason, now, suspects=suspects if is_fault else (), is_told=False)
 
     def remove(
@@ -310,24 +311,25 @@ class Registry:
     ) -> None:
         """The engine is out: its requests go to others. `suspects`: those that may be why; None for
         all that it may have been running. An engine that is told can come again."""
-        level = logging.INFO if suspects == () else logging.WARNING
+        if suspects is None:
+            suspects, level = self.dispatcher.suspects(engine), logging.WARNING
+        else:
+            level = logging.WARNING if suspects else logging.INFO
         logger.log(level, "%s left: %s", engine, reason)
         self.context.counters.num_engines_lost += 1
-        if suspects is None:
-            suspects = self.dispatcher.suspects(engine)
         if is_told:
             refusal = nack_of(None, RolloutError(f"{reason}; register again"))
             self.context.send(engine, refusal)
-        self._requests.count_loss(suspects)
+        for request in self.dispatcher.suspects(engine) if suspects is None else suspects:
+            request.lost_attempts |= {request.attempt}
         self._requests.requeue(self._end_session(engine, now), now)
 
     def _end_session(self, engine: EngineSession, now: float) -> list[Request]:
         """Forget the session; returns the requests that it leaves."""
         del self.engines[engine.engine_id]
-        if self.by_identity.get(engine.identity) is engine:
-            del self.by_identity[engine.identity]
+        if self.context.sessions.get(engine.identity) is engine:
+            del self.context.sessions[engine.identity]
         self._joining.pop(engine.engine_id, None)
         self.context.timers.discard(("engine", engine.engine_id))
-        self.context.forget_engine(engine)
         self.departed.append(engine)
         return self.dispatcher.engine_left(engine, now)

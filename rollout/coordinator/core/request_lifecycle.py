@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollout.coordinator.core.context import Context
-from rollout.coordinator.core.dispatcher import Dispatcher
+from rollout.coordinator.core.dispatcher import Dispatcher, count_tokens
 from rollout.coordinator.core.request_table import (
-    Phase,
+    ClientSession,
+    EngineSession,
     Request,
     RequestTable,
+    Session,
     TokenGapError,
     num_bytes_of,
 )
-from rollout.coordinator.core.sessions import ClientSession, EngineSession, Session
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     AssignRequest,
@@ -27,11 +28,7 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
-from rollout.errors import (
-    EngineStateError,
-    RequestAbortedError,
-    RolloutError,
-)
+from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
 
 
 class RequestLifecycle:
@@ -40,7 +37,7 @@ class RequestLifecycle:
 
     def __init__(self, context: Context, table: RequestTable, dispatcher: Dispatcher) -> None:
         self._context, self._table, self._dispatcher = context, table, dispatcher
-        self.is_open = True  # until the end, requests are taken
+        self._is_open = True  # until the end, requests are taken
 
     # ---- submissions
 
@@ -48,57 +45,54 @@ class RequestLifecycle:
         """Take the samples that are new; send again what is known of the others."""
         counters, new = self._context.counters, []
         for sample in message.samples:
-            if sample.request_id in client.server_ids:
+            if sample.request_id in client.requests:
                 self.resend(client, sample.request_id)
             elif sample.request_id not in client.answered:
                 new.append(sample)
         counters.num_duplicates += len(message.samples) - len(new)
         if not new:
             return
-        refusal = self._refusal(client, message)
+        refusal = self._refusal(client)
         if refusal is None:
             self._take(client, message, new, now)
             return
         counters.num_refused += len(new)
         for sample in new:
-            self._context.send(client, failure(sample.request_id, WireError.of(refusal)))
+            self._context.send(client, _failure(sample.request_id, WireError.of(refusal)))
 
-    def _refusal(self, client: ClientSession, message: SubmitRequest) -> RolloutError | None:
-        """Why the samples cannot be taken now; None if they can. A client that holds back what is
+    def _refusal(self, client: ClientSession) -> RolloutError | None:
+        """Why samples cannot be taken now; None if they can. A client that holds back what is
         beyond its window meets none of the bounds."""
         limits = self._context.limits
-        if not self.is_open:
+        if not self._is_open:
             return EngineStateError("the engines are stopped; no request is taken any more")
-        bounds = (
-            (
-                "requests of this client are unfinished",
-                client.num_unfinished,
-                "max_client_requests",
-            ),
-            ("requests are held for all clients", len(self._table), "max_requests"),
-            ("bytes of prompts are unanswered", client.request_bytes, "max_client_request_bytes"),
-            ("bytes of replies are not acknowledged", client.kept_bytes, "max_kept_reply_bytes"),
-        )
-        for what, held, name in bounds:
-            if held >= getattr(limits, name):
-                error = RolloutError(
-                    f"{held} {what}, and {name} is {getattr(limits, name)}; submit again when "
-                    "replies have come and are acknowledged"
-                )
-                error.is_transient = True
-                return error
-        return None
+        if client.num_unfinished >= limits.max_client_requests:
+            reason = f"max_client_requests={limits.max_client_requests} are unfinished"
+        elif len(self._table.requests) >= limits.max_requests:
+            reason = f"max_requests={limits.max_requests} are held for all clients"
+        elif client.request_bytes >= limits.max_client_request_bytes:
+            held, bound = client.request_bytes, limits.max_client_request_bytes
+            reason = f"{held} bytes of prompts are unanswered, max_client_request_bytes={bound}"
+        elif client.kept_bytes >= limits.max_kept_reply_bytes:
+            held, bound = client.kept_bytes, limits.max_kept_reply_bytes
+            reason = f"{held} bytes of replies are not acknowledged, max_kept_reply_bytes={bound}"
+        else:
+            return None
+        error = RolloutError(f"{reason}; submit again when replies have come and are acknowledged")
+        error.is_transient = True
+        return error
 
     def _take(
         self, client: ClientSession, message: SubmitRequest, samples: list[Sample], now: float
     ) -> None:
         hashes = self._dispatcher.hash_prompt(message.prompt_tokens)
-        group = self._table.add(client, message, samples, hashes)
+        num_prompt_tokens = len(message.prompt_tokens)
+        num_tokens = [count_tokens(num_prompt_tokens, s.sampling_params) for s in samples]
+        group = self._table.add(client, message, samples, hashes, num_tokens)
         self._context.counters.num_requests += len(samples)
         if message.deadline_s is not None:
-            deadline_at = now + message.deadline_s
-            self._context.timers.set(("deadline", group.group_id), deadline_at)
-        self._dispatcher.enqueue(self._table.waiting(group), now)
+            self._context.timers.set(("deadline", group.group_id), now + message.deadline_s)
+        self._dispatcher.enqueue(group.waiting.values(), now)
 
     # ---- what engines report
 
@@ -114,15 +108,14 @@ class RequestLifecycle:
         """
         request = self._current(engine, message)
         if request is None:
-            attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
-            self._context.abort(engine, attempt)
+            engine.aborted.append(Attempt(request_id=message.request_id, attempt=message.attempt))
             return
         counters, run = self._context.counters, message.tokens
+        is_streaming = request.group.is_streaming
         if run.end > len(request.log):
             self._dispatcher.progressed(request, engine)
         num_bytes = self._table.num_log_bytes + num_bytes_of(run)
-        is_full = num_bytes > self._context.limits.max_token_log_bytes
-        if is_full and not request.group.is_streaming:
+        if num_bytes > self._context.limits.max_token_log_bytes and not is_streaming:
             counters.num_gaps += 1
             return
         try:
@@ -132,14 +125,13 @@ class RequestLifecycle:
             counters.num_gaps += 1
             return
         counters.num_duplicates += new is None or len(new) < len(run)
-        if new is not None and request.group.is_streaming:
+        if new is not None and is_streaming:
             partial = EngineReplyPartial(request_id=request.client_request_id, tokens=new)
             self._context.send(request.client, partial)
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
         """Answer the request. The engine may forget the attempt, whether it counts or not."""
-        attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
-        self._context.acknowledge(engine, attempt)
+        engine.acknowledged.append(Attempt(request_id=message.request_id, attempt=message.attempt))
         request = self._current(engine, message)
         if request is None:
             return
@@ -157,28 +149,23 @@ class RequestLifecycle:
     ) -> Request | None:
         """The request of an attempt that counts, else None and counted as stale or repeated."""
         request = self._table.requests.get(message.request_id)
-        is_latest = request is not None and request.attempt == message.attempt
-        if request is not None and is_latest and request.engine is engine:
-            return request
-        is_repeated = (
-            request is not None and is_latest and request.last_engine_id == engine.engine_id
-        )
-        self._context.counters.num_duplicates += is_repeated
-        self._context.counters.num_stale += not is_repeated
+        if request is not None and request.attempt == message.attempt:
+            if request.engine is engine:
+                return request
+            if request.last_engine_id == engine.engine_id:
+                self._context.counters.num_duplicates += 1
+                return None
+        self._context.counters.num_stale += 1
         return None
 
     # ---- lost engines
-
-    def count_loss(self, suspects: Iterable[Request]) -> None:
-        """An engine is lost, perhaps by one of these requests that it was running."""
-        for request in suspects:
-            request.lost_attempts |= {request.attempt}
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
         """Requests that an engine left wait for another; those that were being aborted end, and
         those whose engines were lost too often: a request does not go from engine to engine for
         ever."""
-        waiting = [request for request in requests if self._is_waiting(request)]
+        # Some may have been given to an engine, answered or forgotten meanwhile.
+        waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
             num_lost = len(request.lost_attempts)
             if request.abort_error is not None:
@@ -189,12 +176,7 @@ class RequestLifecycle:
                     "to another one"
                 )
                 self.fail(request, WireError.of(error))
-        self._dispatcher.enqueue(filter(self._is_waiting, waiting), now)
-
-    def _is_waiting(self, request: Request) -> bool:
-        """Whether it has not been given to an engine, answered or forgotten meanwhile."""
-        is_held = self._table.requests.get(request.server_id) is request
-        return is_held and request.phase is Phase.WAITING
+        self._dispatcher.enqueue([request for request in waiting if request.is_waiting], now)
 
     # ---- giving up
 
@@ -202,84 +184,74 @@ class RequestLifecycle:
         """End these requests of a client; each is answered by its reply."""
         error = WireError.of(RequestAbortedError("aborted by its client"))
         for named in message.attempts:
-            server_id = client.server_ids.get(named.request_id)
-            if server_id is None:
+            request = client.requests.get(named.request_id)
+            if request is None:
                 self._context.counters.num_unexpected += 1
             else:
-                self._abort(self._table.requests[server_id], error, now)
+                self._abort(request, error, now)
 
     def deadline_passed(self, group_id: int, now: float) -> None:
         """Abort what is unfinished of a group."""
         error = WireError.of(RequestAbortedError("the request's deadline has passed"))
-        for request in self._unfinished(group_id):
-            self._abort(request, error, now, is_overdue=True)
+        for request in list(self._table.groups[group_id].unfinished.values()):
+            self._abort(request, error, now)
+            request.is_overdue = True
 
     def orphaned(self, group_id: int, now: float) -> None:
         """No engine came for what waits of a group."""
         wait_s = self._context.limits.orphan_deadline_s
         error = WireError.of(RolloutError(f"no engine was there for {wait_s:g} s"))
-        for request in self._unfinished(group_id):
-            if request.phase is Phase.WAITING:
-                self.fail(request, error)
+        group = self._table.groups.get(group_id)
+        for request in [] if group is None else list(group.waiting.values()):
+            self.fail(request, error)
 
     def grace_passed(self, server_id: int, now: float) -> None:
         """An engine has not answered an abort in time: the client need not wait for it."""
-        request = self._table.requests.get(server_id)
-        if request is not None and request.phase is Phase.ASSIGNED:
+        request = self._table.requests[server_id]
+        if request.engine is not None:
             assert request.abort_error is not None, "only an aborted request has a grace period"
             self.fail(request, request.abort_error)
 
-    def _unfinished(self, group_id: int) -> list[Request]:
-        group = self._table.groups.get(group_id)
-        return [] if group is None else [self._table.requests[i] for i in group.request_ids]
-
-    def _abort(
-        self, request: Request, error: WireError, now: float, *, is_overdue: bool = False
-    ) -> None:
+    def _abort(self, request: Request, error: WireError, now: float) -> None:
         """Let its engine end it, so that its tokens are kept; without one it fails at once."""
-        if request.phase is Phase.WAITING:
+        if request.is_waiting:
             self.fail(request, error)
-        elif request.phase is Phase.ASSIGNED:
-            assert request.engine is not None
-            if request.abort_error is None:
-                request.abort_error = error
-                grace_at = now + self._context.limits.abort_grace_s
-                self._context.timers.set(("grace", request.server_id), grace_at)
-                self._context.abort(request.engine, request.current_attempt())
-            request.is_overdue |= is_overdue
+        elif request.engine is not None and request.abort_error is None:
+            request.abort_error = error
+            grace_at = now + self._context.limits.abort_grace_s
+            self._context.timers.set(("grace", request.server_id), grace_at)
+            request.engine.aborted.append(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
         """The client has gone: end its requests, forget its replies."""
-        for server_id in list(client.server_ids.values()):
-            request = self._table.requests[server_id]
-            engine, is_finished = request.engine, request.phase is Phase.FINISHED
+        for request in list(client.requests.values()):
+            engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
-                self._context.abort(engine, request.current_attempt())
+                engine.aborted.append(request.current_attempt())
             self._table.forget(request)
-            if not is_finished:
+            if is_unfinished:
                 self._context.counters.num_abandoned += 1
                 self._ended(request, engine)
 
     def unsendable(self, session: Session | None, message: Message, error: WireError) -> None:
         """A message is too large to be sent: the requests it is about end with `error` instead."""
-        requests = self._table.requests
         if isinstance(message, AssignRequest):
             for sample in message.samples:
-                request = requests.get(sample.request_id)
-                if request is not None and request.phase is Phase.ASSIGNED:
+                request = self._table.requests.get(sample.request_id)
+                if request is not None and request.engine is not None:
                     self.fail(request, error)
         elif isinstance(message, EngineReply) and isinstance(session, ClientSession):
-            server_id = session.server_ids.get(message.request_id)
-            if server_id is not None:
-                reply = failure(message.request_id, error)
-                self._table.replace_reply(requests[server_id], reply)
+            request = session.requests.get(message.request_id)
+            if request is not None:
+                reply = _failure(message.request_id, error)
+                self._table.replace_reply(request, reply)
                 self._context.send(session, reply)
 
     def fail_all(self, error: WireError) -> None:
         """Every unfinished request fails, and no new one is taken."""
-        self.is_open = False
+        self._is_open = False
         for request in list(self._table.requests.values()):
-            if request.phase is not Phase.FINISHED:
+            if request.reply is None:
                 self.fail(request, error)
 
     # ---- answers
@@ -287,13 +259,15 @@ class RequestLifecycle:
     def fail(self, request: Request, error: WireError) -> None:
         """Answer a request without its engine, which is to end the attempt that it has."""
         if request.engine is not None:
-            self._context.abort(request.engine, request.current_attempt())
-        self._answer(request, failure(request.client_request_id, error))
+            request.engine.aborted.append(request.current_attempt())
+        self._answer(request, _failure(request.client_request_id, error))
 
     def _answer(self, request: Request, reply: EngineReply) -> None:
         counters, engine = self._context.counters, request.engine
-        counters.num_failed += reply.is_failed
-        counters.num_completed += not reply.is_failed
+        if reply.is_failed:
+            counters.num_failed += 1
+        else:
+            counters.num_completed += 1
         self._table.finish(request, reply)
         self._ended(request, engine)
         self._context.send(request.client, reply)
@@ -301,7 +275,7 @@ class RequestLifecycle:
     def _ended(self, request: Request, engine: EngineSession | None) -> None:
         timers, group = self._context.timers, request.group
         self._dispatcher.released(request, engine)
-        if not group.request_ids:
+        if not group.unfinished:
             timers.discard(("deadline", group.group_id))
         if request.abort_error is not None:
             timers.discard(("grace", request.server_id))
@@ -309,9 +283,8 @@ class RequestLifecycle:
     def acknowledged(self, client: ClientSession, message: ReplyAck, now: float) -> None:
         """These replies have arrived."""
         for named in message.attempts:
-            server_id = client.server_ids.get(named.request_id)
-            request = None if server_id is None else self._table.requests[server_id]
-            if request is None or request.phase is not Phase.FINISHED:
+            request = client.requests.get(named.request_id)
+            if request is None or request.reply is None:
                 self._context.counters.num_unexpected += 1
                 continue
             client.answered.add(named.request_id)
@@ -320,15 +293,14 @@ class RequestLifecycle:
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:
         """The reply, or the tokens so far from `offset` on if they are streamed."""
-        request = self._table.requests[client.server_ids[request_id]]
-        tokens = request.log.whole() if request.group.is_streaming else None
+        request = client.requests[request_id]
         if request.reply is not None:
             self._context.send(client, request.reply)
-        elif tokens is not None:
+        elif request.group.is_streaming and (tokens := request.log.whole()) is not None:
             tokens = tokens.from_offset(offset)
             self._context.send(client, EngineReplyPartial(request_id=request_id, tokens=tokens))
 
 
-def failure(client_request_id: int, error: WireError) -> EngineReply:
+def _failure(client_request_id: int, error: WireError) -> EngineReply:
     """The end of a request that left no record."""
     return EngineReply(request_id=client_request_id, error=error, is_failed=True)

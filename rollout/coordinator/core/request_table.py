@@ -1,18 +1,21 @@
-"""RequestTable: the requests that a coordinator holds, and the phase of each."""
+"""RequestTable: the requests that a coordinator holds, whose they are, and who runs each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout.coordinator.core.sessions import ClientSession, EngineSession
 from rollout.coordinator.protocol.messages import (
+    Ack,
     Attempt,
     EngineReply,
+    EngineStatus,
+    Nack,
     Sample,
     SubmitRequest,
     TokenRun,
@@ -21,6 +24,8 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.errors import ProtocolError
 
+K = TypeVar("K", bound=Hashable)
+
 _NO_TOKENS = np.empty(0, np.int32)
 # Runs kept apart at most: all tokens of a request are copied once for so many reports.
 _MAX_RUNS = 64
@@ -28,12 +33,104 @@ _MAX_RUNS = 64
 _REPLY_BYTES = 512
 
 
-class Phase(Enum):
-    """Where a request is."""
+class RecentIds(Generic[K]):
+    """At most `max_ids` ids; beyond, those added first are forgotten."""
 
-    WAITING = auto()  # for an engine
-    ASSIGNED = auto()
-    FINISHED = auto()  # its reply is kept for its client
+    __slots__ = ("_ids", "_max_ids")
+
+    def __init__(self, max_ids: int) -> None:
+        # Not a dict: to find its first key it passes over all that were deleted before.
+        self._ids: OrderedDict[K, None] = OrderedDict()
+        self._max_ids = max_ids
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, key: K) -> bool:
+        """Add `key`; returns whether it is new, as far as is remembered."""
+        if key in self._ids:
+            return False
+        self._ids[key] = None
+        if len(self._ids) > self._max_ids:
+            self._ids.popitem(last=False)
+        return True
+
+
+# ---- peers that have shaken hands
+
+
+@dataclass(slots=True, eq=False)
+class ClientSession:
+    """One client, until its lease runs out. `identity` is where it is reached now.
+
+    requests: unfinished ones and those with a kept reply, by the client's ids. num_unfinished,
+    request_bytes: of the former. kept_bytes: of the latter. answered: ids of acknowledged requests.
+    answers: by command id; None while the command waits or runs. missed_tokens: what could not be
+    delivered, by request id and offset: the reply if there is one by now. missed_answers: by
+    command id.
+    """
+
+    client_id: bytes
+    identity: bytes
+    name: str
+    last_seen: float
+    answered: RecentIds[int]
+    requests: dict[int, Request] = field(default_factory=dict)
+    num_unfinished: int = 0
+    request_bytes: int = 0
+    kept_bytes: int = 0
+    answers: OrderedDict[int, Ack | Nack | None] = field(default_factory=OrderedDict)
+    missed_tokens: dict[int, int] = field(default_factory=dict)
+    missed_answers: dict[int, None] = field(default_factory=dict)
+    has_left: bool = False
+
+    def __str__(self) -> str:
+        return f"client {self.client_id.hex()[:8]} {self.name!r}"
+
+
+@dataclass(slots=True, eq=False)
+class EngineSession:
+    """One registered engine. It gets work and commands once it `is_ready`.
+
+    session: of this registration, which its credit names. max_held: requests that it holds at most.
+    num_granted: requests that it accepts, num_assigned: those that it was sent, both since it
+    registered. progress_at: when its step count last rose, or it had no reason to. requests: those
+    assigned to it, oldest first. last_chance_id: the request that no other such request may run
+    beside. expected: name of the state and weights version that it was given when it registered.
+    num_awaited: commands that wait for its answer, each with a deadline of its own. acknowledged,
+    aborted: attempts that it is told of at the end of the turn, in one message of each kind.
+    """
+
+    engine_id: bytes
+    identity: bytes
+    rank: int
+    weights_version: int
+    max_held: int
+    last_seen: float
+    progress_at: float
+    session: int
+    expected: tuple[str, int]
+    num_granted: int = 0
+    num_assigned: int = 0
+    status: EngineStatus | None = None
+    is_ready: bool = False
+    num_awaited: int = 0
+    requests: dict[int, Request] = field(default_factory=dict)
+    last_chance_id: int | None = None
+    acknowledged: list[Attempt] = field(default_factory=list)
+    aborted: list[Attempt] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (engine {self.engine_id.hex()[:8]})"
+
+
+Session = ClientSession | EngineSession
+
+
+# ---- requests
 
 
 class TokenGapError(ProtocolError):
@@ -64,7 +161,11 @@ class TokenLog:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
         if run.end <= self._num_tokens:
             return None
-        if self._runs and _values(self._runs[0]) != _values(run):
+        first = self._runs[0] if self._runs else run
+        if (first.log_probs is None, first.top_n is None) != (
+            run.log_probs is None,
+            run.top_n is None,
+        ):
             raise ProtocolError("only some runs of a request have log-probs, or top-n")
         new = run.from_offset(self._num_tokens)
         self._runs.append(new)
@@ -87,17 +188,13 @@ def num_bytes_of(run: TokenRun) -> int:
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
 
-def _values(run: TokenRun) -> tuple[bool, bool]:
-    return run.log_probs is None, run.top_n is None
-
-
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt, which go to one rank. `request_ids`: the unfinished ones.
+    """Samples of one prompt, which go to one rank. `unfinished`, and `waiting`, those of them
+    without an engine: by server id.
 
-    prompt_tokens: int32 [n]. hashes: of its whole blocks. num_waiting: unfinished ones without an
-    engine. num_bytes: of prompt and params, as counted for its client; 0, and no prompt, once all
-    ended.
+    prompt_tokens: int32 [n]. hashes: of its whole blocks. num_bytes: of prompt and params, as
+    counted for its client. A group that has ended keeps neither.
     """
 
     group_id: int
@@ -105,21 +202,22 @@ class Group:
     priority: int
     is_streaming: bool
     hashes: list[int]
-    num_bytes: int = 0
-    num_waiting: int = 0
-    request_ids: dict[int, None] = field(default_factory=dict)
+    num_bytes: int
+    unfinished: dict[int, Request] = field(default_factory=dict)
+    waiting: dict[int, Request] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `server_id` names it towards engines, `client_request_id` towards its client.
+    """One request: it waits, is assigned while it has an `engine`, and has ended once there is a
+    `reply`, which is kept for its client. `server_id` names it towards engines, `client_request_id`
+    towards its client.
 
-    attempt: of the latest assignment; -1 before the first. engine: who has that attempt now.
-    last_engine_id: who had it last. num_known: tokens that were reported before this attempt.
-    lost_attempts: those that ended with an engine that may have failed by them, since the request
-    made progress last. num_tokens: prompt and new tokens it may come to, as routing counts them.
-    abort_error: why it is being aborted, None if it is not; put into the reply in any case if
-    `is_overdue`, else if there is no record. kept_bytes: of its reply.
+    num_tokens: prompt and new tokens it may come to, as routing counts them. attempt: of the latest
+    assignment; -1 before the first. last_engine_id: who had that. num_known: tokens that were
+    reported before it. lost_attempts: those that ended with an engine that may have failed by them,
+    since the request made progress last. abort_error: why it is being aborted, None if it is not;
+    put into the reply in any case if `is_overdue`, else if there is no record.
     """
 
     server_id: int
@@ -128,25 +226,28 @@ class Request:
     group: Group
     sampling_params: bytes
     seed: int | None
-    log: TokenLog = field(default_factory=TokenLog)
-    phase: Phase = Phase.WAITING
-    attempt: int = -1
+    num_tokens: int
+    log: TokenLog
     engine: EngineSession | None = None
+    reply: EngineReply | None = None
+    attempt: int = -1
     last_engine_id: bytes | None = None
     num_known: int = 0
     lost_attempts: frozenset[int] = frozenset()
-    num_tokens: int = 0
     abort_error: WireError | None = None
     is_overdue: bool = False
-    reply: EngineReply | None = None
-    kept_bytes: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may get an engine: it is neither assigned nor ended nor forgotten."""
+        return self.server_id in self.group.waiting
 
     def current_attempt(self) -> Attempt:
         return Attempt(request_id=self.server_id, attempt=self.attempt)
 
 
 class RequestTable:
-    """The only writer of a request's phase, and of what its client has unfinished and kept. Ids
+    """The only writer of where a request is, and of what its client has unfinished and kept. Ids
     count from 0 and are never used again."""
 
     def __init__(self) -> None:
@@ -155,47 +256,39 @@ class RequestTable:
         self.num_log_bytes = 0
         self._next_id = 0
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
     def add(
         self,
         client: ClientSession,
         message: SubmitRequest,
         samples: Sequence[Sample],
         hashes: list[int],
+        num_tokens: Sequence[int],
     ) -> Group:
-        """Enter these samples of a submission, waiting."""
+        """Enter these samples of a submission, waiting. `num_tokens`: of each."""
+        num_bytes = message.prompt_tokens.nbytes
+        for sample in message.samples:
+            num_bytes += len(sample.sampling_params)
+        group_id = self._next_id
         group = Group(
-            group_id=self._next_id,
-            prompt_tokens=message.prompt_tokens,
-            priority=message.priority,
-            is_streaming=message.streaming,
-            hashes=hashes,
-            num_bytes=message.prompt_tokens.nbytes
-            + sum(len(s.sampling_params) for s in message.samples),
-            num_waiting=len(samples),
+            *(group_id, message.prompt_tokens, message.priority, message.streaming),
+            *(hashes, num_bytes),
         )
-        self.groups[group.group_id] = group
-        for sample in samples:
-            request = Request(
-                server_id=self._next_id,
-                client=client,
-                client_request_id=sample.request_id,
-                group=group,
-                sampling_params=sample.sampling_params,
-                seed=sample.seed,
+        self.groups[group_id] = group
+        for server_id, sample in enumerate(samples, group_id):
+            self.requests[server_id] = group.waiting[server_id] = Request(
+                *(server_id, client, sample.request_id, group),
+                *(sample.sampling_params, sample.seed, num_tokens[server_id - group_id]),
+                TokenLog(),
             )
-            self._next_id += 1
-            self.requests[request.server_id] = request
-            client.server_ids[request.client_request_id] = request.server_id
-            group.request_ids[request.server_id] = None
+            client.requests[sample.request_id] = group.waiting[server_id]
+        group.unfinished.update(group.waiting)
+        self._next_id += len(samples)
         client.num_unfinished += len(samples)
-        client.request_bytes += group.num_bytes
+        client.request_bytes += num_bytes
         return group
 
     def assign(self, request: Request, engine: EngineSession) -> None:
-        """WAITING -> ASSIGNED, by another attempt."""
+        """Give a waiting request to an engine, as another attempt."""
         request.attempt += 1
         request.num_known = len(request.log)
         request.last_engine_id = engine.engine_id
@@ -203,37 +296,33 @@ class RequestTable:
         self.reclaim(request, engine)
 
     def reclaim(self, request: Request, engine: EngineSession) -> None:
-        """WAITING -> ASSIGNED, by the attempt that the engine has."""
-        assert request.phase is Phase.WAITING
-        request.phase, request.engine = Phase.ASSIGNED, engine
-        request.group.num_waiting -= 1
-        engine.server_ids[request.server_id] = None
+        """Leave a waiting request to the engine that has its latest attempt."""
+        del request.group.waiting[request.server_id]
+        request.engine = engine
+        engine.requests[request.server_id] = request
 
     def requeue(self, request: Request) -> None:
-        """ASSIGNED -> WAITING: its engine has it no more."""
+        """Let an assigned request wait: its engine has it no more."""
         self._leave_engine(request)
-        request.phase = Phase.WAITING
-        request.group.num_waiting += 1
+        request.group.waiting[request.server_id] = request
 
     def finish(self, request: Request, reply: EngineReply) -> None:
-        """-> FINISHED, with the reply under the client's name for it."""
+        """End an unfinished request with the reply, under the client's name for it."""
         self._end(request)
-        request.phase, request.sampling_params = Phase.FINISHED, b""
+        request.sampling_params = b""
         self.replace_reply(request, reply)
 
     def replace_reply(self, request: Request, reply: EngineReply) -> None:
-        request.client.kept_bytes -= request.kept_bytes
+        request.client.kept_bytes += _kept_bytes(reply) - _kept_bytes(request.reply)
         request.reply = reply
-        request.kept_bytes = _REPLY_BYTES + len(reply.record or b"")
-        request.client.kept_bytes += request.kept_bytes
 
     def forget(self, request: Request) -> None:
         """Nothing more will be asked about it."""
-        if request.phase is not Phase.FINISHED:
+        if request.reply is None:
             self._end(request)
         del self.requests[request.server_id]
-        del request.client.server_ids[request.client_request_id]
-        request.client.kept_bytes -= request.kept_bytes
+        del request.client.requests[request.client_request_id]
+        request.client.kept_bytes -= _kept_bytes(request.reply)
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
         """Add what is new to the request's log; as TokenLog.append."""
@@ -242,32 +331,27 @@ class RequestTable:
         self.num_log_bytes += request.log.num_bytes - before
         return new
 
-    def waiting(self, group: Group) -> list[Request]:
-        """The group's requests that have no engine."""
-        members = [self.requests[server_id] for server_id in group.request_ids]
-        return [request for request in members if request.phase is Phase.WAITING]
-
-    def assigned(self, engine: EngineSession) -> list[Request]:
-        """The engine's requests, oldest first."""
-        return [self.requests[server_id] for server_id in engine.server_ids]
-
     def _leave_engine(self, request: Request) -> None:
         if request.engine is not None:
-            del request.engine.server_ids[request.server_id]
+            del request.engine.requests[request.server_id]
             request.engine = None
 
     def _end(self, request: Request) -> None:
         """Take an unfinished request from its engine and its group."""
-        group = request.group
+        group, client = request.group, request.client
         self._leave_engine(request)
-        group.num_waiting -= request.phase is Phase.WAITING
-        self.num_log_bytes -= request.log.num_bytes
-        request.log = TokenLog()
-        request.client.num_unfinished -= 1
-        del group.request_ids[request.server_id]
-        if not group.request_ids:
+        group.waiting.pop(request.server_id, None)
+        del group.unfinished[request.server_id]
+        client.num_unfinished -= 1
+        if len(request.log):
+            self.num_log_bytes -= request.log.num_bytes
+            request.log = TokenLog()
+        if not group.unfinished:
             del self.groups[group.group_id]
             # A kept reply has its group, but needs nothing of it.
             group.prompt_tokens, group.hashes = _NO_TOKENS, []
-            request.client.request_bytes -= group.num_bytes
-            group.num_bytes = 0
+            client.request_bytes -= group.num_bytes
+
+
+def _kept_bytes(reply: EngineReply | None) -> int:
+    return 0 if reply is None else _REPLY_BYTES + len(reply.record or b"")

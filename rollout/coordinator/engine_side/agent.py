@@ -75,7 +75,7 @@ class EngineAgent:
         self._registered_vote: int | None = None  # as the latest registration named it
         self._entry: RegisterAck | None = None  # until the engine is what it says
         self._num_entry_failures, self._retry_at = 0, 0.0
-        self._num_steps = self._num_granted = 0
+        self._num_steps = self._num_granted = self._session = 0
         self.is_shut_down = False
 
     @property
@@ -151,7 +151,7 @@ class EngineAgent:
         if num_granted <= self._num_granted:
             return []
         self._num_granted = num_granted
-        return [Credit(num_granted=num_granted)]
+        return [Credit(num_granted=num_granted, session=self._session)]
 
     # ---- messages
 
@@ -292,6 +292,7 @@ class EngineAgent:
         self._requests.report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
         self._requests.num_received = self._num_granted = 0
+        self._session = message.session
         if self._updates.voted_command_id != self._registered_vote:
             self._updates.drop()  # the coordinator does not know that it must decide
         self._entry, staging = message, self._updates.in_staging

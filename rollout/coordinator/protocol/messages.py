@@ -117,7 +117,8 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     lease_s: stop stepping when the coordinator was not heard for so long. heartbeat_s: how often to
     send one. progress_deadline_s: a step count that stands still for so long, with work to do, is
     death. report_interval_tokens: most tokens of a request between two partial replies.
-    weights: where to get `weights_version`, None if the engine serves it.
+    weights: where to get `weights_version`, None if the engine serves it. session: names this
+    registration in the engine's Credit.
     """
 
     coordinator_id: Uuid
@@ -130,6 +131,7 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     weights_version: Version
     weights: WeightsSource | None = None
     keep: Attempts = ()
+    session: Count = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
@@ -142,9 +144,11 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
     """Engine -> coordinator: requests it accepts since it registered, which never sinks. Room is
-    granted less assigned, so that messages on their way cannot confuse it."""
+    granted less assigned, so that messages on their way cannot confuse it. session: that of the
+    RegisterAck it counts from; credit of an earlier one grants nothing."""
 
     num_granted: Count
+    session: Count = 0
 
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import importlib
 import inspect
@@ -18,7 +17,7 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks, and is told of all that bears on the choice.
+    """Chooses ranks, and is told of all that bears on the choice, which a subclass may ignore.
 
     Ranks are small integers; `hashes` are those of compute_block_hashes_batched, [] for a prompt
     shorter than a block. The same calls must give the same choices. The router's loop waits for
@@ -50,38 +49,16 @@ class RoutingPolicy(Protocol):
         """A request assigned with `num_tokens` is done there: completed, failed or aborted."""
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(RoutingPolicy):
     """Each rank in turn, by number. The others fall back on it."""
 
     def __init__(self) -> None:
-        self._ranks: list[int] = []  # ascending
         self._previous = -1
-
-    def rank_joined(self, rank: int) -> None:
-        assert rank not in self._ranks, f"rank {rank} is there already"
-        bisect.insort(self._ranks, rank)
-
-    def rank_left(self, rank: int) -> None:
-        self._ranks.remove(rank)
-
-    def weights_changed(self, rank: int) -> None:
-        """Nothing is known of blocks."""
-
-    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
-        """Nothing is known of blocks."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         """The next rank above the previous one, then from the lowest again."""
-        start = bisect.bisect_right(self._ranks, self._previous)
-        in_turn = (*self._ranks[start:], *self._ranks[:start])
-        self._previous = next(rank for rank in in_turn if rank in ranks)
+        self._previous = min([r for r in ranks if r > self._previous] or ranks)
         return self._previous
-
-    def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        """Turns do not depend on it."""
-
-    def finished(self, rank: int, num_tokens: int) -> None:
-        """Turns do not depend on it."""
 
 
 class LongestPrefixPolicy(RoundRobinPolicy):
@@ -99,11 +76,9 @@ class LongestPrefixPolicy(RoundRobinPolicy):
         self._ownership = PrefixOwnership(max_rows)
 
     def rank_joined(self, rank: int) -> None:
-        super().rank_joined(rank)
         self._ownership.add_rank(rank)
 
     def rank_left(self, rank: int) -> None:
-        super().rank_left(rank)
         self._ownership.remove_rank(rank)
 
     def weights_changed(self, rank: int) -> None:
@@ -120,7 +95,8 @@ class LongestPrefixPolicy(RoundRobinPolicy):
         return super().choose(hashes, ranks, num_tokens)
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        self._ownership.assign(rank, hashes)
+        if hashes:
+            self._ownership.assign(rank, hashes)
 
 
 class FirstPrefixBlockPolicy(LongestPrefixPolicy):
@@ -168,7 +144,7 @@ class LoadBalancedPolicy(LongestPrefixPolicy):
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         least, _, least_rank = min(map(self._load_of_rank.__getitem__, ranks))
-        owner = self._ownership.longest_match_owner(hashes)
+        owner = self._ownership.longest_match_owner(hashes) if hashes else None
         if owner is not None and owner in ranks:
             bound = self._max_imbalance * least + self._load(num_tokens)
             if self._load_of_rank[owner][0] <= bound:
@@ -182,9 +158,10 @@ class LoadBalancedPolicy(LongestPrefixPolicy):
         self._load_of_rank[rank] = (outstanding, -self._num_assignments, rank)
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        outstanding, negative_last, _ = self._load_of_rank[rank]
-        assert outstanding >= self._load(num_tokens), f"rank {rank} finished more than it was given"
-        self._load_of_rank[rank] = (outstanding - self._load(num_tokens), negative_last, rank)
+        load, negative_last, _ = self._load_of_rank[rank]
+        left = load - self._load(num_tokens)
+        assert left >= 0, f"rank {rank} finished more than it was given"
+        self._load_of_rank[rank] = (left, negative_last, rank)
 
     def _load(self, num_tokens: int) -> int:
         return num_tokens if self._counts_tokens else 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
 import numpy as np
 import pytest
 
 from rollout.coordinator.protocol.messages import AssignRequest, Credit
-from rollout.coordinator.routing.policies import LoadBalancedPolicy
+from rollout.coordinator.routing.policies import LoadBalancedPolicy, RoundRobinPolicy
 from tests.coordinator.fake_engine import FakeEngine
 from tests.coordinator.fake_fleet import FakeFleet
 
@@ -89,9 +92,55 @@ def test_a_group_goes_to_one_engine_whole_if_that_has_room_for_one_sample() -> N
 
 def test_credit_of_any_size_gives_an_engine_no_more_than_it_holds() -> None:
     fleet, engine = waiting_fleet()
-    fleet.send(engine, Credit(num_granted=engine.num_granted), Credit(num_granted=10**9))
+    session = engine.session
+    for num_granted in (engine.num_granted, 10**9):
+        fleet.send(engine, Credit(num_granted=num_granted, session=session))
     fleet.run()
     assert sizes(engine) == [24]
+
+
+def test_credit_of_an_earlier_registration_grants_nothing() -> None:
+    fleet, engine = waiting_fleet()
+    late = Credit(num_granted=engine.num_granted, session=engine.session)
+    engine.held.clear()
+    engine.num_waiting = 8  # it accepts nothing more
+    fleet.redial(engine)
+    fleet.send(engine, late)
+    fleet.run()
+    assert sizes(engine) == [0]
+    assert fleet.core.counters.num_stale == 1
+    engine.num_waiting = 0
+    fleet.send(engine, *engine.credit())
+    fleet.run()
+    assert sizes(engine) == [24]
+
+
+class WrongRankPolicy(RoundRobinPolicy):
+    """Chooses `wrong`, whoever has room."""
+
+    wrong: object = 7
+
+    def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
+        return self.wrong  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("wrong", [7, -1, None, [0]])
+def test_a_policy_that_chooses_a_rank_without_room_is_named_and_disturbs_nothing(
+    wrong: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = WrongRankPolicy()
+    policy.wrong = wrong
+    fleet = FakeFleet(policy)
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    fleet.send(client, *(client.submission([4]) for _ in range(4)))
+    fleet.run()
+    assert sizes(first, second) == [2, 2], "the least loaded of the engines with room gets it"
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1] * 4
+    (logged,) = caplog.records
+    assert "WrongRankPolicy" in logged.getMessage()
+    assert repr(wrong) in logged.getMessage()
 
 
 def test_requests_that_wait_are_aborted_without_an_engine() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from rollout.coordinator.core.request_table import Phase
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -275,12 +274,15 @@ class FleetWalk(RuleBasedStateMachine):
         table, dispatcher = core._table, core._dispatcher
         assert set(dispatcher._waiting_groups()) <= set(table.groups)
         for group in table.groups.values():
-            assert group.num_waiting == len(table.waiting(group))
+            unfinished = [r for r in table.requests.values() if r.group is group and not r.reply]
+            assert unfinished == list(group.unfinished.values())
+            assert {r.server_id for r in unfinished if not r.engine} == set(group.waiting)
         for engine in core._registry.engines.values():
-            assert all(request.engine is engine for request in table.assigned(engine))
+            assert all(request.engine is engine for request in engine.requests.values())
         for client in core._clients.sessions.values():
-            held = [table.requests[server_id] for server_id in client.server_ids.values()]
-            assert client.num_unfinished == sum(r.phase is not Phase.FINISHED for r in held)
+            held = list(client.requests.values())
+            assert held == [r for r in table.requests.values() if r.client is client]
+            assert client.num_unfinished == sum(r.reply is None for r in held)
         assert table.num_log_bytes == sum(r.log.num_bytes for r in table.requests.values())
 
     @invariant()

@@ -44,7 +44,7 @@ class LastRankPolicy(RoundRobinPolicy):
         self.offset = offset
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        return self._ranks[-1 - self.offset]
+        return sorted(ranks)[-1 - self.offset]
 
 
 @pytest.mark.usefixtures("own_registry")
