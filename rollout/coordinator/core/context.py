@@ -8,7 +8,12 @@ from typing import Literal
 from rollout.coordinator.core.indexed_heap import IndexedHeap
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.sessions import EngineSession, Session
-from rollout.coordinator.protocol.messages import AbortRequest, Attempt, Message, ReplyAck
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    Attempt,
+    Message,
+    ReplyAck,
+)
 
 TimerKey = (
     tuple[Literal["client", "engine"], bytes]

@@ -12,7 +12,12 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.indexed_heap import IndexedHeap
 from rollout.coordinator.core.request_table import Group, Phase, Request, RequestTable
 from rollout.coordinator.core.sessions import EngineSession
-from rollout.coordinator.protocol.messages import AssignRequest, Credit, RunningAttempt, Sample
+from rollout.coordinator.protocol.messages import (
+    AssignRequest,
+    Credit,
+    RunningAttempt,
+    Sample,
+)
 from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder

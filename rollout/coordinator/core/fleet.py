@@ -10,7 +10,11 @@ from itertools import count
 from typing import Any
 
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Command, UpdateWeights, WeightsSource
+from rollout.coordinator.protocol.messages import (
+    Command,
+    UpdateWeights,
+    WeightsSource,
+)
 from rollout.engine.state import COMMANDS, EngineState, legal_commands
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
 

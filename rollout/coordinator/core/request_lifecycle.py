@@ -27,6 +27,7 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     EngineStateError,
     RequestAbortedError,
@@ -102,22 +103,20 @@ class RequestLifecycle:
 
     # ---- what engines report
 
-    def progress_of_many(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """As `progress`, of many attempts."""
-        for partial in message.partials():
-            self.progress(engine, partial, now)
-
-    def progress(self, engine: EngineSession, message: EngineReplyPartial, now: float) -> None:
-        """Keep the new tokens, and pass them on to a client that streams.
+    def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
+        """Keep the new tokens, and pass them on to clients that stream.
 
         Raises ProtocolError for a run that cannot follow the earlier ones.
         """
-        request = self._current(engine, message)
+        for request_id, attempt, run in message.runs.apart():
+            self._progress(engine, Attempt(request_id=request_id, attempt=attempt), run)
+
+    def _progress(self, engine: EngineSession, attempt: Attempt, run: TokenRun) -> None:
+        request = self._current(engine, attempt)
         if request is None:
-            attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
             self._context.abort(engine, attempt)
             return
-        counters, run = self._context.counters, message.tokens
+        counters = self._context.counters
         if run.end > len(request.log):
             self._dispatcher.progressed(request, engine)
         num_bytes = self._table.num_log_bytes + num_bytes_of(run)
@@ -140,7 +139,7 @@ class RequestLifecycle:
         """Answer the request. The engine may forget the attempt, whether it counts or not."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         self._context.acknowledge(engine, attempt)
-        request = self._current(engine, message)
+        request = self._current(engine, attempt)
         if request is None:
             return
         is_overdue = request.is_overdue and message.is_failed
@@ -152,12 +151,10 @@ class RequestLifecycle:
         )
         self._answer(request, own)
 
-    def _current(
-        self, engine: EngineSession, message: EngineReplyPartial | EngineReply
-    ) -> Request | None:
+    def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
         """The request of an attempt that counts, else None and counted as stale or repeated."""
-        request = self._table.requests.get(message.request_id)
-        is_latest = request is not None and request.attempt == message.attempt
+        request = self._table.requests.get(named.request_id)
+        is_latest = request is not None and request.attempt == named.attempt
         if request is not None and is_latest and request.engine is engine:
             return request
         is_repeated = (

@@ -15,10 +15,9 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     Sample,
     SubmitRequest,
-    TokenRun,
     WireError,
-    join_runs,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
 
 _NO_TOKENS = np.empty(0, np.int32)

@@ -7,7 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from rollout.coordinator.protocol.messages import Ack, EngineStatus, Nack
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    EngineStatus,
+    Nack,
+)
 
 K = TypeVar("K", bound=Hashable)
 
