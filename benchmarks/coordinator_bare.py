@@ -26,21 +26,20 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
+from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
-    DEFAULT_MAX_FRAME_BYTES,
     Connect,
     ConnectAck,
     EngineReply,
     RegisterAck,
     Sample,
     SubmitRequest,
-    decode,
-    encode,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.router import Router
 
 _BATCH = 256
@@ -111,12 +110,12 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
                 if is_relay:
                     socket.send_multipart((frames[0], frame))
                     continue
-                fields = msgpack.unpackb(frames[0])
-                if fields[0] == Headers.ASSIGN_REQUEST:
-                    for sample in fields[1]:
-                        socket.send(head + msgpack.packb(sample[0]) + tail)
-                    if (credit := grants.take(len(fields[1]))) is not None:
-                        socket.send(encode(credit))
+                for fields in map(msgpack.unpackb, frames_in(frames[0])):
+                    if fields[0] == Headers.ASSIGN_REQUEST:
+                        for sample in fields[1]:
+                            socket.send(head + msgpack.packb(sample[0]) + tail)
+                        if (credit := grants.take(len(fields[1]))) is not None:
+                            socket.send(encode(credit))
 
 
 class _BareClient:
@@ -164,13 +163,13 @@ class _BareClient:
 
         Those of several engines may come in another order; the sum of the seconds is the same.
         """
-        replies = list(_waiting(self.socket))
+        replies = [frame for frames in _waiting(self.socket) for frame in frames_in(frames[0])]
         now = time.monotonic()
         if not self._is_relay:
             if replies and not self._arrived:
                 self._acknowledge_at = now + ACKNOWLEDGE_WITHIN_S
             # [21, id, ...]: one byte each for the array and the header, nine for the id.
-            self._arrived += [frames[0][3:11] for frames in replies]
+            self._arrived += [frame[3:11] for frame in replies]
             if len(self._arrived) >= MAX_UNACKNOWLEDGED or now >= self._acknowledge_at:
                 self.acknowledge()
         latencies = [now - sent_at for sent_at in self._sent_at[: len(replies)]]

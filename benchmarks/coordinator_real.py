@@ -33,7 +33,6 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
         num_steps=0,
         num_waiting=0,
         num_running=0,
-        num_blocks_free=0,
         weights_version=0,
     )
     with Link(address, handshake=lambda: registration(engine_id), status=lambda: status) as link:
@@ -49,9 +48,10 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
                     reply = EngineReply(
                         request_id=sample.request_id, attempt=sample.attempt, record=record
                     )
-                    link.send(reply)
+                    link.queue(reply)
                 if (credit := grants.take(len(samples))) is not None:
-                    link.send(credit)
+                    link.queue(credit)
+            link.flush()
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:

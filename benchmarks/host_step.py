@@ -30,11 +30,11 @@ from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
     RegisterAck,
     Sample,
-    encode,
 )
 from rollout.coordinator.protocol.packed import pack_params
 from rollout.models import CausalLM

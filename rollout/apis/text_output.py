@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from rollout.apis.prompts import Prompt
-from rollout.coordinator.protocol.messages import TokenRun
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import InvalidRequestError
 from rollout.generated_text import StreamedText
 from rollout.record_text import add_text

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -21,7 +21,9 @@ from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.protocol.messages import DEFAULT_MAX_FRAME_BYTES, encode
+from rollout.coordinator.protocol.codec import batched, encode
+from rollout.coordinator.protocol.messages import Message
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.router import Router
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
@@ -242,19 +244,37 @@ class DataParallelInferenceCoordinator:
         self._send(self._core.tick(now), now)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        unreachable: set[bytes] = set()  # what else is for these is not even encoded
-        for identity, message in outgoing:
-            fault = None
+        """Send each peer what is for it, small messages together; what fails comes back to the
+        core, which may have something else to say then."""
+        while outgoing:
+            by_peer: dict[bytes, list[Message]] = {}
+            for identity, message in outgoing:
+                by_peer.setdefault(identity, []).append(message)
+            outgoing = []
+            for identity, messages in by_peer.items():
+                for message, fault in self._send_to(identity, messages):
+                    if not self._has_ended:  # who has gone before needs no goodbye
+                        outgoing += self._core.undelivered(identity, message, fault, now)
+
+    def _send_to(
+        self, identity: bytes, messages: Sequence[Message]
+    ) -> list[tuple[Message, ProtocolError | None]]:
+        """Send one peer its messages. Returns those that could not be sent: with the fault of one
+        that no frame can carry, with None if the peer cannot be reached."""
+        failed: list[tuple[Message, ProtocolError | None]] = []
+        sendable, frames = [], []
+        for message in messages:
             try:
-                if identity not in unreachable:
-                    frame = encode(message, self._max_frame_bytes)
-                    if self._router.send(identity, frame, keeps=self._core.is_engine):
-                        continue
-                    unreachable.add(identity)
-            except ProtocolError as error:
-                fault = error
-            if not self._has_ended:  # who has gone before needs no goodbye
-                outgoing += self._core.undelivered(identity, message, fault, now)
+                frames.append(encode(message, self._max_frame_bytes))
+                sendable.append(message)
+            except ProtocolError as fault:
+                failed.append((message, fault))
+        num_sent = 0
+        for frame, num_frames in batched(frames, self._max_frame_bytes):
+            if not self._router.send(identity, frame, keeps=self._core.is_engine):
+                return [*failed, *((message, None) for message in sendable[num_sent:])]
+            num_sent += num_frames
+        return failed
 
     # ---- the end
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from rollout.coordinator.protocol.codec import frames_in
 from rollout.coordinator.security import HANDSHAKE_FAULTS, CurveKeys
 from rollout.coordinator.waker import Waker
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, ProtocolError, RolloutError
 
 LOOPBACK = "127.0.0.1"
 
@@ -99,12 +100,17 @@ class Dealer:
             return False
         return True
 
-    def receive(self) -> list[bytes] | None:
-        """The frames of the next message; None if there is none, or the connection is closed."""
+    def receive(self) -> Sequence[bytes] | None:
+        """The frames that came next, of a Batch all of them; None if there are none, or the
+        connection is closed. Raises ProtocolError for a message of several parts.
+        """
         try:
-            return None if self.socket.closed else self.socket.recv_multipart(zmq.NOBLOCK)
+            parts = [] if self.socket.closed else self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            return None
+            parts = []
+        if len(parts) > 1:
+            raise ProtocolError(f"a message is one frame, got {len(parts)}")
+        return frames_in(parts[0]) if parts else None
 
     def close(self, linger_ms: int = 0) -> None:
         """Then only the waker is waited for. Twice is fine."""

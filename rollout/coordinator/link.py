@@ -11,17 +11,11 @@ from types import TracebackType
 
 import zmq
 
-from rollout.coordinator.dealer import (
-    CONNECTED,
-    REFUSED,
-    CoordinatorLostError,
-    Dealer,
-    address_of,
-)
+from rollout.coordinator.dealer import CONNECTED, REFUSED, CoordinatorLostError, Dealer, address_of
 from rollout.coordinator.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    DEFAULT_MAX_FRAME_BYTES,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -38,15 +32,12 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     Prepare,
-    ProtocolVersionError,
     Register,
     RegisterAck,
     ReplyAck,
     Rollback,
-    decode,
-    encode,
-    error_from,
 )
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
@@ -116,9 +107,10 @@ class Link:
         self._max_queued, self._give_up_s = max_queued, give_up_s
         self._waker = Waker()
         self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
-        self._outbox = Outbox(max_queued, self._waker.wake)
+        self._outbox = Outbox(max_queued, max_frame_bytes)
         self._lease = Lease()
         self._goodbye: Disconnect | None = None
+        self._arrived: list[Message] = []  # and is not in the inbox yet
         self._has_ended = False
         # ---- of the session; `num_sessions` counts those that were put into the inbox
         self.num_malformed = 0
@@ -192,13 +184,24 @@ class Link:
         self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
         return messages
 
-    def send(self, message: Message) -> None:
-        """Queue a message; once the coordinator is lost it is dropped.
+    def queue(self, message: Message) -> None:
+        """Add a message to those that the next `flush` sends; once the coordinator is lost it is
+        dropped. It may go earlier, when the link's thread wakes for something else.
 
         Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
         LinkClosedError after `close`.
         """
         self._outbox.put(encode(message, self._max_frame_bytes))
+
+    def flush(self) -> None:
+        """Send what is queued. Call it once per turn: small messages travel together, and a wake
+        of the link's thread takes the interpreter from the owner's."""
+        self._waker.wake()
+
+    def send(self, message: Message) -> None:
+        """Queue one message, and flush."""
+        self.queue(message)
+        self.flush()
 
     def may_step(self) -> bool:
         """Whether the engine's lease runs, as of now: also right after the process stood still.
@@ -276,8 +279,7 @@ class Link:
     @property
     def _silent_at(self) -> float:
         """When to begin another session if nothing comes. A client, which does nothing that needs a
-        lease, goes by any word: a coordinator may be slow with the echoes of heartbeats.
-        """
+        lease, goes by any word: a coordinator may be slow with the echoes of heartbeats."""
         return self._heard_at + self._lease_s if self._is_client else self._lease.until
 
     def _do_due(self, now: float) -> None:
@@ -321,9 +323,8 @@ class Link:
             self._lose("its process has ended, connections are refused")
 
     def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
-        """Dialling goes on. Whoever waits is told: at once if nothing but a key can be the cause,
-        else in the end, for the coordinator may have died amid the handshake.
-        """
+        """Dialling goes on. Whoever waits is told at once if only a key can be the cause, else at
+        the end: the coordinator may have died amid the handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
         elif self.refusal is None:
@@ -341,8 +342,8 @@ class Link:
         if self._greeted_at is None or self._is_in_session:
             return  # to nothing that was asked
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
-            versions = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
-            self._refused(ProtocolVersionError(f"the coordinator speaks protocol {versions}"))
+            spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
+            self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))
             return
         if self._coordinator_id not in (None, ack.coordinator_id):
             self._lose("another one has taken its place, which knows nothing of this peer")
@@ -357,7 +358,8 @@ class Link:
         # In this order: the engine's thread may step under the lease once it has taken the message.
         self._num_sessions += 1
         self._lease.begin(ack.lease_s, self._greeted_at)
-        self._inbox.put(ack)
+        self._arrived.append(ack)
+        self._hand_over()
         self._has_answer.set()
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
@@ -395,6 +397,7 @@ class Link:
         self._has_ended, self._is_in_session = True, False
         self._lease.end()
         self._outbox.lose()
+        self._hand_over()  # its last words are before the end
         self._inbox.close(error)
         self._has_answer.set()
 
@@ -403,18 +406,32 @@ class Link:
     def _receive(self, max_messages: int | None) -> None:
         num_left = math.inf if max_messages is None else max_messages
         while num_left > 0 and self._inbox.has_room:
-            num_left -= 1
-            if (frames := self._dealer.receive()) is None:
+            try:
+                frames = self._dealer.receive()
+            except ProtocolError as fault:
+                frames = []
+                self._malformed(fault)
+            if frames is None:
                 return
             self._heard_at = time.monotonic()
-            try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"a message is one frame, got {len(frames)}")
-                self._take(decode(frames[0], self._max_frame_bytes))
-            except ProtocolError as fault:
-                self.num_malformed += 1
-                if self.num_malformed == 1:
-                    _logger.warning("coordinator %s sent garbage: %s", self.address, fault)
+            num_left -= max(1, len(frames))
+            for frame in frames:  # a malformed one does not hurt those beside it
+                try:
+                    self._take(decode(frame, self._max_frame_bytes))
+                except ProtocolError as fault:
+                    self._malformed(fault)
+            self._hand_over()
+
+    def _malformed(self, fault: ProtocolError) -> None:
+        self.num_malformed += 1
+        if self.num_malformed == 1:
+            _logger.warning("coordinator %s sent garbage: %s", self.address, fault)
+
+    def _hand_over(self) -> None:
+        """Give the owner what has arrived."""
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self._inbox.put(arrived)
 
     def _take(self, message: Message) -> None:
         if self._has_ended:
@@ -424,10 +441,10 @@ class Link:
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
             self._enter(message)
         elif isinstance(message, Nack) and message.command_id is None:
-            self._refused(error_from(message))
+            self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):
             self._lose(f"it has gone: {message.reason or 'no reason given'}")
         elif isinstance(message, _FOR_CLIENTS if self._is_client else _FOR_ENGINES):
-            self._inbox.put(message)
+            self._arrived.append(message)
         else:
             raise ProtocolError(f"{type(message).__name__} is no message for this peer")

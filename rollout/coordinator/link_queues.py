@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rollout.coordinator.protocol.messages import ConnectAck, Message, RegisterAck
+from rollout.coordinator.protocol.codec import batched
+from rollout.coordinator.protocol.messages import (
+    ConnectAck,
+    Message,
+    RegisterAck,
+)
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.errors import RolloutError
 
 
@@ -71,12 +77,12 @@ class Inbox:
     def has_room(self) -> bool:
         return self._max_messages is None or len(self._messages) < self._max_messages
 
-    def put(self, message: Message) -> None:
+    def put(self, messages: Sequence[Message]) -> None:
         with self._changed:
-            self._messages.append(message)
-            is_first = len(self._messages) == 1
+            was_empty = not self._messages
+            self._messages.extend(messages)
             self._changed.notify()
-        if is_first:
+        if was_empty:
             self._on_news()
 
     def take_all(self, timeout_s: float) -> list[Message]:
@@ -106,12 +112,14 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the socket, kept until the coordinator has them for sure. `on_first` is called
-    when one waits where none did. `put` and `close` are of any thread, the rest is of the link's.
+    """Frames for the socket, kept until the coordinator has them for sure. `put` and `close` are of
+    any thread, the rest is of the link's.
     """
 
-    def __init__(self, max_frames: int | None, on_first: Callable[[], None]) -> None:
-        self._max_frames, self._on_first = max_frames, on_first
+    def __init__(
+        self, max_frames: int | None, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+    ) -> None:
+        self._max_frames, self._max_frame_bytes = max_frames, max_frame_bytes
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
         self._num_confirmed = 0  # of all that were ever sent
@@ -141,15 +149,18 @@ class Outbox:
                     "has run out must not go on"
                 )
             self._waiting.append(frame)
-            is_first = len(self._waiting) == 1
-        if is_first:
-            self._on_first()
 
     def send_all(self, send: Callable[[bytes], bool]) -> None:
-        """Give what waits to `send`, in order, until it does not take a frame."""
-        while self._waiting and send(self._waiting[0]):
+        """Give what waits to `send`, in order, small frames together, until one is not taken."""
+        while self._waiting:
             with self._lock:
-                self._sent.append(self._waiting.popleft())
+                waiting = list(self._waiting)
+            for frame, num_frames in batched(waiting, self._max_frame_bytes):
+                if not send(frame):
+                    return
+                with self._lock:
+                    for _ in range(num_frames):
+                        self._sent.append(self._waiting.popleft())
 
     def confirm(self, num_sent: int) -> None:
         """So many, of all that were ever sent, have arrived."""

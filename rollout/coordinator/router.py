@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from rollout.coordinator.protocol.codec import frames_in
 from rollout.coordinator.security import (
     CurveServerKeys,
     KeyGate,
@@ -18,7 +20,7 @@ from rollout.coordinator.security import (
     tcp_address,
     told_host,
 )
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, ProtocolError
 
 # How long a closing socket may take to hand over its last frames.
 _LINGER_MS = 1000
@@ -102,11 +104,12 @@ class Router:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """(identity, frame) of up to `max_frames` messages that are here. A message of several
-        frames is none of ours: its frame is empty.
+        """(identity, frame) of messages that are here: as many as have come with the first
+        `max_frames`. Of a Batch each frame; a message of several frames, and a Batch that cannot be
+        read, is none of ours: its frame is empty.
         """
-        receive = self.socket.recv
-        for _ in range(max_frames):
+        receive, num_left = self.socket.recv, max_frames
+        while num_left > 0:
             try:
                 identity = receive(_NOBLOCK)
             except zmq.Again:
@@ -114,12 +117,15 @@ class Router:
             # All frames of a message come at once, and there is one behind the identity. A Frame
             # knows whether more follow; asking the socket takes longer than receiving.
             frame = receive(_NOBLOCK, copy=False)
+            frames: Sequence[bytes] = [b""]
             if not frame.more:
-                yield identity, frame.bytes
-                continue
+                with contextlib.suppress(ProtocolError):
+                    frames = frames_in(frame.bytes)
             while frame.more:
                 frame = receive(_NOBLOCK, copy=False)
-            yield identity, b""
+            num_left -= max(1, len(frames))
+            for single in frames:
+                yield identity, single
 
     def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
         """Whether it was taken: not if the peer is not there, or too many frames wait for it.

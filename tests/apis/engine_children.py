@@ -161,9 +161,10 @@ def _die_voted(agent: type[EngineAgent]) -> None:
     """Kill itself once its vote is with the coordinator, which an answered heartbeat says."""
 
     class MortalLink(Link):
-        def send(self, message: Message) -> None:
-            super().send(message)
+        def queue(self, message: Message) -> None:
+            super().queue(message)
             if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
+                self.flush()
                 while self._outbox._waiting or self._outbox._sent:
                     time.sleep(0.005)
                 _die()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
@@ -16,28 +17,29 @@ from rollout.coordinator.protocol.messages import (
     Commit,
     Credit,
     EngineReply,
-    EngineReplyPartial,
     EngineStatus,
     Heartbeat,
     Message,
     Nack,
     Prepare,
+    Progress,
     Register,
     RegisterAck,
     ReplyAck,
     Rollback,
     RunningAttempt,
     Sample,
-    TokenRun,
     WeightsSource,
     nack_of,
 )
 from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.coordinator.protocol.wire import pack
 from rollout.engine.state import COMMANDS, EngineState
 from rollout.errors import EngineStateError, WeightUpdateError
+from tests.coordinator.message_strategies import joined
 
 
 def token_at(seed: int, position: int) -> int:
@@ -63,6 +65,12 @@ def token_run(seed: int, start: int, end: int, version: int = 0) -> TokenRun:
 
 def source_of(version: int) -> WeightsSource:
     return WeightsSource(kind="fake", address=str(version), manifest={}, checksum=f"sum{version}")
+
+
+def progress_of(request_id: int, attempt: int, run: TokenRun) -> Progress:
+    """Of one attempt alone."""
+    names = {"request_ids": np.array([request_id]), "attempts": np.array([attempt])}
+    return Progress(runs=replace(joined([run]), **names))
 
 
 @dataclass
@@ -127,7 +135,6 @@ class FakeEngine:
             num_steps=self.num_steps,
             num_waiting=self.num_waiting,
             num_running=len(self.held),
-            num_blocks_free=9,
             weights_version=self.version,
         )
         return Heartbeat(sequence=self.num_steps, status=status)
@@ -157,10 +164,10 @@ class FakeEngine:
         self.num_granted = self.num_received + room
         return [Credit(num_granted=self.num_granted, session=self.session)]
 
-    def report(self, request_id: int, start: int) -> EngineReplyPartial:
+    def report(self, request_id: int, start: int) -> Progress:
         held = self.held[request_id]
         run = token_run(held.seed, min(start, held.num_tokens), held.num_tokens, self.version)
-        return EngineReplyPartial(request_id=request_id, attempt=held.attempt, tokens=run)
+        return progress_of(request_id, held.attempt, run)
 
     def _end(self, request_id: int, *, is_aborted: bool = False) -> EngineReply:
         held = self.held.pop(request_id)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -21,8 +22,6 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
-    decode,
-    encode,
 )
 from rollout.coordinator.routing.policies import RoundRobinPolicy, RoutingPolicy
 from tests.coordinator.fake_client import FakeClient

@@ -12,6 +12,7 @@ import numpy as np
 import zmq
 
 from rollout import ProtocolError, SamplingParams
+from rollout.coordinator.protocol.codec import batched, decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -20,7 +21,6 @@ from rollout.coordinator.protocol.messages import (
     Command,
     Connect,
     EngineReply,
-    EngineReplyPartial,
     Heartbeat,
     Message,
     Register,
@@ -28,14 +28,13 @@ from rollout.coordinator.protocol.messages import (
     Sample,
     SubmitRequest,
     UpdateWeights,
-    decode,
-    encode,
     nack_of,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.errors import RolloutError
+from tests.coordinator.fake_engine import progress_of
 from tests.coordinator.message_strategies import TYPES, run_of
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
 
@@ -93,6 +92,7 @@ class Frames:
             "wrong header": (8, self._wrong_header),
             "valid": (14, lambda: [self._valid()]),
             "replayed": (8, lambda: [self._chance.choice(self._recent)]),
+            "batched": (10, self._batched),
             "multi-part": (4, lambda: [self._valid() for _ in range(self._chance.randint(2, 6))]),
         }
 
@@ -136,10 +136,18 @@ class Frames:
             Heartbeat(sequence=request_id),
             Ack(command_id=chance.getrandbits(62)),
             nack_of(chance.getrandbits(62), RolloutError("no")),
-            EngineReplyPartial(request_id=request_id, attempt=attempt, tokens=run_of(3)),
+            progress_of(request_id, attempt, run_of(3)),
             EngineReply(request_id=request_id, attempt=attempt, record=chance.randbytes(50)),
         ]
         return encode(chance.choice(made)) if chance.random() < 0.7 else chance.choice(FRAMES)
+
+    def _batched(self) -> list[bytes]:
+        """Messages among garbage, which is to hurt none of them."""
+        frames = [self._valid() for _ in range(self._chance.randint(1, 4))]
+        frames = [frame for frame in frames if self._is_harmless(decode(frame))]
+        frames += [*self._random(), *self._random(), b""]
+        self._chance.shuffle(frames)
+        return [frame for frame, _ in batched(frames)]
 
     def _random(self) -> list[bytes]:
         return [self._chance.randbytes(self._chance.randrange(300))]

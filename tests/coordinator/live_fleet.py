@@ -35,7 +35,7 @@ class HeldLink:
         self.link, self._holds_answers = link, holds_answers
         self.is_free = threading.Event()
         self.is_free.set()
-        self.may_step = link.may_step
+        self.may_step, self.flush = link.may_step, link.flush
 
     def receive(self, timeout_s: float) -> list[Message]:
         messages = self.link.receive(timeout_s)
@@ -43,10 +43,10 @@ class HeldLink:
             self.is_free.wait(BOUND_S)
         return messages
 
-    def send(self, message: Message) -> None:
+    def queue(self, message: Message) -> None:
         if self._holds_answers:
             self.is_free.wait(BOUND_S)
-        self.link.send(message)
+        self.link.queue(message)
 
 
 class LiveEngine:

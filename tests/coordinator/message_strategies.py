@@ -17,29 +17,57 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
     MESSAGE_TYPES,
-    PROTOCOL_VERSION,
+    AbortRequest,
+    Ack,
     AssignRequest,
+    Commit,
     Connect,
+    ConnectAck,
+    Credit,
+    Disconnect,
     EngineReply,
+    EngineReplyPartial,
+    Heartbeat,
     Message,
+    Nack,
+    Prepare,
+    Progress,
     Register,
+    RegisterAck,
+    ReplyAck,
+    Rollback,
     Sample,
     SubmitRequest,
-    TokenRun,
-    TokenRuns,
-    TopNRun,
+    UpdateWeights,
     WireError,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
+from rollout.coordinator.protocol.token_runs import (
+    TokenRun,
+    TokenRuns,
+    TopNRun,
+)
 from rollout.coordinator.protocol.wire import PlainMap
 
 COMMANDS = list(COMMAND_TYPES)
 TYPES = list(MESSAGE_TYPES.values())
+_COMMAND_TYPES = set(COMMAND_TYPES.values())
+_PRESENCE = {Heartbeat, Disconnect}
+_ANSWERS = {EngineReply, Ack, Nack}
+# Who may send what. A stranger may only shake hands.
+FROM_STRANGERS = {Connect, Register}
+FROM_CLIENTS = _COMMAND_TYPES | _PRESENCE | {Connect, SubmitRequest, AbortRequest, ReplyAck}
+FROM_CLIENTS |= {UpdateWeights}
+FROM_ENGINES = _ANSWERS | _PRESENCE | {Register, Credit, Progress}
+FROM_COORDINATORS = _COMMAND_TYPES | _ANSWERS | _PRESENCE | {ConnectAck, RegisterAck}
+FROM_COORDINATORS |= {EngineReplyPartial}
+FROM_COORDINATORS |= {AssignRequest, ReplyAck, AbortRequest, Prepare, Commit, Rollback}
 MAX_TOKENS = 6
 
 text = st.text(max_size=8)  # no lone surrogates: UTF-8 has none
@@ -225,6 +253,33 @@ def run_of(num_tokens: int, **changes: object) -> TokenRun:
         "context_kv_version_mean": np.zeros(num_tokens),
     }
     return TokenRun(**{**fields, **changes})
+
+
+def joined(runs: list[TokenRun]) -> TokenRuns:
+    """Runs as columns, of request 7, 8, ... at attempt 0, 1, ..."""
+    log_probs = [run.log_probs for run in runs if run.log_probs is not None]
+    top_n = [row for run in runs if run.top_n is not None for row in run.top_n.rows()]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0, getattr(run_of(0), name).dtype)] + [getattr(r, name) for r in runs]
+        )
+        for name in (
+            *("token_ids", "policy_versions"),
+            *("context_kv_version_min", "context_kv_version_mean"),
+        )
+    }
+    return TokenRuns(
+        request_ids=np.arange(7, 7 + len(runs)),
+        attempts=np.arange(len(runs)),
+        offsets=np.array([run.offset for run in runs], np.int64),
+        counts=np.array([len(run) for run in runs], np.int32),
+        entry_versions=np.array([run.entry_version for run in runs], np.int32),
+        has_log_probs=np.array([run.log_probs is not None for run in runs], np.uint8),
+        log_probs=np.concatenate([np.zeros(0, np.float32), *log_probs]),
+        has_top_n=np.array([run.top_n is not None for run in runs], np.uint8),
+        top_n=TopNRun.from_rows(top_n),
+        **columns,
+    )
 
 
 def assert_same(one: Any, other: Any) -> None:

@@ -14,16 +14,15 @@ from typing import TypeVar
 
 import zmq
 
+from rollout.coordinator.protocol.codec import decode, encode, frames_in
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
     Connect,
     ConnectAck,
     Heartbeat,
     Message,
     Register,
     RegisterAck,
-    decode,
-    encode,
     nack_of,
 )
 from rollout.errors import ProtocolError
@@ -94,7 +93,7 @@ class ScriptedRouter:
     def __init__(self, script: Script = polite) -> None:
         self.script = script
         self.received: list[Message] = []
-        self.port = 0
+        self.port = self.num_frames = 0
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
         self._latest = b""
         self._known: set[bytes] = set()
@@ -191,8 +190,12 @@ class ScriptedRouter:
                 self._router.close()
 
     def _take(self) -> None:
-        identity, *frames = self._router.recv_multipart()
-        message = decode(frames[0])
+        identity, frame = self._router.recv_multipart()
+        self.num_frames += 1
+        for single in frames_in(frame):
+            self._take_message(identity, decode(single))
+
+    def _take_message(self, identity: bytes, message: Message) -> None:
         if isinstance(message, (Connect, Register)):
             self._known.add(identity)
         elif identity not in self._known:

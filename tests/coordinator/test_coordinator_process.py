@@ -20,6 +20,7 @@ import zmq
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.credit import num_ahead
+from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -29,8 +30,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     Message,
     Nack,
-    decode,
-    encode,
 )
 from rollout.coordinator.protocol.wire import pack
 from rollout.coordinator.security import CurveKeys, CurveServerKeys
@@ -79,8 +78,9 @@ class Line:
         """Take what is there and answer."""
         taken = []
         while self.socket.poll(1000 * wait_s if not taken else 0):
-            taken.append(decode(self.socket.recv()))
-            self.send(*self.peer.receive(taken[-1]))
+            for frame in frames_in(self.socket.recv()):
+                taken.append(decode(frame))
+                self.send(*self.peer.receive(taken[-1]))
         return taken
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
-from rollout.coordinator.protocol.messages import Connect, Message, encode
+from rollout.coordinator.protocol.messages import Connect, Message
 from tests.coordinator.fake_engine import FakeEngine
 
 ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in range(3)]

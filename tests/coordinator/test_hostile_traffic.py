@@ -17,12 +17,8 @@ import zmq
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.protocol.messages import (
-    ConnectAck,
-    Heartbeat,
-    decode,
-    encode,
-)
+from rollout.coordinator.protocol.codec import decode, encode, frames_in
+from rollout.coordinator.protocol.messages import ConnectAck, Heartbeat
 from rollout.coordinator.publisher import WeightPublisher
 from tests.coordinator.hostile_peers import (
     Frames,
@@ -230,7 +226,7 @@ def test_a_client_that_never_acknowledges_cannot_fill_the_memory(has_engine: boo
         for number in range(num_requests):
             peer.send([encode(submission(chance, number, num_prompt))])
         peer.socket.send(encode(Heartbeat(sequence=7)))
-        while not isinstance(decode(peer.socket.recv()), Heartbeat):
+        while encode(Heartbeat(sequence=7)) not in frames_in(peer.socket.recv()):
             pass
         after = rss_mib(pid)
         if engine is not None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rollout.coordinator.dealer import CoordinatorLostError, Dealer
 from rollout.coordinator.link import Link, LinkClosedError
 from rollout.coordinator.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.protocol.codec import batched, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -68,7 +69,6 @@ def status() -> EngineStatus:
         num_steps=0,
         num_waiting=0,
         num_running=0,
-        num_blocks_free=0,
         weights_version=0,
     )
 
@@ -95,6 +95,9 @@ def becomes(condition: Callable[[], bool]) -> bool:
 
 def acks(num: int, start: int = 0) -> list[Ack]:
     return [Ack(command_id=i) for i in range(start, start + num)]
+
+
+PAUSES = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(3)]
 
 
 # ---- registration
@@ -176,6 +179,27 @@ def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
         assert link.num_malformed == 6
         assert len([r for r in caplog.records if "garbage" in r.message]) == 1
         assert link.may_step()
+
+
+def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        frames = [encode(PAUSES[0]), b"\x93\x28\xff", encode(PAUSES[2]), b"\xc1"]
+        ((together, _),) = batched(frames)
+        router.send(together, b"\x92\x54\xc0")
+        assert received(link, num=2) == [PAUSES[0], PAUSES[2]]
+        assert becomes(lambda: link.num_malformed == 3)
+
+
+def test_messages_that_are_queued_together_are_one_frame():
+    with ScriptedRouter() as router, link_to(router) as link:
+        received(link)
+        num_before = router.num_frames
+        for ack in acks(200):
+            link.queue(ack)
+        link.flush()
+        assert router.wait_for(Ack, num=200) == acks(200)
+        assert router.num_frames - num_before < 20, "heartbeats among them"
 
 
 def test_a_message_that_cannot_be_sent_is_refused_to_the_sender():
@@ -366,7 +390,7 @@ def test_what_an_engine_takes_at_once_is_of_one_session():
     inbox = Inbox(10, lambda: None, lambda: None)
     pause = COMMAND_TYPES[Headers.PAUSE](command_id=1)
     for message in (pause, register_ack(), pause, pause, register_ack()):
-        inbox.put(message)
+        inbox.put([message])
     assert inbox.take_all(0) == [pause]
     assert inbox.take_all(0) == [register_ack(), pause, pause]
     assert inbox.take_all(0) == [register_ack()]
@@ -447,13 +471,13 @@ def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(even
 
 @given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
 def test_what_is_sent_is_kept_until_it_has_arrived(events):
-    outbox, lease, arrived, num_put = Outbox(1000, lambda: None), Lease(), [], 0
+    outbox, lease, arrived, num_put = Outbox(1000), Lease(), [], 0
     lease.begin(1.0, 0.0)
     connection: list[object] = []  # frames and heartbeats on their way
     answers: list[int] = []
 
     def send(frame: bytes) -> bool:
-        connection.append(frame)
+        connection.extend(frames_in(frame))
         return True
 
     for what in [*events, "send", "beat", "hear", "hear"]:
@@ -617,7 +641,7 @@ def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
         dealer = Dealer(context, router.address, waker, max_frame_bytes=2**20, curve=None)
         for end in (router.close, context.term, waker.close, dealer.close):
             last.callback(end)
-        outbox = Outbox(2, lambda: None)
+        outbox = Outbox(2)
         outbox.put(b"first")
         outbox.send_all(dealer.send)
         dealer.socket.disconnect(router.address)  # as if it were lost, before any event says so
@@ -627,4 +651,4 @@ def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
         outbox.rewind()
         told: list[bytes] = []
         outbox.send_all(lambda frame: told.append(frame) is None)
-        assert told == [b"first", b"second"]
+        assert [single for frame in told for single in frames_in(frame)] == [b"first", b"second"]

@@ -17,7 +17,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource, decode, encode
+from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.errors import WeightUpdateError
 from tests.tiny_models import tiny_engine, tiny_model

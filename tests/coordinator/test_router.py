@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from rollout.coordinator import router as router_module
+from rollout.coordinator.protocol.codec import batched
 from rollout.coordinator.router import Router
 
 WAIT_S = 30.0
@@ -100,3 +101,18 @@ def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:
             assert time.monotonic() < end
             router.socket.poll(5)
             router.flush()
+
+
+def test_the_frames_of_a_batch_come_one_by_one_and_what_is_none_of_ours_is_empty() -> None:
+    with router_and_peer() as (router, identity, peer):
+        ((together, num),) = batched([b"first", b"\xc1", b"last"])
+        assert num == 3
+        for frame in (together, b"alone", together[:-1]):
+            peer.send(frame)
+        peer.send_multipart([b"two", b"parts"])
+        got: list[tuple[bytes, bytes]] = []
+        while len(got) < 6:
+            assert router.socket.poll(WAIT_S * 1000)
+            got += router.receive(1)
+        frames = [b"first", b"\xc1", b"last", b"alone", b"", b""]
+        assert got == [(identity, frame) for frame in frames]

@@ -29,10 +29,10 @@ from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
-    EngineReplyPartial,
     Message,
-    TokenRun,
+    Progress,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.coordinator.publisher import fetch_weights
 from tests.processes import PROCESSES
 from tests.tiny_models import (
@@ -128,9 +128,9 @@ class Heard:
 
     def _take(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            if isinstance(message, EngineReplyPartial):
-                run = message.tokens
-                self.tokens.update((message.request_id, i) for i in range(run.offset, run.end))
+            if isinstance(message, Progress):
+                for request_id, _, run in message.runs.apart():
+                    self.tokens.update((request_id, i) for i in range(run.offset, run.end))
             elif isinstance(message, EngineReply):
                 self.replies[message.request_id] += 1
         self._pass_on(messages)

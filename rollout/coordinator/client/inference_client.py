@@ -23,7 +23,6 @@ from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
-    DEFAULT_MAX_FRAME_BYTES,
     Ack,
     Connect,
     ConnectAck,
@@ -34,6 +33,7 @@ from rollout.coordinator.protocol.messages import (
     UpdateWeights,
     WeightsSource,
 )
+from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
@@ -93,7 +93,7 @@ class InferenceClient:
         self._requests = PendingRequests(self._send, self._tokenizer, _GRACE_S)
         self._commands = PendingCommands(self._send)
         self._lost: RolloutError | None = None
-        self._is_stopped = False
+        self._is_stopped = self._is_flush_due = False
 
     # ---- life
 
@@ -387,8 +387,18 @@ class InferenceClient:
             raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        if self._link is not None and not self._is_stopped:
-            self._link.send(message)
+        """Queue it. What is said in one turn of the event loop travels together."""
+        if self._link is None or self._loop is None or self._is_stopped:
+            return
+        self._link.queue(message)
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if self._link is not None:
+            self._link.flush()
 
     def _wake_listener(self) -> None:
         """Called by the link's thread."""

@@ -13,7 +13,6 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
-    error_from,
 )
 from rollout.errors import RolloutError
 
@@ -54,7 +53,7 @@ class PendingCommands:
         if isinstance(answer, Ack):
             future.set_result(dict(answer.result))
         else:
-            future.set_exception(error_from(answer))
+            future.set_exception(answer.error.to_error())
 
     def fail(self, error: RolloutError) -> None:
         """End all futures."""

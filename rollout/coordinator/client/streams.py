@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-import numpy as np
-
-from rollout.coordinator.protocol.messages import TokenRun, TopNRun, join_runs
+from rollout.coordinator.protocol.packed import token_run
+from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
+from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 Record = DynamicInferenceRequestRecord
@@ -86,19 +86,5 @@ async def _items_of(
 
 def rest_of(record: Record, offset: int) -> TokenRun | None:
     """Return the generated tokens of `record` from `offset` on as a run, None if there are none."""
-    merged = record.merge()
-    num_tokens = len(merged.generated_tokens)
-    if num_tokens <= offset:
-        return None
-    log_probs, top_n = merged.generated_log_probs, merged.generated_top_n_logprobs
-    versions = merged.stamped_policy_spans().to_array()[-num_tokens:]
-    return TokenRun(
-        offset=offset,
-        entry_version=merged.weights_version,
-        token_ids=np.array(merged.generated_tokens[offset:], np.int32),
-        policy_versions=versions[offset:],
-        context_kv_version_min=np.array(merged.context_kv_version_min[offset:], np.int32),
-        context_kv_version_mean=np.array(merged.context_kv_version_mean[offset:], np.float64),
-        log_probs=None if log_probs is None else np.asarray(log_probs[offset:], np.float32),
-        top_n=None if top_n is None else TopNRun.from_rows(top_n[offset:]),
-    )
+    tokens = GeneratedTokens.of(record, offset)
+    return None if tokens is None else token_run(tokens)

@@ -8,8 +8,8 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import ClientSession, RecentIds
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
     Ack,
     Connect,
     ConnectAck,

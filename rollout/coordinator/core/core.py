@@ -21,6 +21,7 @@ from rollout.coordinator.core.request_table import (
     RecentIds,
     RequestTable,
 )
+from rollout.coordinator.protocol.codec import ProtocolVersionError, decode
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
     AbortRequest,
@@ -29,18 +30,15 @@ from rollout.coordinator.protocol.messages import (
     Credit,
     Disconnect,
     EngineReply,
-    EngineReplyPartial,
     Heartbeat,
     Message,
     Nack,
     Progress,
-    ProtocolVersionError,
     Register,
     ReplyAck,
     SubmitRequest,
     UpdateWeights,
     WireError,
-    decode,
     nack_of,
 )
 from rollout.coordinator.routing.policies import RoutingPolicy
@@ -103,8 +101,7 @@ class CoordinatorCore:
         """What an engine may send, and who takes it."""
         requests, registry, commands = self._requests, self._registry, self._commands
         return {
-            Progress: requests.progress_of_many,
-            EngineReplyPartial: requests.progress,
+            Progress: requests.progress,
             EngineReply: requests.end,
             Credit: self._dispatcher.credit,
             Heartbeat: registry.heartbeat,

@@ -9,7 +9,11 @@ from enum import Enum, auto
 from itertools import count
 
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Command, UpdateWeights, WeightsSource
+from rollout.coordinator.protocol.messages import (
+    Command,
+    UpdateWeights,
+    WeightsSource,
+)
 from rollout.engine.state import COMMANDS, EngineState, legal_commands
 from rollout.errors import EngineStateError, InvalidRequestError
 

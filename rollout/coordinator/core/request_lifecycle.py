@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
 
 
@@ -96,21 +97,20 @@ class RequestLifecycle:
 
     # ---- what engines report
 
-    def progress_of_many(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """As `progress`, of many attempts."""
-        for partial in message.partials():
-            self.progress(engine, partial, now)
-
-    def progress(self, engine: EngineSession, message: EngineReplyPartial, now: float) -> None:
-        """Keep the new tokens, and pass them on to a client that streams.
+    def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
+        """Keep the new tokens, and pass them on to clients that stream.
 
         Raises ProtocolError for a run that cannot follow the earlier ones.
         """
-        request = self._current(engine, message)
+        for request_id, attempt, run in message.runs.apart():
+            self._progress(engine, Attempt(request_id=request_id, attempt=attempt), run)
+
+    def _progress(self, engine: EngineSession, attempt: Attempt, run: TokenRun) -> None:
+        request = self._current(engine, attempt)
         if request is None:
-            engine.aborted.append(Attempt(request_id=message.request_id, attempt=message.attempt))
+            engine.aborted.append(attempt)
             return
-        counters, run = self._context.counters, message.tokens
+        counters = self._context.counters
         is_streaming = request.group.is_streaming
         if run.end > len(request.log):
             self._dispatcher.progressed(request, engine)
@@ -131,8 +131,9 @@ class RequestLifecycle:
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
         """Answer the request. The engine may forget the attempt, whether it counts or not."""
-        engine.acknowledged.append(Attempt(request_id=message.request_id, attempt=message.attempt))
-        request = self._current(engine, message)
+        attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
+        engine.acknowledged.append(attempt)
+        request = self._current(engine, attempt)
         if request is None:
             return
         is_overdue = request.is_overdue and message.is_failed
@@ -144,12 +145,10 @@ class RequestLifecycle:
         )
         self._answer(request, own)
 
-    def _current(
-        self, engine: EngineSession, message: EngineReplyPartial | EngineReply
-    ) -> Request | None:
+    def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
         """The request of an attempt that counts, else None and counted as stale or repeated."""
-        request = self._table.requests.get(message.request_id)
-        if request is not None and request.attempt == message.attempt:
+        request = self._table.requests.get(named.request_id)
+        if request is not None and request.attempt == named.attempt:
             if request.engine is engine:
                 return request
             if request.last_engine_id == engine.engine_id:

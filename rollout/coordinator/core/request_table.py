@@ -18,10 +18,9 @@ from rollout.coordinator.protocol.messages import (
     Nack,
     Sample,
     SubmitRequest,
-    TokenRun,
     WireError,
-    join_runs,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
 
 K = TypeVar("K", bound=Hashable)

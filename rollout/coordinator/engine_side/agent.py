@@ -125,7 +125,6 @@ class EngineAgent:
             num_steps=self._num_steps,
             num_waiting=stats.num_waiting,
             num_running=stats.num_running + stats.num_paused,
-            num_blocks_free=stats.num_blocks_total - stats.num_blocks_used,
             weights_version=stats.weights_version,
         )
 

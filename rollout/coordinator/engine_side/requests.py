@@ -10,7 +10,6 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Attempt,
     EngineReply,
-    EngineReplyPartial,
     Message,
     Progress,
     RunningAttempt,
@@ -170,18 +169,21 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """What to send instead of a message that cannot be sent: its parts, or the end of the only
+        """What to send instead of a message that cannot be sent: its halves, or the end of the only
         attempt that it tells of. Raises `error` if it tells of none.
         """
+        if isinstance(message, Progress) and (middle := len(message.runs) // 2):
+            halves = message.runs.rows(0, middle), message.runs.rows(middle, len(message.runs))
+            return [Progress(runs=runs) for runs in halves]
         if isinstance(message, Progress):
-            return list(message.partials())
-        if not isinstance(message, (EngineReply, EngineReplyPartial)):
+            (named,) = (Attempt(request_id=r, attempt=a) for r, a, _ in message.runs.apart())
+        elif isinstance(message, EngineReply) and message.record is not None:
+            named = Attempt(request_id=message.request_id, attempt=message.attempt)
+        else:
             raise error
-        if isinstance(message, EngineReply) and message.record is None:
-            raise error
-        _logger.warning("what request %d brought cannot be sent: %s", message.request_id, error)
-        self.drop(message.request_id)
-        return [self._keep(_refusal(message, error))]
+        _logger.warning("what request %d brought cannot be sent: %s", named.request_id, error)
+        self.drop(named.request_id)
+        return [self._keep(_refusal(named, error))]
 
     def drop(self, request_id: int) -> None:
         """End an attempt that counts no more, without a word."""
@@ -234,11 +236,17 @@ class EngineRequests:
     def _end(self, record: DynamicInferenceRequestRecord) -> EngineReply:
         running = self._running.pop(record.request_id)
         del running.slot[record.request_id]
+        named = Attempt(request_id=record.request_id, attempt=running.attempt)
+        try:
+            packed = pack_record(record)
+        except ProtocolError as error:
+            _logger.warning("the record of request %d cannot be sent: %s", named.request_id, error)
+            return self._keep(_refusal(named, error))
         return self._keep(
             EngineReply(
-                request_id=record.request_id,
-                attempt=running.attempt,
-                record=pack_record(record),
+                request_id=named.request_id,
+                attempt=named.attempt,
+                record=packed,
                 is_failed=record.current.failed(),
             )
         )
@@ -253,7 +261,7 @@ def _num_known(sample: Sample) -> int:
     return 0 if sample.resumed is None else len(sample.resumed)
 
 
-def _refusal(named: Sample | EngineReply | EngineReplyPartial, error: Exception) -> EngineReply:
+def _refusal(named: Attempt | Sample | EngineReply, error: Exception) -> EngineReply:
     return EngineReply(
         request_id=named.request_id,
         attempt=named.attempt,

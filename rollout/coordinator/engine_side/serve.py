@@ -48,6 +48,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
 def _send_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
     for message in messages:
         try:
-            link.send(message)
+            link.queue(message)
         except ProtocolError as error:
             _send_all(agent, link, agent.instead_of(message, error))
+    link.flush()

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rollout.coordinator.protocol.messages import Prepare, RegisterAck, WeightsSource
+from rollout.coordinator.protocol.messages import (
+    Prepare,
+    RegisterAck,
+    WeightsSource,
+)
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.runner.weight_update import NamedTensors

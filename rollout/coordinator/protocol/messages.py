@@ -8,53 +8,138 @@ changes its name, nothing else. Times are durations: no clock is shared.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, new_class
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-import msgspec
 from msgspec import Meta, field
 
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION as PROTOCOL_VERSION
-from rollout.coordinator.protocol.headers import Headers as Headers
-from rollout.coordinator.protocol.parts import Attempt as Attempt
-from rollout.coordinator.protocol.parts import Attempts, Samples
-from rollout.coordinator.protocol.parts import EngineStatus as EngineStatus
-from rollout.coordinator.protocol.parts import RunningAttempt as RunningAttempt
-from rollout.coordinator.protocol.parts import Sample as Sample
-from rollout.coordinator.protocol.parts import TensorEntry as TensorEntry
-from rollout.coordinator.protocol.parts import WeightsSource as WeightsSource
-from rollout.coordinator.protocol.parts import WireError as WireError
-from rollout.coordinator.protocol.token_runs import TokenRun as TokenRun
-from rollout.coordinator.protocol.token_runs import TokenRuns as TokenRuns
-from rollout.coordinator.protocol.token_runs import TopNRun as TopNRun
-from rollout.coordinator.protocol.token_runs import join_runs as join_runs
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES as DEFAULT_MAX_FRAME_BYTES
+from rollout import errors
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
 from rollout.coordinator.protocol.wire import (
-    FAULTS,
     MAX_ITEMS,
     MAX_PLAIN_BYTES,
-    TOKEN_IDS,
     Count,
     Int,
-    Int32s,
     Name,
     PlainMap,
     Seconds,
+    Seed,
+    TokenIds,
     Uuid,
     Version,
     WireData,
+    WithColumns,
     check_plain,
-    check_version,
-    pack,
-    set_columns,
 )
-from rollout.coordinator.protocol.wire import ProtocolVersionError as ProtocolVersionError
-from rollout.errors import ProtocolError, RolloutError
+from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
 
-_TOKEN_COLUMNS = {"prompt_tokens": TOKEN_IDS}
+# ---- what several messages carry
+
+
+class Attempt(WireData, frozen=True, kw_only=True):
+    """One assignment of one request. Of two attempts of a request the larger one counts."""
+
+    request_id: Count
+    attempt: Count = 0
+
+
+class RunningAttempt(WireData, frozen=True, kw_only=True):
+    """An attempt that an engine still holds, finished or not, and its generated tokens."""
+
+    request_id: Count
+    attempt: Count
+    num_tokens: Count
+
+
+class Sample(WireData, frozen=True, kw_only=True):
+    """One request of a group. `sampling_params`: packed by `pack_params`, for the engine to read.
+
+    seed: fixed by the client; None lets the engine derive one. resumed: all tokens of earlier
+    attempts, from offset 0; None for a fresh request.
+    """
+
+    request_id: Count
+    attempt: Count = 0
+    sampling_params: Annotated[bytes, Meta(max_length=MAX_PLAIN_BYTES)]
+    seed: Seed | None = None
+    resumed: TokenRun | None = None
+
+    def __post_init__(self) -> None:
+        if self.resumed is not None and self.resumed.offset:
+            raise ProtocolError(f"Sample: resumed tokens start at {self.resumed.offset}, not 0")
+
+
+Attempts = Annotated[tuple[Attempt, ...], Meta(max_length=MAX_ITEMS)]
+Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
+
+
+class EngineStatus(WireData, frozen=True, kw_only=True):
+    """An engine as it sends a heartbeat. `num_steps` is what progress is judged by."""
+
+    state: Name
+    num_steps: Count
+    num_waiting: Count
+    num_running: Count
+    weights_version: Version
+
+
+class WireError(WireData, frozen=True, kw_only=True):
+    """An error on its way: the class of rollout.errors it has, or the name of a foreign one."""
+
+    type_name: Name
+    message: str | None
+    is_transient: bool = False
+    request_id: Count | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        """Return `error` as its nearest class that peers know."""
+        encoded = encode_error(error)
+        if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
+            public = (base for base in type(error).__mro__ if base.__module__ == errors.__name__)
+            encoded["type"] = next(public).__name__
+        return cls(
+            type_name=encoded["type"],
+            message=encoded["message"],
+            is_transient=encoded["is_transient"],
+            request_id=encoded.get("request_id"),
+        )
+
+    def to_error(self) -> RolloutError:
+        """Return the same error, to be raised; a class unknown here becomes a RemoteError."""
+        encoded: dict[str, Any] = {
+            "type": self.type_name,
+            "message": self.message,
+            "is_transient": self.is_transient,
+            "request_id": self.request_id,
+        }
+        return decode_error(encoded)
+
+
+class TensorEntry(WireData, frozen=True, kw_only=True):
+    """Where one tensor lies in its source: `num_bytes` from `offset`, row-major."""
+
+    dtype: Name
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    offset: Count
+    num_bytes: Count
+
+
+class WeightsSource(WireData, frozen=True, kw_only=True):
+    """Where weights can be fetched; they never travel over these sockets.
+
+    kind: how (a shared segment, a checkpoint directory). address: where. checksum: of all tensors,
+    as `engine.weights_checksum()` will report it once they are served. tensors_checksum: of the
+    tensors as they lie there, before any cast.
+    """
+
+    kind: Name
+    address: Name
+    manifest: Annotated[Mapping[str, TensorEntry], Meta(max_length=2**16)]
+    checksum: Name
+    tensors_checksum: Name = ""
 
 
 class Message(WireData, frozen=True):
@@ -163,7 +248,7 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 # ---- requests and what comes back of them
 
 
-class SubmitRequest(Message, frozen=True, kw_only=True, tag=20):
+class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
     """Client -> coordinator: samples of one prompt, which go to one rank. Idempotent by name.
 
     prompt_tokens: int32 [n]. priority: higher first. deadline_s: from arrival. streaming: send
@@ -171,34 +256,33 @@ class SubmitRequest(Message, frozen=True, kw_only=True, tag=20):
     """
 
     samples: Samples
-    prompt_tokens: Int32s
+    prompt_tokens: TokenIds
     priority: Int = 0
     deadline_s: Seconds | None = None
     streaming: bool = False
 
     def __post_init__(self) -> None:
-        set_columns(self, _TOKEN_COLUMNS)
+        super().__post_init__()
         _check_names("SubmitRequest", self.samples)
         for sample in self.samples:
             if sample.attempt or sample.resumed is not None:
                 raise ProtocolError("SubmitRequest: a client's sample is attempt 0, not resumed")
 
 
-class AssignRequest(Message, frozen=True, kw_only=True, tag=75):
+class AssignRequest(Message, WithColumns, frozen=True, kw_only=True, tag=75):
     """Coordinator -> engine: run these samples of one prompt, int32 [n]."""
 
     samples: Samples
-    prompt_tokens: Int32s
+    prompt_tokens: TokenIds
     priority: Int = 0
 
     def __post_init__(self) -> None:
-        set_columns(self, _TOKEN_COLUMNS)
+        super().__post_init__()
         _check_names("AssignRequest", self.samples)
 
 
 class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
-    """Progress of one request: coordinator -> client, if it streams. An engine sends it only of a
-    Progress that is too long for one frame."""
+    """Coordinator -> client: new tokens of a request that it streams."""
 
     request_id: Count
     attempt: Count = 0
@@ -209,11 +293,6 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
     """Engine -> coordinator: what many attempts have generated since it last told of them."""
 
     runs: TokenRuns
-
-    def partials(self) -> Iterator[EngineReplyPartial]:
-        """Yield the same, one message an attempt."""
-        for request_id, attempt, run in self.runs.apart():
-            yield EngineReplyPartial(request_id=request_id, attempt=attempt, tokens=run)
 
 
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
@@ -295,11 +374,6 @@ def nack_of(command_id: int | None, error: BaseException) -> Nack:
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
-def error_from(nack: Nack) -> RolloutError:
-    """Return the error to raise where the refused command was given."""
-    return nack.error.to_error()
-
-
 class UpdateWeights(Message, frozen=True, kw_only=True, tag=77):
     """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
 
@@ -339,15 +413,6 @@ class Rollback(Message, frozen=True, kw_only=True, tag=80):
     version: Version
 
 
-class Role(Enum):
-    """Who a frame comes from, as its receiver knows the peer."""
-
-    STRANGER = "stranger"
-    CLIENT = "client"
-    ENGINE = "engine"
-    COORDINATOR = "coordinator"
-
-
 COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
     {
         header: new_class(
@@ -363,87 +428,10 @@ COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
         )
     }
 )
-
-
-def _classes(*classes: type[Message]) -> frozenset[type[Message]]:
-    return frozenset(classes)
-
-
-_COMMANDS = _classes(*COMMAND_TYPES.values())
-_ANSWERS = _classes(EngineReplyPartial, EngineReply, Ack, Nack)
-_HANDSHAKES = _classes(Connect, Register)
-_PRESENCE = _classes(Heartbeat, Disconnect)
-ALLOWED: Mapping[Role, frozenset[type[Message]]] = MappingProxyType(
+MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
     {
-        Role.STRANGER: _HANDSHAKES,
-        Role.CLIENT: _COMMANDS
-        | _PRESENCE
-        | _classes(Connect, SubmitRequest, AbortRequest, ReplyAck, UpdateWeights),
-        Role.ENGINE: _ANSWERS | _PRESENCE | _classes(Register, Credit, Progress),
-        Role.COORDINATOR: _COMMANDS
-        | _ANSWERS
-        | _PRESENCE
-        | _classes(ConnectAck, RegisterAck, AssignRequest, ReplyAck, AbortRequest)
-        | _classes(Prepare, Commit, Rollback),
+        Headers(tag): cls
+        for cls in (*Message.__subclasses__(), *Command.__subclasses__())
+        if isinstance(tag := cls.__struct_config__.tag, int)
     }
 )
-_ALL = {cls.__struct_config__.tag: cls for classes in ALLOWED.values() for cls in classes}
-MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
-    {header: _ALL[header] for header in Headers}
-)
-
-
-# ---- to bytes and back
-
-_DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
-_WITH_PLAIN_MAP = _COMMANDS | _classes(Ack)
-_FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
-
-
-def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`, which is read again, so that a fault is found by its sender.
-
-    Raises ProtocolError as `decode` does.
-    """
-    name = type(message).__name__
-    try:
-        frame = pack(message)
-    except ProtocolError as fault:
-        raise ProtocolError(f"{name} {fault}") from fault
-    if len(frame) > max_bytes:
-        raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
-    decode(frame, max_bytes)
-    return frame
-
-
-def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
-    """Return the message in `frame`; its arrays are read-only.
-
-    Raises ProtocolError naming what is wrong, and nothing else, whatever the bytes; of a Connect or
-    Register in another version, ProtocolVersionError.
-    """
-    if len(frame) > max_bytes:
-        raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
-    # A message has fewer than 16 fields, and a header is below 128: one byte each.
-    if len(frame) < 2 or frame[0] >> 4 != 9 or frame[0] == 0x90:
-        raise ProtocolError("a frame is a short array that starts with a header")
-    decoder = _DECODERS.get(frame[1])
-    if decoder is None:
-        raise ProtocolError(f"unknown header {frame[1]:#04x}")
-    if len(frame) > MAX_PLAIN_BYTES and decoder.type in _WITH_PLAIN_MAP:
-        raise ProtocolError(
-            f"{decoder.type.__name__} of {len(frame)} bytes, at most {MAX_PLAIN_BYTES} are allowed"
-        )
-    if decoder.type in _HANDSHAKES:
-        check_version(frame)
-    try:
-        return decoder.decode(frame)
-    except FAULTS as fault:
-        raise ProtocolError(_describe(decoder.type, str(fault))) from fault
-
-
-def _describe(cls: type[Message], fault: str) -> str:
-    """Name the message and its field at fault."""
-    position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
-    field = f".{cls.__struct_fields__[position - 1]}" if position else ""
-    return f"{cls.__name__}{field}: {fault:.200}"

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from rollout.coordinator.protocol.messages import Sample
-from rollout.coordinator.protocol.token_runs import TokenRuns, TopNRun
-from rollout.coordinator.protocol.wire import FAULTS, pack, unpack
+from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
+from rollout.coordinator.protocol.wire import FAULTS, MAX_PLAIN_BYTES, Count, Name, pack, unpack
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedColumns
+from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+# Plain values of a record, of all its segments: most are events. See MAX_PLAIN_BYTES for why.
+MAX_RECORD_PLAIN_BYTES = 4 * MAX_PLAIN_BYTES
+# Requests mostly share their params, and reading some takes as long as reading a short record.
+_MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 
 def pack_params(params: SamplingParams) -> bytes:
@@ -33,14 +41,32 @@ def pack_params(params: SamplingParams) -> bytes:
 def unpack_params(packed: bytes) -> SamplingParams:
     """Return what `pack_params` wrote. Raises ProtocolError if it is no map, InvalidRequestError
     naming a value out of its range."""
+    return _cached_params(packed) if len(packed) <= _MAX_CACHED_BYTES else _params_in(packed)
+
+
+def _params_in(packed: bytes) -> SamplingParams:
     return _built(SamplingParams.deserialize, unpack(packed), "sampling params")
 
 
-class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A segment of a record: plain values, and those per token as (dtype, binary)."""
+_cached_params = lru_cache(_MAX_CACHED_PARAMS)(_params_in)
 
-    fields: dict[str, Any]
+
+class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    dtype: Name
+    shape: Annotated[list[Count], Meta(max_length=16)]
+    data: bytes
+
+
+class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A segment of a record. fields: a map of plain values. What is large, and sampling params, are
+    apart from them: values per token as (dtype, binary), tensors, and top-n log-probs.
+    """
+
+    fields: msgspec.Raw
     columns: dict[ColumnName, tuple[ColumnType, bytes]]
+    tensors: Annotated[dict[Name, _Tensor], Meta(max_length=64)] = {}
+    top_n: dict[Literal["prompt_top_n_logprobs", "generated_top_n_logprobs"], TopNRun] = {}
+    sampling_params: bytes | None = None
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -49,36 +75,78 @@ class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _record_decoder = msgspec.msgpack.Decoder(_Record)
+_TENSOR_FIELDS = set(_Tensor.__struct_fields__)
 
 
 def pack_record(record: DynamicInferenceRequestRecord) -> bytes:
-    """Return `record` as the bytes of an EngineReply."""
-    segments = [
-        [fields, {name: (c.dtype.str, c.tobytes()) for name, c in columns.items()}]
-        for fields, columns in record.serialize_apart()
-    ]
-    return pack([record.latency, segments])
+    """Return `record` as the bytes of an EngineReply.
+
+    Raises ProtocolError if it has more plain values than `unpack_record` reads.
+    """
+    parts = zip(record.requests, record.serialize_apart(), strict=True)
+    segments = [_packed(request, *own) for request, own in parts]
+    _check_size(segments)
+    return pack(_Record(record.latency, segments))
+
+
+def _packed(
+    request: DynamicInferenceRequest, values: Mapping[str, Any], columns: Mapping[str, Any]
+) -> _Segment:
+    top_n, tensors, plain = {}, {}, {}
+    for name, value in values.items():
+        if name.endswith("_top_n_logprobs") and value is not None:
+            top_n[name] = TopNRun.from_rows(getattr(request, name))
+        elif isinstance(value, dict) and value.keys() == _TENSOR_FIELDS:
+            tensors[name] = _Tensor(**value)
+        elif name != "sampling_params":
+            plain[name] = value
+    params = request.sampling_params
+    return _Segment(
+        fields=msgspec.Raw(pack(plain)),
+        columns={name: (c.dtype.str, c.tobytes()) for name, c in columns.items()},  # type: ignore[misc]
+        tensors=tensors,
+        top_n=top_n,  # type: ignore[arg-type]
+        sampling_params=None if params is None else pack_params(params),
+    )
 
 
 def unpack_record(packed: bytes) -> DynamicInferenceRequestRecord:
     """Return what `pack_record` wrote, under the request id of the engine that wrote it.
 
     Its values per token are views of what was received until they are read as lists. Raises
-    ProtocolError if it is no record, or another RolloutError naming an illegal value.
+    ProtocolError if it is no record, or has too many plain values, or another RolloutError naming
+    an illegal value.
     """
     return _built(_unpacked, packed, "a record")
 
 
 def _unpacked(packed: bytes) -> DynamicInferenceRequestRecord:
-    record = _record_decoder.decode(packed)
+    encoded = _record_decoder.decode(packed)
+    _check_size(encoded.segments)
     segments = [
-        segment.fields
+        unpack(segment.fields, MAX_RECORD_PLAIN_BYTES)
         | {name: np.frombuffer(data, dtype) for name, (dtype, data) in segment.columns.items()}
-        for segment in record.segments
+        | {name: structs.asdict(tensor) for name, tensor in segment.tensors.items()}
+        for segment in encoded.segments
     ]
-    return DynamicInferenceRequestRecord.deserialize(
-        {"requests": segments, "latency": record.latency}
+    record = DynamicInferenceRequestRecord.deserialize(
+        {"requests": segments, "latency": encoded.latency}
     )
+    for request, segment in zip(record.requests, encoded.segments, strict=True):
+        if segment.sampling_params is not None:
+            request.sampling_params = unpack_params(segment.sampling_params)
+        for name, run in segment.top_n.items():
+            setattr(request, name, run.rows())
+    return record
+
+
+def _check_size(segments: Sequence[_Segment]) -> None:
+    num_bytes = sum(memoryview(segment.fields).nbytes for segment in segments)
+    if num_bytes > MAX_RECORD_PLAIN_BYTES:
+        raise ProtocolError(
+            f"a record with {num_bytes} bytes of plain values, such as events; at most "
+            f"{MAX_RECORD_PLAIN_BYTES} are allowed"
+        )
 
 
 def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
@@ -91,23 +159,21 @@ def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
         raise ProtocolError(f"not {what}: {fault!r:.200}") from fault
 
 
+def token_run(tokens: GeneratedTokens) -> TokenRun:
+    """Return the tokens of one request as messages carry them."""
+    top_n = None if tokens.top_n is None else TopNRun.from_rows(tokens.top_n)
+    return TokenRun(**_columns_of(tokens), top_n=top_n)
+
+
 def token_runs(tokens: GeneratedColumns, attempts: Sequence[int]) -> TokenRuns:
-    """The tokens as messages carry them, under the attempts of their requests."""
-    return TokenRuns(
-        request_ids=tokens.request_ids,
-        attempts=np.array(attempts, np.int64),
-        offsets=tokens.offsets,
-        counts=tokens.counts,
-        entry_versions=tokens.entry_versions,
-        token_ids=tokens.token_ids,
-        policy_versions=tokens.policy_versions,
-        context_kv_version_min=tokens.context_kv_version_min,
-        context_kv_version_mean=tokens.context_kv_version_mean,
-        has_log_probs=tokens.has_log_probs,
-        log_probs=tokens.log_probs,
-        has_top_n=tokens.has_top_n,
-        top_n=TopNRun.from_rows(tokens.top_n) if tokens.has_top_n.any() else None,
-    )
+    """Return the tokens of many requests as messages carry them, under these attempts of theirs."""
+    top_n = TopNRun.from_rows(tokens.top_n) if tokens.has_top_n.any() else None
+    return TokenRuns(**_columns_of(tokens), attempts=np.array(attempts, np.int64), top_n=top_n)
+
+
+def _columns_of(tokens: GeneratedTokens | GeneratedColumns) -> dict[str, Any]:
+    """Return the fields but top_n, which have the same names here and there."""
+    return {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "top_n"}
 
 
 def resumed_record(

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from rollout.coordinator.protocol.wire import (
-    FLAGS,
-    FLOAT32,
-    FLOAT64,
-    IDS,
-    INT32,
-    TOKEN_IDS,
     Count,
     Flags,
     Float32s,
     Float64s,
+    Ids,
     Int32s,
-    Int64s,
+    TokenIds,
     Version,
-    WireData,
-    set_columns,
+    WithColumns,
+    columns_of,
 )
 from rollout.errors import ProtocolError
 
-_TOP_N_COLUMNS = {"counts": INT32, "token_ids": TOKEN_IDS, "log_probs": FLOAT32}
-_COLUMNS = {
-    "token_ids": TOKEN_IDS,
-    "policy_versions": INT32,
-    "context_kv_version_min": INT32,
-    "context_kv_version_mean": FLOAT64,
-    "log_probs": FLOAT32,
-}
+R = TypeVar("R", "TopNRun", "TokenRun")
 
 
-_OF_REQUESTS = {
-    "request_ids": IDS,
-    "attempts": IDS,
-    "offsets": IDS,
-    "counts": TOKEN_IDS,
-    "entry_versions": INT32,
-    "has_log_probs": FLAGS,
-    "has_top_n": FLAGS,
-}
-
-
-class TopNRun(WireData, frozen=True, kw_only=True):
+class TopNRun(WithColumns, frozen=True, kw_only=True):
     """The most probable tokens at each of n positions, one after the other.
 
     counts: int32 [n], how many each position has, -1 where there is no value. token_ids: int32,
@@ -58,18 +35,21 @@ class TopNRun(WireData, frozen=True, kw_only=True):
     """
 
     counts: Int32s
-    token_ids: Int32s
+    token_ids: TokenIds
     log_probs: Float32s
 
     def __post_init__(self) -> None:
-        set_columns(self, _TOP_N_COLUMNS)
-        counts_n = self.counts.astype(np.int64)
-        total = int(np.maximum(counts_n, 0).sum())
-        if (counts_n < -1).any() or not total == len(self.token_ids) == len(self.log_probs):
+        super().__post_init__()
+        total = self._num_tokens_before(len(self.counts))
+        is_legal = not (self.counts < -1).any()
+        if not is_legal or not total == len(self.token_ids) == len(self.log_probs):
             raise ProtocolError(
                 f"TopNRun: {total} counted, {len(self.token_ids)} ids, "
                 f"{len(self.log_probs)} log-probs"
             )
+
+    def _num_tokens_before(self, position: int) -> int:
+        return int(np.maximum(self.counts[:position], 0).sum(dtype=np.int64))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[int, float] | None]) -> TopNRun:
@@ -90,10 +70,9 @@ class TopNRun(WireData, frozen=True, kw_only=True):
         ]
 
     def positions(self, start: int, end: int | None = None) -> TopNRun:
-        """Return positions [start, end), to the last one without an end."""
+        """Return the run of the positions [start, end); to the last one if `end` is None."""
         counts_n = self.counts[start:end]
-        first = int(np.maximum(self.counts[:start], 0).sum())
-        last = first + int(np.maximum(counts_n, 0).sum())
+        first, last = map(self._num_tokens_before, (start, start + len(counts_n)))
         return TopNRun(
             counts=counts_n,
             token_ids=self.token_ids[first:last],
@@ -101,7 +80,7 @@ class TopNRun(WireData, frozen=True, kw_only=True):
         )
 
 
-class TokenRun(WireData, frozen=True, kw_only=True):
+class TokenRun(WithColumns, frozen=True, kw_only=True):
     """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
 
     Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
@@ -112,7 +91,7 @@ class TokenRun(WireData, frozen=True, kw_only=True):
 
     offset: Count
     entry_version: Version
-    token_ids: Int32s
+    token_ids: TokenIds
     policy_versions: Int32s
     context_kv_version_min: Int32s
     context_kv_version_mean: Float64s
@@ -120,15 +99,12 @@ class TokenRun(WireData, frozen=True, kw_only=True):
     top_n: TopNRun | None = None
 
     def __post_init__(self) -> None:
-        set_columns(self, _COLUMNS)
-        num_tokens = len(self.token_ids)
-        if not (
-            len(self.policy_versions) == len(self.context_kv_version_min) == num_tokens
-            and len(self.context_kv_version_mean) == num_tokens
-            and (self.log_probs is None or len(self.log_probs) == num_tokens)
-            and (self.top_n is None or len(self.top_n.counts) == num_tokens)
-        ):
-            raise ProtocolError(f"TokenRun: arrays of different lengths, {num_tokens} token ids")
+        super().__post_init__()
+        lengths = [len(getattr(self, name)) for name in _PER_TOKEN]
+        lengths += [] if self.log_probs is None else [len(self.log_probs)]
+        lengths += [] if self.top_n is None else [len(self.top_n.counts)]
+        if lengths.count(lengths[0]) != len(lengths):
+            raise ProtocolError(f"TokenRun: arrays of different lengths, {lengths[0]} token ids")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -148,15 +124,20 @@ class TokenRun(WireData, frozen=True, kw_only=True):
             raise ProtocolError(f"tokens [{offset}, {self.offset}) are missing")
         if num_known == 0:
             return self
-        cut: dict[str, Any] = {}
-        for name in _COLUMNS:
-            values = getattr(self, name)
-            cut[name] = None if values is None else values[num_known:]
-        top_n = None if self.top_n is None else self.top_n.positions(num_known)
-        return replace(self, offset=offset, top_n=top_n, **cut)
+        return replace(
+            self,
+            **{name: getattr(self, name)[num_known:] for name in _PER_TOKEN},
+            offset=offset,
+            log_probs=None if self.log_probs is None else self.log_probs[num_known:],
+            top_n=None if self.top_n is None else self.top_n.positions(num_known),
+        )
 
 
-class TokenRuns(WireData, frozen=True, kw_only=True):
+# Of every token; a request that did not ask for the other fields has none of them.
+_PER_TOKEN = ("token_ids", "policy_versions", "context_kv_version_min", "context_kv_version_mean")
+
+
+class TokenRuns(WithColumns, frozen=True, kw_only=True):
     """A TokenRun of each of R attempts, one after the other: T tokens in one set of columns.
 
     request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
@@ -164,12 +145,12 @@ class TokenRuns(WireData, frozen=True, kw_only=True):
     has_top_n, uint8 [R], say have them. The others as in TokenRun, [T].
     """
 
-    request_ids: Int64s
-    attempts: Int64s
-    offsets: Int64s
-    counts: Int32s
+    request_ids: Ids
+    attempts: Ids
+    offsets: Ids
+    counts: TokenIds
     entry_versions: Int32s
-    token_ids: Int32s
+    token_ids: TokenIds
     policy_versions: Int32s
     context_kv_version_min: Int32s
     context_kv_version_mean: Float64s
@@ -179,19 +160,13 @@ class TokenRuns(WireData, frozen=True, kw_only=True):
     top_n: TopNRun | None = None
 
     def __post_init__(self) -> None:
-        set_columns(self, _OF_REQUESTS)
-        set_columns(self, _COLUMNS)
+        super().__post_init__()
         num_requests = len(self.request_ids)
-        if any(len(getattr(self, name)) != num_requests for name in _OF_REQUESTS):
+        if any(len(getattr(self, name)) != num_requests for name in _PER_REQUEST):
             raise ProtocolError(f"TokenRuns: columns of other lengths than {num_requests} requests")
-        num_tokens, num_log_probs, num_top_n = (
-            int(self.counts.sum(dtype=np.int64)),
-            int(self.counts[self.has_log_probs != 0].sum(dtype=np.int64)),
-            int(self.counts[self.has_top_n != 0].sum(dtype=np.int64)),
-        )
+        num_tokens, num_log_probs, num_top_n = self._num_before(num_requests)
         if not (
-            len(self.token_ids) == len(self.policy_versions) == num_tokens
-            and len(self.context_kv_version_min) == len(self.context_kv_version_mean) == num_tokens
+            all(len(getattr(self, name)) == num_tokens for name in _PER_TOKEN)
             and len(self.log_probs) == num_log_probs
             and (0 if self.top_n is None else len(self.top_n.counts)) == num_top_n
         ):
@@ -200,9 +175,30 @@ class TokenRuns(WireData, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.request_ids)
 
+    def _num_before(self, row: int) -> tuple[int, int, int]:
+        """How many tokens the attempts before `row` have, how many log-probs and top-n of them."""
+        counts = self.counts[:row]
+        return (
+            int(counts.sum(dtype=np.int64)),
+            int(counts[self.has_log_probs[:row] != 0].sum(dtype=np.int64)),
+            int(counts[self.has_top_n[:row] != 0].sum(dtype=np.int64)),
+        )
+
+    def rows(self, start: int, end: int) -> TokenRuns:
+        """Return the runs of the attempts [start, end); the arrays are views."""
+        tokens, log_probs, top_n = map(slice, self._num_before(start), self._num_before(end))
+        cut: dict[str, Any] = {
+            **{name: getattr(self, name)[start:end] for name in _PER_REQUEST},
+            **{name: getattr(self, name)[tokens] for name in _PER_TOKEN},
+        }
+        if self.top_n is not None:
+            cut["top_n"] = self.top_n.positions(top_n.start, top_n.stop)
+        return replace(self, log_probs=self.log_probs[log_probs], **cut)
+
     def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
         """Yield (request id, attempt, its run); the arrays are views."""
-        rows = zip(*(getattr(self, name).tolist() for name in _OF_REQUESTS), strict=True)
+        rows = zip(*(getattr(self, name).tolist() for name in _PER_REQUEST), strict=True)
+        columns = {name: getattr(self, name) for name in _PER_TOKEN}
         start = start_log_probs = start_top_n = 0
         for request_id, attempt, offset, count, entry_version, has_log_probs, has_top_n in rows:
             end, log_probs, top_n = start + count, None, None
@@ -215,15 +211,18 @@ class TokenRuns(WireData, frozen=True, kw_only=True):
             run = TokenRun(
                 offset=offset,
                 entry_version=entry_version,
-                token_ids=self.token_ids[start:end],
-                policy_versions=self.policy_versions[start:end],
-                context_kv_version_min=self.context_kv_version_min[start:end],
-                context_kv_version_mean=self.context_kv_version_mean[start:end],
+                **{name: column[start:end] for name, column in columns.items()},
                 log_probs=log_probs,
                 top_n=top_n,
             )
             start = end
             yield request_id, attempt, run
+
+
+_PER_REQUEST = (
+    *("request_ids", "attempts", "offsets", "counts", "entry_versions"),
+    *("has_log_probs", "has_top_n"),
+)
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
@@ -235,22 +234,19 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
     for before, run in pairwise(runs):
         if run.offset != before.end:
             raise ProtocolError(f"a run from {run.offset} does not follow one up to {before.end}")
-    joined = {name: _joined(name, [getattr(run, name) for run in runs]) for name in _COLUMNS}
-    parts = [run.top_n for run in runs]
-    top_n = None
-    if any(part is not None for part in parts):
-        top_n = TopNRun(
-            **{
-                name: _joined(name, [getattr(part, name, None) for part in parts])
-                for name in _TOP_N_COLUMNS
-            }
-        )
-    return replace(runs[0], top_n=top_n, **joined)
+    top_n = [run.top_n for run in runs if run.top_n is not None]
+    joined_top_n = replace(top_n[0], **_joined(top_n)) if len(top_n) == len(runs) else None
+    if top_n and joined_top_n is None:
+        raise ProtocolError(f"only {len(top_n)} of {len(runs)} runs have top_n")
+    return replace(runs[0], top_n=joined_top_n, **_joined(runs))
 
 
-def _joined(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> Any:
-    """Return the arrays as one, None if all are None."""
-    present = [array for array in arrays if array is not None]
-    if present and len(present) != len(arrays):
-        raise ProtocolError(f"only {len(present)} of {len(arrays)} runs have {name}")
-    return np.concatenate(present) if present else None
+def _joined(runs: Sequence[R]) -> dict[str, npt.NDArray[Any] | None]:
+    """Return their columns, each as one; None where all have None."""
+    joined: dict[str, npt.NDArray[Any] | None] = {}
+    for name in columns_of(type(runs[0])):
+        present = [part for run in runs if (part := getattr(run, name)) is not None]
+        if present and len(present) != len(runs):
+            raise ProtocolError(f"only {len(present)} of {len(runs)} runs have {name}")
+        joined[name] = np.concatenate(present) if present else None
+    return joined

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.errors import ProtocolError
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
@@ -30,33 +30,11 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63))]  # msgpack has no integer above 2**64 - 1
 Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]  # no NaN is either
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]  # NaN is in no range
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]
 # Any nest of None, bool, int, float, str, bytes, lists and maps with string keys.
 PlainMap = Mapping[str, Any]
-# One-dimensional arrays: binary to msgspec, which would build anything for a type it does not know,
-# and made arrays by `set_columns`. To type checkers MYPY is true, and they see what readers get.
-MYPY = False
-if MYPY:
-    Flags = npt.NDArray[np.uint8]
-    Int32s = npt.NDArray[np.int32]
-    Int64s = npt.NDArray[np.int64]
-    Float32s = npt.NDArray[np.float32]
-    Float64s = npt.NDArray[np.float64]
-else:
-    Flags = Int32s = Int64s = Float32s = Float64s = bytes
-
-
-class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
-    """Base of messages and of their parts: equal if of one type and equal on the wire; no hash."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return pack(self) == pack(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +42,7 @@ class Column:
     """A kind of array: little-endian numbers, negative ones only if `is_signed`."""
 
     dtype: np.dtype[Any]
-    is_signed: bool = True
+    is_signed: bool
 
     def read(self, packed: bytes) -> npt.NDArray[Any]:
         """Return a read-only view of received bytes. Raises ProtocolError."""
@@ -92,34 +70,73 @@ class Column:
         return array_N.astype(self.dtype, copy=False)
 
 
-TOKEN_IDS = Column(np.dtype("<i4"), is_signed=False)
-INT32 = Column(np.dtype("<i4"))
-IDS = Column(np.dtype("<i8"), is_signed=False)
-FLAGS = Column(np.dtype("u1"))
-FLOAT32 = Column(np.dtype("<f4"))
-FLOAT64 = Column(np.dtype("<f8"))
+def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
+    """The annotation of a column for msgspec, which reads binary: of a type that it does not know
+    it would build anything."""
+    return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
-def set_columns(message: WireData, columns: Mapping[str, Column]) -> None:
-    """Make arrays of a new message's columns, which are received bytes or a sender's numbers.
+# One-dimensional arrays. Received as binary, and made arrays when the struct is built.
+if TYPE_CHECKING:
+    Flags = npt.NDArray[np.uint8]
+    Int32s = npt.NDArray[np.int32]
+    TokenIds = npt.NDArray[np.int32]
+    Ids = npt.NDArray[np.int64]
+    Float32s = npt.NDArray[np.float32]
+    Float64s = npt.NDArray[np.float64]
+else:
+    Flags = _packed_as("u1")
+    Int32s = _packed_as("<i4")
+    TokenIds = _packed_as("<i4", is_signed=False)  # any numbers that are not negative
+    Ids = _packed_as("<i8", is_signed=False)
+    Float32s = _packed_as("<f4")
+    Float64s = _packed_as("<f8")
 
-    Raises ProtocolError naming the field. A sender's numbers are tested for their sign by `encode`,
-    which reads what it wrote.
-    """
-    for name, column in columns.items():
-        value = getattr(message, name)
-        if value is None:
-            continue
-        try:
-            if type(value) is bytes:
-                value = column.read(value)
-            elif type(value) is np.ndarray and value.dtype is column.dtype and value.ndim == 1:
+
+class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
+    """Base of messages and of their parts: equal if of one type and equal on the wire; no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return pack(self) == pack(other)
+
+
+class WithColumns(WireData, frozen=True):
+    """Base of those that have columns, which are received bytes or a sender's numbers."""
+
+    def __post_init__(self) -> None:
+        """Make arrays of them. Raises ProtocolError naming the field. A sender's numbers are tested
+        for their sign by `encode`, which reads what it wrote.
+        """
+        for name, column in columns_of(type(self)).items():
+            value = getattr(self, name)
+            if value is None:
                 continue
-            else:
-                value = column.convert(value)
-        except ProtocolError as fault:
-            raise ProtocolError(f"{type(message).__name__}.{name}: {fault}") from fault
-        msgspec.structs.force_setattr(message, name, value)
+            try:
+                if type(value) is bytes:
+                    value = column.read(value)
+                elif type(value) is np.ndarray and value.dtype is column.dtype and value.ndim == 1:
+                    continue
+                else:
+                    value = column.convert(value)
+            except ProtocolError as fault:
+                raise ProtocolError(f"{type(self).__name__}.{name}: {fault}") from fault
+            msgspec.structs.force_setattr(self, name, value)
+
+
+@cache
+def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
+    """The columns of a struct, by its annotations."""
+    found: dict[str, Column] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for annotation in (hint, *get_args(hint)):  # of `Float32s | None`, too
+            for rule in getattr(annotation, "__metadata__", ()):
+                if rule.extra is not None:
+                    found[name] = rule.extra["column"]
+    return found
 
 
 def check_plain(name: str, value: Any, depth_left: int = MAX_PLAIN_DEPTH) -> None:
@@ -148,37 +165,15 @@ def pack(value: Any) -> bytes:
         raise ProtocolError(f"cannot be sent: {fault}") from fault
 
 
-def unpack(packed: bytes, max_bytes: int = MAX_PLAIN_BYTES) -> Any:
+def unpack(packed: bytes | msgspec.Raw, max_bytes: int = MAX_PLAIN_BYTES) -> Any:
     """Return the one plain value in `packed`. Raises ProtocolError if it is none, or larger."""
-    if len(packed) > max_bytes:
-        raise ProtocolError(f"{len(packed)} bytes, at most {max_bytes} are allowed")
+    num_bytes = memoryview(packed).nbytes
+    if num_bytes > max_bytes:
+        raise ProtocolError(f"{num_bytes} bytes of plain values, at most {max_bytes} are allowed")
     try:
         return msgspec.msgpack.decode(packed)
     except FAULTS as fault:
         raise ProtocolError(f"not a msgpack value: {fault!s:.200}") from fault
-
-
-class ProtocolVersionError(ProtocolError):
-    """A handshake in another version of the protocol; to be answered by a Nack that says so."""
-
-
-class _Handshake(msgspec.Struct, array_like=True):
-    """How a Connect or Register begins in every version."""
-
-    header: int
-    protocol_version: int
-
-
-def check_version(frame: bytes | memoryview) -> None:
-    """Raise ProtocolVersionError if the first field, which every version has, is another one."""
-    try:
-        version = _handshake_decoder.decode(frame).protocol_version
-    except FAULTS:
-        return  # Whatever it is, it is no handshake; the caller's decoder says why.
-    if version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(
-            f"the peer speaks protocol {version}, this process {PROTOCOL_VERSION}"
-        )
 
 
 def _built_in(value: Any) -> Any:
@@ -191,4 +186,3 @@ def _built_in(value: Any) -> Any:
 
 assert sys.byteorder == "little", "columns are sent as they lie in memory"
 _encoder = msgspec.msgpack.Encoder(enc_hook=_built_in)
-_handshake_decoder = msgspec.msgpack.Decoder(_Handshake)

@@ -24,6 +24,7 @@ from rollout.coordinator.client.inference_client import ClientStateError, Infere
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.codec import ProtocolVersionError
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -37,16 +38,15 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     Heartbeat,
     Message,
-    ProtocolVersionError,
     ReplyAck,
     SubmitRequest,
-    TokenRun,
     UpdateWeights,
     WeightsSource,
     WireError,
     nack_of,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_params
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     BlockOverflowError,
     DetokenizeError,

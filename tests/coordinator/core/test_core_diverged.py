@@ -7,7 +7,11 @@ import pytest
 
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Command, Nack
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Command,
+    Nack,
+)
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet

@@ -19,9 +19,9 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
 )
 from rollout.errors import ProtocolError
-from tests.coordinator.fake_engine import FakeEngine, token_run, tokens_of
+from tests.coordinator.fake_engine import FakeEngine, progress_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
-from tests.coordinator.protocol.test_token_runs import joined
+from tests.coordinator.message_strategies import joined
 
 
 def assignments(engine: FakeEngine) -> list[AssignRequest]:
@@ -107,9 +107,8 @@ def test_progress_is_appended_by_offset_repeats_trimmed_and_gaps_refused() -> No
     (server_id,) = engine.held
     seed = client.asked[0].seed
     engine.held[server_id].num_tokens = 6
-    partial = engine.report(server_id, 0)
-    runs = [(0, 4), (0, 4), (2, 6), (8, 10), (6, 7)]
-    fleet.send(engine, *(structs.replace(partial, tokens=token_run(seed, *run)) for run in runs))
+    runs = [token_run(seed, *run) for run in ((0, 4), (0, 4), (2, 6), (8, 10), (6, 7))]
+    fleet.send(engine, *(progress_of(server_id, 0, run) for run in runs))
     fleet.run()
     assert client.asked[0].streamed == tokens_of(seed, 0, 7)
     assert fleet.core.counters.num_gaps == 1
@@ -286,9 +285,8 @@ def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
     fleet.run()
     (server_id,) = engine.held
     engine.held[server_id].num_tokens = 2
-    partial = engine.report(server_id, 0)
-    stale = structs.replace(partial, attempt=7)
-    fleet.send(engine, stale, structs.replace(partial, request_id=99))
+    run = token_run(client.asked[0].seed, 0, 2)
+    fleet.send(engine, progress_of(server_id, 7, run), progress_of(99, 0, run))
     fleet.run()
     aborts = [m for m in engine.seen if isinstance(m, AbortRequest)]
     assert [a.attempts[0] for a in aborts] == [

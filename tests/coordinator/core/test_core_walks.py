@@ -18,12 +18,12 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Command,
     EngineReply,
-    EngineReplyPartial,
+    Progress,
     UpdateWeights,
 )
 from rollout.coordinator.routing.policies import LongestPrefixPolicy
 from tests.coordinator.fake_client import FakeClient
-from tests.coordinator.fake_engine import FakeEngine, source_of, token_run, tokens_of
+from tests.coordinator.fake_engine import FakeEngine, progress_of, source_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet, Peer
 
 MAX_PEERS = 4
@@ -48,7 +48,7 @@ class FleetWalk(RuleBasedStateMachine):
         self.clients: list[FakeClient] = [self.fleet.client() for _ in range(2)]
         self.engines: list[FakeEngine] = [self.fleet.engine() for _ in range(2)]
         self.silent: list[Peer] = []
-        self.said: list[tuple[FakeEngine, EngineReplyPartial | EngineReply]] = []
+        self.said: list[tuple[FakeEngine, Progress | EngineReply]] = []
         self.gone: list[FakeClient] = []
         self.ordered: list[tuple[FakeClient, Command | UpdateWeights]] = []
         self.fleet.run()
@@ -179,8 +179,7 @@ class FleetWalk(RuleBasedStateMachine):
         request_id, held = self.one_of(list(engine.held.items()), number)
         end = min(end, held.num_tokens)
         piece = token_run(held.seed, min(start, end), end, engine.version)
-        message = EngineReplyPartial(request_id=request_id, attempt=held.attempt, tokens=piece)
-        self.fleet.send(engine, message)
+        self.fleet.send(engine, progress_of(request_id, held.attempt, piece))
 
     @precondition(lambda self: self.engines)
     @rule(number=pick, fault=st.none() | st.sampled_from(FAULTS), is_silent=st.booleans())

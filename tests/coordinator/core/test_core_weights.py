@@ -6,7 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Commit, Nack, Prepare, RegisterAck, Rollback
+from rollout.coordinator.protocol.messages import (
+    Ack,
+    Commit,
+    Nack,
+    Prepare,
+    RegisterAck,
+    Rollback,
+)
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet

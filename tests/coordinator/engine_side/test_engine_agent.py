@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -36,17 +37,13 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     Rollback,
     Sample,
-    TokenRun,
     WeightsSource,
-    decode,
-    encode,
-    error_from,
-    join_runs,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_record,
 )
+from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import (
     EngineStateError,
     InvalidRequestError,
@@ -109,7 +106,9 @@ def over_the_wire(messages: Iterable[Message]) -> list[Message]:
     """What is received: of a Progress its parts."""
     received: list[Message] = []
     for message in (decode(encode(message)) for message in messages):
-        received += message.partials() if isinstance(message, Progress) else [message]
+        runs = message.runs.apart() if isinstance(message, Progress) else ()
+        received += [EngineReplyPartial(request_id=r, attempt=a, tokens=run) for r, a, run in runs]
+        received += [] if isinstance(message, Progress) else [message]
     return received
 
 
@@ -322,24 +321,26 @@ def test_commands_are_done_once_and_refused_with_their_class() -> None:
     assert not agent.has_work
     (nack,) = tell(agent, command(Headers.SUSPEND, 2, mode="nonsense"))
     assert isinstance(nack, Nack)
-    assert "nonsense" in str(error_from(nack))
+    assert "nonsense" in str(nack.error.to_error())
     (ack,) = tell(agent, command(Headers.SUSPEND, 3, mode="offload"))
     assert isinstance(ack, Ack)
     assert ack.result["bytes_released"] > 0
     (nack,) = tell(agent, command(Headers.UNPAUSE, 4))
     assert isinstance(nack, Nack)
-    assert isinstance(error_from(nack), EngineStateError)
+    assert isinstance(nack.error.to_error(), EngineStateError)
     tell(agent, command(Headers.SET_GENERATION_EPOCH, 5, version=7))
     tell(agent, command(Headers.INCREMENT_STALENESS, 6))
     assert agent.status().weights_version == 8
     tell(agent, command(Headers.RESUME, 7))
     tell(agent, command(Headers.UNPAUSE, 8))
     (again,) = [m for m in tell(agent, command(Headers.UNPAUSE, 4)) if isinstance(m, Nack)]
-    assert isinstance(error_from(again), EngineStateError), "a repeated command gets its answer"
+    assert isinstance(again.error.to_error(), EngineStateError), (
+        "a repeated command gets its answer"
+    )
     requests = requests_of(steps(agent))
     assert requests[0].generated_tokens == undisturbed()[0].generated_tokens
     (nack,) = tell(agent, command(Headers.PAUSE, 9, now=True))
-    assert "no argument 'now'" in str(error_from(nack))
+    assert "no argument 'now'" in str(nack.error.to_error())
     tell(agent, command(Headers.SHUTDOWN, 10))
     assert agent.is_shut_down
 
@@ -357,8 +358,8 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
 
     (vote,) = prepare(1, 5, source_of(21, "0123"))
     assert isinstance(vote, Nack)
-    assert isinstance(error_from(vote), WeightUpdateError)
-    assert "checksum" in str(error_from(vote))
+    assert isinstance(vote.error.to_error(), WeightUpdateError)
+    assert "checksum" in str(vote.error.to_error())
     assert isinstance(prepare(2, 0, source_of(21))[0], Nack), "no version below the served one"
     assert isinstance(tell(agent, Commit(command_id=1, version=5))[0], Nack)
     tell(agent, assignment(0))

@@ -12,6 +12,8 @@ from rollout import SamplingParams
 from rollout.coordinator.engine_side import serve as serving
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.link import LinkClosedError
+from rollout.coordinator.protocol import packed
+from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -19,21 +21,20 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Attempt,
     EngineReply,
-    EngineReplyPartial,
     Heartbeat,
     Message,
     Nack,
     Prepare,
+    Progress,
     Sample,
     WeightsSource,
-    encode,
-    error_from,
 )
 from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
 from rollout.coordinator.protocol.wire import pack
 from rollout.errors import ProtocolError, RemoteError
+from tests.coordinator.message_strategies import joined, run_of
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
@@ -85,9 +86,12 @@ class ScriptedLink:
             raise LinkClosedError("the test is over")
         return []
 
-    def send(self, message: Message) -> None:
+    def queue(self, message: Message) -> None:
         encode(message, self._max_frame_bytes)
         self.sent.append(message)
+
+    def flush(self) -> None:
+        """All is sent."""
 
     def may_step(self) -> bool:
         return True
@@ -235,8 +239,26 @@ def test_progress_that_no_frame_can_carry_ends_its_request_alone() -> None:
     link = ScriptedLink(entry, assignment(0, 200), assignment(1), max_frame_bytes=2500)
     serve(agent, link)
     assert [(r.request_id, r.is_failed) for r in link.of(EngineReply)] == [(1, False), (0, True)]
-    assert not link.of(EngineReplyPartial)
     assert not agent.has_work
+
+
+def test_progress_of_many_that_no_frame_can_carry_is_sent_as_two() -> None:
+    agent = agent_of(FaultyEngine())
+    runs = joined([run_of(length) for length in (3, 1, 2)])
+    halves = agent.instead_of(Progress(runs=runs), ProtocolError("too long"))
+    assert [len(half.runs) for half in halves] == [1, 2]  # type: ignore[attr-defined]
+    told = [part for half in halves for part in half.runs.apart()]  # type: ignore[attr-defined]
+    assert told == list(runs.apart())
+
+
+def test_a_record_that_nobody_would_read_is_told_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MAX_RECORD_PLAIN_BYTES", 10)
+    agent = agent_of(FaultyEngine())
+    serve(agent, link := ScriptedLink(register_ack(), assignment(0)))
+    (reply,) = link.of(EngineReply)
+    assert reply.is_failed
+    with pytest.raises(ProtocolError, match="bytes of plain values"):
+        raise reply.error.to_error()
 
 
 # ---- commands
@@ -251,7 +273,7 @@ def test_any_fault_while_staging_is_the_vote_no() -> None:
     link = ScriptedLink(register_ack(), *prepares, assignment(0))
     serve(agent_of(engine, link), link)
     (vote,) = link.of(Nack)
-    error = error_from(vote)
+    error = vote.error.to_error()
     assert isinstance(error, RemoteError)
     assert str(error) == "MemoryError: no room for a copy"
     assert [ack.command_id for ack in link.of(Ack)] == [2]

@@ -18,7 +18,6 @@ from rollout.coordinator.protocol.messages import (
     Prepare,
     Rollback,
     WeightsSource,
-    error_from,
 )
 from rollout.errors import RemoteError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors
@@ -102,7 +101,7 @@ def refusal(messages: Any, command_id: int) -> str:
     """The reason of the one vote no among these."""
     (nack,) = [m for m in messages if isinstance(m, Nack)]
     assert nack.command_id == command_id
-    return str(error_from(nack))
+    return str(nack.error.to_error())
 
 
 def versions_of(agent: EngineAgent) -> list[int]:
@@ -143,8 +142,11 @@ class HeldLink:
             messages.append(command(Headers.SHUTDOWN, 99))
         return messages
 
-    def send(self, message: Message) -> None:
+    def queue(self, message: Message) -> None:
         self.sent.append(message)
+
+    def flush(self) -> None:
+        """All is sent."""
 
     def may_step(self) -> bool:
         return True
@@ -171,8 +173,8 @@ def test_whatever_a_fetch_raises_is_the_vote_no(sources: HeldSources, fault: Bas
     sources.free(21)
     (vote,) = staged(agent)
     assert isinstance(vote, Nack)
-    assert isinstance(error_from(vote), RemoteError)
-    assert str(fault) in str(error_from(vote))
+    assert isinstance(vote.error.to_error(), RemoteError)
+    assert str(fault) in str(vote.error.to_error())
     assert tell(agent, prepare(1, 5, sources.add(21))) == [vote], "it is not staged again"
 
 

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import ProtocolError, SamplingParams
+from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
     MESSAGE_TYPES,
     EngineReply,
-    Headers,
-    decode,
-    encode,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,

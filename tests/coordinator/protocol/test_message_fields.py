@@ -9,8 +9,10 @@ from msgspec import structs
 
 from rollout import ProtocolError, SamplingParams
 from rollout.coordinator.protocol import messages as wire
-from rollout.coordinator.protocol.messages import Headers
+from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.packed import pack_params
+from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.coordinator.protocol.wire import FAULTS, pack
 
 DEEP = {"a": [[[[[[[[1]]]]]]]]}  # 9 levels
@@ -75,7 +77,8 @@ LEGAL = {
     "SubmitRequest.prompt_tokens": _ARRAY - {"-1 in bytes"},
     "Flags": _NO_TOKENS,
     "Int32s": _NO_TOKENS,
-    "Int64s": _NO_TOKENS,
+    "Ids": _NO_TOKENS,
+    "TokenIds": _NO_TOKENS,
     "Float64s": _NO_TOKENS,
     "Float32s": _NO_TOKENS,
     "Float32s | None": _NO_TOKENS | {"none"},
@@ -99,8 +102,8 @@ LEGAL = {
 }
 
 NO_IDS = np.zeros(0, np.int32)
-TOP_N = wire.TopNRun(counts=NO_IDS, token_ids=NO_IDS, log_probs=NO_IDS.astype(np.float32))
-RUN = wire.TokenRun(
+TOP_N = TopNRun(counts=NO_IDS, token_ids=NO_IDS, log_probs=NO_IDS.astype(np.float32))
+RUN = TokenRun(
     offset=0,
     entry_version=0,
     token_ids=NO_IDS,
@@ -108,7 +111,7 @@ RUN = wire.TokenRun(
     context_kv_version_min=NO_IDS,
     context_kv_version_mean=NO_IDS.astype(np.float64),
 )
-RUNS = wire.TokenRuns(
+RUNS = TokenRuns(
     **dict.fromkeys(("request_ids", "attempts", "offsets"), NO_IDS.astype(np.int64)),
     **dict.fromkeys(("counts", "entry_versions", "token_ids", "policy_versions"), NO_IDS),
     context_kv_version_min=NO_IDS,
@@ -121,7 +124,7 @@ ERROR = wire.WireError(type_name="ConfigError", message="no")
 TENSOR = wire.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
 SOURCE = wire.WeightsSource(kind="shm", address="w", manifest={"w": TENSOR}, checksum="c")
 STATUS = wire.EngineStatus(
-    state="running", num_steps=1, num_waiting=0, num_running=1, num_blocks_free=9, weights_version=0
+    state="running", num_steps=1, num_waiting=0, num_running=1, weights_version=0
 )
 SECONDS = {"lease_s": 2.0, "heartbeat_s": 0.5}
 EXAMPLES = [
@@ -186,7 +189,7 @@ def read(cls: type, fields: object) -> object:
     """What arrives of a part, or of a message, that is sent as these fields."""
     if issubclass(cls, wire.Message):
         tag = [cls.__struct_config__.tag]
-        return wire.decode(pack(tag + fields if isinstance(fields, list) else fields))
+        return decode(pack(tag + fields if isinstance(fields, list) else fields))
     try:
         return msgspec.msgpack.decode(pack(fields), type=cls)
     except FAULTS as fault:
@@ -242,18 +245,18 @@ def test_the_sender_is_told_of_a_wrong_value_too(example):
         except (AttributeError, TypeError, ProtocolError):
             continue  # told when it is made
         with pytest.raises(ProtocolError, match=rf"{type(example).__name__}\.{name}: "):
-            wire.encode(wrong)
+            encode(wrong)
 
 
 def test_what_msgpack_has_no_form_for_is_not_sent():
     with pytest.raises(ProtocolError, match="Commit cannot be sent: object is no value"):
-        wire.encode(wire.Commit(command_id=object(), version=1))
+        encode(wire.Commit(command_id=object(), version=1))
     with pytest.raises(ProtocolError, match="Commit cannot be sent"):
-        wire.encode(wire.Commit(command_id=2**64, version=1))
+        encode(wire.Commit(command_id=2**64, version=1))
 
 
 def test_the_fault_names_the_way_to_it():
     source = structs.replace(SOURCE, manifest={"w": structs.replace(TENSOR, offset=-1)})
     with pytest.raises(ProtocolError) as caught:
-        wire.encode(wire.Prepare(command_id=1, version=1, source=source))
+        encode(wire.Prepare(command_id=1, version=1, source=source))
     assert str(caught.value) == "Prepare.source: Expected `int` >= 0 - at `$[3][2][...][2]`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import msgpack
@@ -144,3 +145,43 @@ def test_a_record_that_gets_no_text_is_not_read_for_it():
     add_text(arrived, None)
     assert not isinstance(arrived.current.column("generated_tokens"), list)
     assert arrived.current.generated_tokens == [4, 5, 6]
+
+
+# ---- what a record may cost
+
+
+@pytest.mark.parametrize("num_segments", [1, 100])
+def test_a_record_of_plain_values_that_cost_far_more_than_their_bytes_is_not_built(num_segments):
+    """An empty list is one byte, and 64 in memory."""
+    num_items = 5 * 2**20 // num_segments
+    lists = b"\xdd" + num_items.to_bytes(4, "big") + b"\x90" * num_items
+    fields = b"\x82\xaarequest_id\x01\xa8segments" + lists
+    segments = (b"\x92" + fields + b"\x80") * num_segments
+    packed = b"\x92\xc0\xdc" + num_segments.to_bytes(2, "big") + segments
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="bytes of plain values, such as events; at most"):
+            unpack_record(packed)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_record_with_more_events_than_are_read_is_refused_where_it_is_packed():
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[1], prompt="a" * 5 * 2**20)
+    with pytest.raises(ProtocolError, match="bytes of plain values, such as events; at most"):
+        pack_record(DynamicInferenceRequestRecord.from_request(request))
+
+
+def test_a_long_context_with_all_its_log_probs_is_a_record():
+    """Its tensors and dictionaries are more than the plain values that are allowed."""
+    request = DynamicInferenceRequest(
+        request_id=1,
+        prompt_tokens=torch.arange(2**19 + 1),
+        generated_top_n_logprobs=[{k: -k / 8 for k in range(20)}] * 2**14,
+    )
+    request.generated_tokens = array("i", range(2**14))
+    packed = pack_record(DynamicInferenceRequestRecord.from_request(request))
+    arrived = unpack_record(packed).current
+    assert arrived.prompt_tokens.equal(request.prompt_tokens)
+    assert arrived.generated_top_n_logprobs == request.generated_top_n_logprobs

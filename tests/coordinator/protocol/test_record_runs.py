@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
-from rollout.coordinator.protocol.messages import TokenRun, TopNRun
+from rollout.coordinator.protocol.packed import token_run
+from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.version_spans import VersionSpans
 
@@ -68,9 +69,7 @@ def test_a_run_is_the_tail_of_the_merged_record(offset: int, values_in: tuple[in
     history = record(values_in=values_in)
     tokens = GeneratedTokens.of(Unmerged(history.requests), offset)
     assert tokens is not None
-    values = {name: getattr(tokens, name) for name in TokenRun.__struct_fields__}
-    values["top_n"] = None if tokens.top_n is None else TopNRun.from_rows(tokens.top_n)
-    assert TokenRun(**values) == run_of_merged(history, offset)
+    assert token_run(tokens) == run_of_merged(history, offset)
 
 
 @pytest.mark.parametrize("offset", [NUM_TOKENS, NUM_TOKENS + 1])

@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rollout import ProtocolError
-from rollout.coordinator.protocol.messages import (
-    Progress,
+from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.messages import Progress
+from rollout.coordinator.protocol.token_runs import (
     TokenRun,
-    TokenRuns,
     TopNRun,
-    decode,
-    encode,
     join_runs,
 )
-from tests.coordinator.message_strategies import assert_same, run_of, token_runs, top_n_runs
+from tests.coordinator.message_strategies import assert_same, joined, run_of, token_runs, top_n_runs
 
 EXAMPLES = 100
 
@@ -45,41 +43,25 @@ def test_top_n_rows_keep_order_and_absence():
 # ---- runs of many requests
 
 
-def joined(runs: list[TokenRun]) -> TokenRuns:
-    """Runs as columns, of request 7, 8, ... at attempt 0, 1, ..."""
-    log_probs = [run.log_probs for run in runs if run.log_probs is not None]
-    top_n = [row for run in runs if run.top_n is not None for row in run.top_n.rows()]
-    columns = {
-        name: np.concatenate(
-            [np.zeros(0, getattr(run_of(0), name).dtype)] + [getattr(r, name) for r in runs]
-        )
-        for name in (
-            *("token_ids", "policy_versions"),
-            *("context_kv_version_min", "context_kv_version_mean"),
-        )
-    }
-    return TokenRuns(
-        request_ids=np.arange(7, 7 + len(runs)),
-        attempts=np.arange(len(runs)),
-        offsets=np.array([run.offset for run in runs], np.int64),
-        counts=np.array([len(run) for run in runs], np.int32),
-        entry_versions=np.array([run.entry_version for run in runs], np.int32),
-        has_log_probs=np.array([run.log_probs is not None for run in runs], np.uint8),
-        log_probs=np.concatenate([np.zeros(0, np.float32), *log_probs]),
-        has_top_n=np.array([run.top_n is not None for run in runs], np.uint8),
-        top_n=TopNRun.from_rows(top_n),
-        **columns,
-    )
-
-
 @settings(max_examples=EXAMPLES)
 @given(st.lists(token_runs(), max_size=4))
 def test_the_runs_of_many_requests_come_apart_as_they_were(runs):
     received = decode(encode(Progress(runs=joined(runs))))
-    partials = list(received.partials())
-    assert [(p.request_id, p.attempt) for p in partials] == [(7 + i, i) for i in range(len(runs))]
-    for partial, run in zip(partials, runs, strict=True):
-        assert_same(partial.tokens, run)
+    apart = list(received.runs.apart())
+    assert [names for *names, _ in apart] == [[7 + i, i] for i in range(len(runs))]
+    for (*_, arrived), run in zip(apart, runs, strict=True):
+        assert_same(arrived, run)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(token_runs(), max_size=5), st.integers(0, 5))
+def test_the_runs_of_some_requests_are_those_rows(runs, middle):
+    both = joined(runs)
+    halves = [both.rows(0, middle), both.rows(middle, len(both))]
+    parts = [part for half in halves for part in decode(encode(Progress(runs=half))).runs.apart()]
+    for part, whole in zip(parts, both.apart(), strict=True):
+        assert part[:2] == whole[:2]
+        assert_same(part[2], whole[2])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Messages to frames and back; several frames as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
+    MESSAGE_TYPES,
+    Ack,
+    Connect,
+    Message,
+    Register,
+)
+from rollout.coordinator.protocol.wire import (
+    DEFAULT_MAX_FRAME_BYTES,
+    FAULTS,
+    MAX_PLAIN_BYTES,
+    pack,
+)
+from rollout.errors import ProtocolError
+
+_DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
+_WITH_PLAIN_MAP = frozenset({*COMMAND_TYPES.values(), Ack})
+_FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
+
+MAX_BATCH_FRAMES = 256
+# A sender's own bounds: to copy a larger frame takes longer than to send it by itself.
+_MAX_BATCHED_FRAME_BYTES = 2**14
+_MAX_BATCH_BYTES = 2**17
+
+
+class ProtocolVersionError(ProtocolError):
+    """A handshake in another version of the protocol; to be answered by a Nack that says so."""
+
+
+class _Handshake(msgspec.Struct, array_like=True):
+    """How a Connect or Register begins in every version."""
+
+    header: int
+    protocol_version: int
+
+
+class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=Headers.BATCH.value):
+    """Frames for one peer, as if each had come by itself, in this order."""
+
+    frames: Annotated[tuple[bytes, ...], Meta(max_length=MAX_BATCH_FRAMES)]
+
+
+_handshake_decoder = msgspec.msgpack.Decoder(_Handshake)
+_batch_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
+    """Return the frame of `message`, which is read again, so that a fault is found by its sender.
+
+    Raises ProtocolError as `decode` does.
+    """
+    name = type(message).__name__
+    try:
+        frame = pack(message)
+    except ProtocolError as fault:
+        raise ProtocolError(f"{name} {fault}") from fault
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
+    decode(frame, max_bytes)
+    return frame
+
+
+def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
+    """Return the message in `frame`, which is no Batch; its arrays are read-only.
+
+    Raises ProtocolError naming what is wrong, and nothing else, whatever the bytes; of a Connect or
+    Register in another version, ProtocolVersionError.
+    """
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
+    # A message has fewer than 16 fields, and a header is below 128: one byte each.
+    if len(frame) < 2 or frame[0] >> 4 != 9 or frame[0] == 0x90:
+        raise ProtocolError("a frame is a short array that starts with a header")
+    decoder = _DECODERS.get(frame[1])
+    if decoder is None:
+        raise ProtocolError(f"unknown header {frame[1]:#04x}")
+    if len(frame) > MAX_PLAIN_BYTES and decoder.type in _WITH_PLAIN_MAP:
+        raise ProtocolError(
+            f"{decoder.type.__name__} of {len(frame)} bytes, at most {MAX_PLAIN_BYTES} are allowed"
+        )
+    if decoder.type in (Connect, Register):
+        _check_version(frame)
+    try:
+        return decoder.decode(frame)
+    except FAULTS as fault:
+        raise ProtocolError(_describe(decoder.type, str(fault))) from fault
+
+
+def _check_version(frame: bytes | memoryview) -> None:
+    """Raise ProtocolVersionError if the first field, which every version has, is another one."""
+    try:
+        version = _handshake_decoder.decode(frame).protocol_version
+    except FAULTS:
+        return  # Whatever it is, it is no handshake; the caller's decoder says why.
+    if version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"the peer speaks protocol {version}, this process {PROTOCOL_VERSION}"
+        )
+
+
+def _describe(cls: type[Message], fault: str) -> str:
+    """Name the message and its field at fault."""
+    position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
+    field = f".{cls.__struct_fields__[position - 1]}" if position else ""
+    return f"{cls.__name__}{field}: {fault:.200}"
+
+
+# ---- several frames as one
+
+
+def frames_in(frame: bytes) -> Sequence[bytes]:
+    """Return the frames of a Batch; another frame as it is. Raises ProtocolError for a Batch that
+    cannot be read. A Batch within a Batch is no message: `decode` refuses it.
+    """
+    if len(frame) < 2 or frame[1] != Headers.BATCH:
+        return (frame,)
+    try:
+        return _batch_decoder.decode(frame).frames
+    except FAULTS as fault:
+        raise ProtocolError(f"Batch: {fault!s:.200}") from fault
+
+
+def batched(
+    frames: Iterable[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
+) -> Iterator[tuple[bytes, int]]:
+    """Yield what to send for `frames`, in their order, and how many of them each has: Batches, and
+    frames that are alone or large as they are.
+    """
+    waiting: list[bytes] = []
+    num_left = limit = min(_MAX_BATCH_BYTES, max_bytes - 16)
+    for frame in frames:
+        num_bytes = len(frame) + 5  # with msgpack's header of binary
+        is_large = num_bytes > _MAX_BATCHED_FRAME_BYTES
+        if waiting and (is_large or num_bytes > num_left or len(waiting) == MAX_BATCH_FRAMES):
+            yield _joined(waiting), len(waiting)
+            waiting, num_left = [], limit
+        if is_large:
+            yield frame, 1
+        else:
+            waiting.append(frame)
+            num_left -= num_bytes
+    if waiting:
+        yield _joined(waiting), len(waiting)
+
+
+def _joined(frames: Sequence[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else pack(_Batch(tuple(frames)))
