@@ -41,7 +41,7 @@ def segments(draw, request_id=5):
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt_tokens=draw(st.lists(ids, min_size=1, max_size=4)),
-        sampling_params=SamplingParams(num_tokens_to_generate=9),
+        sampling_params=SamplingParams(num_tokens_to_generate=10),  # more than all segments have
         status=draw(st.sampled_from(Status)),
         generated_top_n_logprobs=draw(st.none() | st.lists(st.none() | st.just({3: -0.5}))),
         weights_version=3,
