@@ -86,9 +86,8 @@ class DataParallelInferenceCoordinator:
         """Bind, and send the address through the pipe. Engines and clients may come at any time.
 
         data_parallel_size: engines expected; in `deterministic_mode` none is taken before all are
-        there, and ranks follow their ids. tokenizer: not used, since clients tokenize.
-        block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
-        Raises ConfigError.
+        there, and ranks follow their ids. tokenizer: not used, since clients tokenize. Raises
+        ConfigError.
         """
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
@@ -170,7 +169,8 @@ class DataParallelInferenceCoordinator:
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
-        sentinel = _parent_sentinel()
+        parent = multiprocessing.parent_process()
+        sentinel = None if parent is None else parent.sentinel  # readable once it has ended
         if sentinel is not None:
             poller.register(sentinel, zmq.POLLIN)
         try:
@@ -200,19 +200,15 @@ class DataParallelInferenceCoordinator:
 
     # ---- the loop
 
-    def _timeout_ms(self) -> int | None:
-        """Until something is due; None for as long as nothing comes."""
-        deadline = self._core.next_deadline()
-        wait_s = math.inf if deadline is None else deadline - time.monotonic()
-        if self._parent_pid is not None:
-            wait_s = min(wait_s, _PARENT_CHECK_S)
-        return None if math.isinf(wait_s) else max(0, math.ceil(wait_s * 1000))
-
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """What is ready, once anything is or is due."""
-        timeout_ms = self._timeout_ms()
+        deadline = self._core.next_deadline()
+        wait_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._parent_pid is not None:
+            wait_s = min(wait_s, _PARENT_CHECK_S)
+        timeout_ms = None if math.isinf(wait_s) else math.ceil(wait_s * 1000)
         ready: dict[Any, int] = dict(poller.poll(timeout_ms))
-        self._now(math.inf if timeout_ms is None else timeout_ms / 1000)
+        self._now(wait_s)
         return ready
 
     def _now(self, planned_s: float = 0.0) -> float:
@@ -288,13 +284,6 @@ class DataParallelInferenceCoordinator:
             self._recorder.close()
         self._waker.close()
         logger.info("%s; %s", reason, self._core.counters)
-
-
-def _parent_sentinel() -> int | None:
-    """A descriptor that becomes readable when the parent ends, if this process was made by
-    multiprocessing."""
-    parent = multiprocessing.parent_process()
-    return None if parent is None else parent.sentinel
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:

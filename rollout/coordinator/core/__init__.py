@@ -1,1 +1,1 @@
-"""The coordinator without a socket: messages in, messages out; one desk for each concern."""
+"""The coordinator without a socket: messages in, messages out; one owner for each concern."""

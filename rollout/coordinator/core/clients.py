@@ -7,7 +7,7 @@ import logging
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.request_table import ClientSession, RecentIds
+from rollout.coordinator.core.request_table import ClientSession, Recent
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -53,8 +53,9 @@ class Clients:
             context.outbox.append((identity, nack_of(None, refusal)))
             return
         if client is None:
-            answered: RecentIds[int] = RecentIds(limits.max_answered_ids)
-            client = ClientSession(message.client_id, identity, message.name, now, answered)
+            client = ClientSession(
+                *(message.client_id, identity, message.name, now), Recent(limits.max_answered_ids)
+            )
             self.sessions[client.client_id] = client
             context.timers.set(("client", client.client_id), now + limits.client_lease_s)
         elif context.sessions.get(client.identity) is client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import (
     ClientSession,
     EngineSession,
-    RecentIds,
+    Recent,
     RequestTable,
 )
 from rollout.coordinator.protocol.codec import ProtocolVersionError, decode
@@ -94,8 +94,8 @@ class CoordinatorCore:
             "grace": requests.grace_passed,
             "command": self._commands.deadline_passed,
         }
-        self._logged: RecentIds[bytes] = RecentIds(context.limits.max_noted_peers)
-        self._answered_at: OrderedDict[bytes, float] = OrderedDict()  # strangers
+        self._logged: Recent[bytes, None] = Recent(context.limits.max_noted_peers)
+        self._answered_at: Recent[bytes, float] = Recent(context.limits.max_noted_peers)
 
     def _handlers_of_engines(self) -> Mapping[type[Message], Handler]:
         """What an engine may send, and who takes it."""
@@ -248,19 +248,17 @@ class CoordinatorCore:
         self.counters.num_strangers += 1
         name, limits = type(message).__name__, self._context.limits
         self._log_once(identity, f"sent a {name} without having shaken hands")
-        last = self._answered_at.get(identity)
-        if last is not None and now - last < limits.heartbeat_s:
+        if now - self._answered_at.get(identity, -math.inf) < limits.heartbeat_s:
             return
+        self._answered_at.pop(identity, None)  # so that it becomes the latest one
         self._answered_at[identity] = now
-        self._answered_at.move_to_end(identity)
-        if len(self._answered_at) > limits.max_noted_peers:
-            self._answered_at.popitem(last=False)
         error = RolloutError("the coordinator does not know you; connect or register first")
         self._context.outbox.append((identity, nack_of(None, error)))
 
     def _log_once(self, identity: bytes, what: str) -> None:
         """Log what a peer did, unless something was logged of it before."""
-        if self._logged.add(identity):
+        if identity not in self._logged:
+            self._logged[identity] = None
             logger.warning("peer %s %s", identity.hex()[:32], what)
 
     # ---- after each call

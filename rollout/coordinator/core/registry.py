@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -12,7 +11,7 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
-from rollout.coordinator.core.request_table import EngineSession, RecentIds, Request
+from rollout.coordinator.core.request_table import EngineSession, Recent, Request
 from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
@@ -62,9 +61,9 @@ class Registry:
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
         self._joining: dict[bytes, EngineSession] = {}  # admitted, without work yet
-        self._rank_of_engine: OrderedDict[bytes, int] = OrderedDict()
+        self._rank_of_engine: Recent[bytes, int] = Recent(context.limits.max_engines)
         self._sessions = count(1)
-        self._refused: RecentIds[bytes] = RecentIds(context.limits.max_engines)
+        self._refused: Recent[bytes, None] = Recent(context.limits.max_engines)
 
     @property
     def is_settled(self) -> bool:
@@ -85,7 +84,8 @@ class Registry:
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
         if refusal is not None:
-            if self._refused.add(message.engine_id):
+            if message.engine_id not in self._refused:
+                self._refused[message.engine_id] = None
                 logger.warning("engine %s refused: %s", message.engine_id.hex()[:8], refusal)
             self.context.outbox.append((identity, nack_of(None, refusal)))
             if former is not None:
@@ -188,8 +188,6 @@ class Registry:
         if rank < 0 or rank in taken:
             rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         self._rank_of_engine[engine_id] = rank
-        if len(self._rank_of_engine) > self.context.limits.max_engines:
-            self._rank_of_engine.popitem(last=False)
         return rank
 
     def _weights_beside(self, message: Register) -> CommittedWeights:

@@ -286,7 +286,7 @@ class RequestLifecycle:
             if request is None or request.reply is None:
                 self._context.counters.num_unexpected += 1
                 continue
-            client.answered.add(named.request_id)
+            client.answered[named.request_id] = None
             client.missed_tokens.pop(named.request_id, None)
             self._table.forget(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
 
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 _NO_TOKENS = np.empty(0, np.int32)
 # Runs kept apart at most: all tokens of a request are copied once for so many reports.
@@ -32,30 +33,18 @@ _MAX_RUNS = 64
 _REPLY_BYTES = 512
 
 
-class RecentIds(Generic[K]):
-    """At most `max_ids` ids; beyond, those added first are forgotten."""
+class Recent(OrderedDict[K, V]):
+    """At most `max_items`; beyond, those that were entered first are forgotten."""
 
-    __slots__ = ("_ids", "_max_ids")
+    # Not a dict: to find its first key it passes over all that were deleted before.
+    def __init__(self, max_items: int) -> None:
+        super().__init__()
+        self._max_items = max_items
 
-    def __init__(self, max_ids: int) -> None:
-        # Not a dict: to find its first key it passes over all that were deleted before.
-        self._ids: OrderedDict[K, None] = OrderedDict()
-        self._max_ids = max_ids
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._ids
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def add(self, key: K) -> bool:
-        """Add `key`; returns whether it is new, as far as is remembered."""
-        if key in self._ids:
-            return False
-        self._ids[key] = None
-        if len(self._ids) > self._max_ids:
-            self._ids.popitem(last=False)
-        return True
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._max_items:
+            self.popitem(last=False)
 
 
 # ---- peers that have shaken hands
@@ -76,7 +65,7 @@ class ClientSession:
     identity: bytes
     name: str
     last_seen: float
-    answered: RecentIds[int]
+    answered: Recent[int, None]
     requests: dict[int, Request] = field(default_factory=dict)
     num_unfinished: int = 0
     request_bytes: int = 0

@@ -88,6 +88,15 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
 
 
+def test_a_stranger_is_told_so_once_in_each_heartbeat() -> None:
+    fleet, message = FakeFleet(), EngineReply(request_id=1, record=b"")
+    told = []
+    for seconds in (0, 0.1, 0.1, 1.0, 0.1):
+        fleet.now += seconds * LIMITS.heartbeat_s
+        told.append(len(fleet.core.handle(b"stranger", message, fleet.now)))
+    assert told == [1, 0, 0, 1, 0]
+
+
 def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
     core = FakeFleet().core
     assert set(core._from_client) == FROM_CLIENTS
