@@ -11,34 +11,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollout.apis.config_fields import config_with
-from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
-from rollout.apis.fleet_reports import (
+from rollout.apis.arguments import Prompt, SamplingArgument, as_groups, config_with
+from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments
+from rollout.apis.results import (
+    Results,
     engine_stats,
+    failed_request,
+    finished_request,
     resume_report,
     suspend_report,
     weight_update_report,
 )
-from rollout.apis.prompts import Prompt, as_batch, per_sample
-from rollout.apis.text_output import failed_request, finished_request, streamed, text_to_stream
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.coordinator.publisher import WeightPublisher
 from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import ConfigError, EngineStateError, RolloutError
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.generated_text import StreamedText
 from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
-Results = Mapping[str, Any]
 _PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
 # How long the end of the coordinator's process may be noticed after that of its connection.
 _NOTICE_S = 1.0
@@ -86,12 +88,18 @@ class AsyncLLM:
         """
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
-        num_engines = _num_engines(data_parallel_size, spawn)
         config = config_with(
             inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version)
         self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
+        for_engine = {
+            "model": without_shards(model, config.dtype),
+            "tokenizer": self.tokenizer,
+            "inference_config": config,
+            "weights_version": weights_version,
+            "register_timeout_s": start_timeout_s,
+        }
         for_coordinator = coordinator_arguments(
             config,
             coordinator_options or {},
@@ -100,13 +108,10 @@ class AsyncLLM:
             port=coordinator_port,
             orphan_deadline_s=start_timeout_s,
         )
-        own = {"tokenizer": self.tokenizer, "weights_version": weights_version}
-        own["model"] = without_shards(model, config.dtype)
-        for_engine = engine_arguments(config, num_engines, start_timeout_s, own)
         self._fleet = FleetProcesses(
             for_coordinator,
             for_engine,
-            num_engines=num_engines,
+            spawn=spawn,
             max_engine_restarts=max_engine_restarts,
             start_timeout_s=start_timeout_s,
             on_lost=self._lose,
@@ -123,7 +128,8 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
     ) -> AsyncLLM:
         """Join the fleet of a coordinator that others have started. Its end is a goodbye: the fleet
-        goes on. `address`, `seed` and `curve` as for InferenceClient. Raises CoordinatorLostError.
+        goes on. `address`, `seed` and `curve` as for InferenceClient. Whether weights that are not
+        finite are refused is for the config of the engines. Raises CoordinatorLostError.
         """
         llm = cls.__new__(cls)
         llm._set_up(tokenizer_of(None, tokenizer), seed, 0, curve)
@@ -141,7 +147,7 @@ class AsyncLLM:
         self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
         self._fleet = None
-        self._publisher = WeightPublisher()
+        self._publisher = WeightPublisher(reject_non_finite=False)
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None
@@ -171,11 +177,10 @@ class AsyncLLM:
         """Of all engines, as `state`."""
         return self._weights_version
 
-    async def start(self) -> None:
-        """Connect; done by `async with`, and by the first use."""
-        await self._connected()
-
-    async def _connected(self) -> InferenceClient:
+    async def start(self) -> InferenceClient:
+        """Connect, if that is not done yet; `async with` and all verbs begin with it. Returns the
+        client.
+        """
         async with self._start_turn:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -197,7 +202,7 @@ class AsyncLLM:
     # ---- what is cut short
 
     def _lose(self, error: CoordinatorLostError) -> None:
-        """The coordinator's process has ended: fail all that waits. Called by another thread."""
+        """The fleet's processes have ended: fail all that waits. Called by another thread."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -239,7 +244,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingArgument = None,
         n: int = 1,
         *,
         priority: int = 0,
@@ -247,12 +252,12 @@ class AsyncLLM:
         """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
 
         The list is prompt-major, in input order. A higher `priority` goes first. Raises
-        InvalidRequestError for a malformed prompt, before anything is queued; a request that cannot
-        run comes back FAILED with its error event.
+        InvalidRequestError for a malformed prompt, before anything of the batch is queued. What
+        only an engine can refuse, such as an id beyond the vocabulary, fails its own request, which
+        comes back FAILED with its error event.
         """
-        client = await self._connected()
-        batch, is_single = as_batch(prompts)
-        groups = list(zip(batch, per_sample(sampling_params, len(batch), n), strict=True))
+        client = await self.start()
+        groups, is_single = as_groups(prompts, sampling_params, n)
         samples = [(prompt, params) for prompt, each in groups for params in each]
         added = client.add_groups(groups, priority=priority)
         futures = [future for group in added for future in group]
@@ -296,22 +301,33 @@ class AsyncLLM:
 
         `as_text`: pieces of its text instead; what may begin a stop string waits until it is none.
         """
-        client, params = await self._connected(), sampling_params or SamplingParams()
-        text = text_to_stream(self.tokenizer, params) if as_text else None
+        client, params = await self.start(), sampling_params or SamplingParams()
+        text = None
+        if as_text:
+            if self.tokenizer is None:
+                raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
+            text = StreamedText(self.tokenizer, params)
         items = client.stream(prompt, params, priority=priority)
         async with aclosing(items), self._named_errors():
             async for item in items:
-                for piece in streamed(item, self.tokenizer, text):
-                    yield piece
+                if isinstance(item, TokenRun):
+                    ids = item.token_ids.tolist()
+                    if piece := ids if text is None else text.push(ids):
+                        yield piece
+                    continue
+                request = finished_request(item, self.tokenizer)
+                if text is not None and (rest := text.finish(request.generated_text)):
+                    yield rest
+                yield request
 
     # ---- control
 
     async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
-        client = await self._connected()
+        client = await self.start()
         async with self._named_errors():
             results: Results = await order(client)
-            self._know(results["state"], results["weights_version"])
-            return results
+        self._know(results["state"], results["weights_version"])
+        return results
 
     async def pause(self) -> None:
         """Stop all engines at their next step."""
@@ -349,7 +365,7 @@ class AsyncLLM:
         update that has begun goes on when its caller is cancelled, who then does not learn whether
         it succeeded.
         """
-        await self._connected()
+        await self.start()
         update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))
         async with self._named_errors():
             return await asyncio.shield(update)
@@ -358,7 +374,7 @@ class AsyncLLM:
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         async with self._update_turn:
-            await self._connected()  # whose end may have come before this turn
+            await self.start()  # whose end may have come before this turn
             start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)
             try:
@@ -366,9 +382,10 @@ class AsyncLLM:
                     lambda client: client.update_weights(source, version, in_flight)
                 )
             except BaseException:
-                self._publisher.drop()
+                await asyncio.to_thread(self._publisher.drop)
                 raise
-            self._publisher.commit()
+            # In a thread: to return gigabytes to the system would keep streams waiting.
+            await asyncio.to_thread(self._publisher.commit)
             return weight_update_report(results, time.perf_counter() - start)
 
     async def stats(self) -> EngineStats:
@@ -389,7 +406,7 @@ class AsyncLLM:
 
     async def _shut_down(self, ends_fleet: bool) -> None:
         async with AsyncExitStack() as last:  # each of these, whatever another one raises
-            last.callback(self._publisher.close)
+            last.push_async_callback(asyncio.to_thread, self._publisher.close)
             last.push_async_callback(self._await_update)
             if self._fleet is not None:
                 self._fleet.end_restarts()
@@ -398,7 +415,7 @@ class AsyncLLM:
                 client, self._client = self._client, None
             if client is not None:
                 last.push_async_callback(client.aclose)
-                with suppress(Exception):  # whatever the engines say, they are ended anyway
+                with suppress(RolloutError):  # whatever the engines say, they are ended anyway
                     if ends_fleet:
                         await client.shutdown_engines(deadline_s=5.0)
 
@@ -423,10 +440,3 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         await self.shutdown()
-
-
-def _num_engines(data_parallel_size: int, spawn: int | None) -> int:
-    """Of those that are started here. Raises ConfigError."""
-    if spawn is not None and not 0 <= spawn <= data_parallel_size:
-        raise ConfigError(f"spawn={spawn} must be in [0, {data_parallel_size}], or None for all")
-    return data_parallel_size if spawn is None else spawn

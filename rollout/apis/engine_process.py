@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollout.apis.config_fields import config_with
+from rollout.apis.arguments import config_with
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.dealer import CoordinatorLostError

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from rollout.apis.arguments import Prompt
 from rollout.apis.async_llm import AsyncLLM
-from rollout.apis.prompts import Prompt
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from rollout.apis.prompts import Prompt
-from rollout.apis.text_output import finished_request
-from rollout.apis.turn_lock import TurnLock
+from rollout.apis.arguments import Prompt
+from rollout.apis.results import finished_request
 from rollout.config import InferenceConfig
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.state import EngineState
@@ -111,3 +111,31 @@ class InProcessRuntime:
     def shutdown(self) -> None:
         with self._turn:
             self.engine.shutdown()
+
+
+class TurnLock:
+    """As threading.RLock, but granted in the order it was asked for.
+
+    `threading.Lock` goes to whoever asks first after a release, and that is the thread which has
+    just released it: a loop of steps would starve the thread that brings new weights.
+    """
+
+    def __init__(self) -> None:
+        self._entrance = threading.Lock()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._entrance:  # held while waiting, so that the others wait behind
+                self._lock.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()

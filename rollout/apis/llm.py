@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
+from rollout.apis.arguments import Prompt, SamplingArgument, as_groups, config_with
 from rollout.apis.async_llm import AsyncLLM
-from rollout.apis.config_fields import config_with
 from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import Groups, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
-from rollout.apis.interrupts import interrupt_deferred
-from rollout.apis.progress import progress_bar
-from rollout.apis.prompts import Prompt, as_batch, per_sample
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
@@ -30,8 +30,6 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
-
-SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -106,9 +104,9 @@ class LLM:
         request that cannot run here comes back FAILED with its error event. Whatever else it
         raises, its requests are aborted.
         """
-        batch, is_single = as_batch(prompts)
-        with self._submitted(batch, sampling_params, n, priority) as group_ids:
-            with progress_bar(progress, len(batch) * n) as advance:
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        with self._submitted(groups, priority) as group_ids:
+            with _progress_bar(progress, len(groups) * n) as advance:
                 self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
             requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
         return requests[0] if is_single and n == 1 else requests
@@ -122,8 +120,8 @@ class LLM:
         priority: int = 0,
     ) -> list[int]:
         """Queue n samples of each prompt and return at once, with one group id per prompt."""
-        batch, _ = as_batch(prompts)
-        with self._submitted(batch, sampling_params, n, priority) as group_ids:
+        groups, _ = as_groups(prompts, sampling_params, n)
+        with self._submitted(groups, priority) as group_ids:
             return group_ids
 
     def collect(
@@ -154,18 +152,17 @@ class LLM:
 
     @contextmanager
     def _submitted(
-        self, batch: list[Prompt], sampling_params: SamplingArgument, n: int, priority: int
+        self, groups: list[tuple[Prompt, list[SamplingParams]]], priority: int
     ) -> Iterator[list[int]]:
         """Queue groups; yields their ids. Leaves nothing of them if the block raises."""
-        groups = per_sample(sampling_params, len(batch), n)
-        if any(params.streaming for each in groups for params in each):
+        if any(params.streaming for _, each in groups for params in each):
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
             )
         group_ids: list[int] = []
         try:
-            with interrupt_deferred():  # what is queued has ids, also after Ctrl-C
-                ids = self._runtime.submit(list(zip(batch, groups, strict=True)), priority)
+            with _interrupt_deferred():  # what is queued has ids, also after Ctrl-C
+                ids = self._runtime.submit(groups, priority)
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
         except BaseException:
@@ -260,6 +257,41 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+@contextmanager
+def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]:
+    """A live bar over finished requests. Yields advance(count); draws nothing unless `is_shown`."""
+    if not is_shown:
+        yield lambda count: None
+        return
+    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("rollouts", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """A SIGINT that comes in the block is handled at its end; a second one at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # another thread is not interrupted
+        return
+    waiting: list[FrameType | None] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        waiting.append(frame)
+        if len(waiting) == 2:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if waiting:
+        handler(signal.SIGINT, waiting[0])
 
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:

@@ -51,8 +51,8 @@ class FakeProcesses:
 
 
 class FakeClient:
-    """Its requests end when a test says so, or at once where `answers`; commands are done at once,
-    updates never.
+    """Its requests end when a test says so, or at once where `answers`, and updates there; other
+    commands are done at once.
     """
 
     coordinator = None
@@ -105,6 +105,8 @@ class FakeClient:
     def update_weights(self, *args: Any) -> asyncio.Future[Any]:
         self.is_updating.set()
         self._orders.append(self._loop.create_future())
+        if self.answers:
+            self._orders[-1].set_result({"state": "RUNNING", "weights_version": 1, "ranks": {}})
         return self._orders[-1]
 
     # ---- what a test has happen, from its own thread

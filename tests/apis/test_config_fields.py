@@ -9,7 +9,7 @@ import pytest
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.apis import async_llm
-from rollout.apis.config_fields import config_with
+from rollout.apis.arguments import config_with
 from tests.apis.fake_fleet import FakeProcesses, fake_fleet
 from tests.tiny_models import tiny_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from rollout import LLM, AsyncLLM, EngineStateError
 from rollout.apis import async_llm, fleet_runtime
+from rollout.coordinator import publisher
 from tests.apis.fake_fleet import WAIT_S, Caller, fake_fleet, memory_files
 
 
@@ -85,6 +87,36 @@ def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
     assert "shut down before the answer came" in str(updater.error)
     weights.is_lost = True
     weights.may_go_on.set()
+
+
+def test_no_memory_of_weights_is_given_back_in_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes as long as some steps do, and streams would stand still."""
+    fleet, closed_by, close = fake_fleet(monkeypatch), [], os.close
+    fleet.client.answers = True
+
+    def closing(descriptor: int) -> None:
+        if "rollout-weights" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            closed_by.append(threading.current_thread())
+        close(descriptor)
+
+    monkeypatch.setattr(publisher.os, "close", closing)
+
+    async def work() -> None:
+        async with AsyncLLM("a model") as llm:
+            for _ in range(3):
+                await llm.update_weights({"weight": torch.ones(4)})
+            fleet.client.answers = False
+            cut = asyncio.ensure_future(llm.update_weights({"weight": torch.ones(4)}))
+            fleet.client.is_updating.clear()
+            await asyncio.to_thread(fleet.client.is_updating.wait, WAIT_S)
+        with pytest.raises(EngineStateError):
+            await cut
+
+    asyncio.run(work())
+    assert len(closed_by) == 4
+    assert threading.main_thread() not in closed_by
 
 
 def test_all_threads_that_shut_down_wait_for_the_processes_end(

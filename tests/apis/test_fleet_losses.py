@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout import AsyncLLM, DynamicInferenceRequest
+from rollout import AsyncLLM, DynamicInferenceRequest, Status
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.test_child_process import is_alive
@@ -83,6 +83,37 @@ def test_an_engine_is_not_started_again_where_that_is_not_wanted(
             os.kill(llm._fleet.pids[1], signal.SIGKILL)
             await until(lambda: "after 0 restarts" in caplog.text, "its end is logged")
             assert (await llm.generate(prompt_of(9), params(1))).succeeded()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
+    named = r"no engine is left: engine 0 has ended once too often \(SIGKILL\)"
+
+    async def work() -> None:
+        llm = AsyncLLM(directory(), None, CONFIG, max_engine_restarts=0)
+        try:
+            await llm.start()
+            other = await AsyncLLM.connect(llm.address)
+            coordinator, engine = llm._fleet.pids
+            os.kill(engine, signal.SIGSTOP)  # it answers nothing any more
+            batches = [[prompt_of(9)] * 2, [prompt_of(8)]]
+            own, foreign = [
+                asyncio.ensure_future(each.generate(batch, params(1, 400)))
+                for each, batch in zip((llm, other), batches, strict=True)
+            ]
+            await asyncio.sleep(0)
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises(CoordinatorLostError, match=named):
+                await asyncio.wait_for(own, AT_ONCE_S)
+            (request,) = await asyncio.wait_for(foreign, AT_ONCE_S)
+            assert request.status is Status.FAILED
+            with pytest.raises(CoordinatorLostError, match=named):
+                await asyncio.wait_for(llm.generate(prompt_of(3)), AT_ONCE_S)
+            await until(lambda: not is_alive(coordinator), "the coordinator ends")
+            await other.shutdown()
+        finally:
+            await llm.shutdown()
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 

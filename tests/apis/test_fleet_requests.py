@@ -20,7 +20,6 @@ from rollout import (
     SamplingParams,
     Status,
 )
-from rollout.apis.interrupts import interrupt_deferred
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fake_fleet import WAIT_S, FakeFleet, fake_fleet
 
@@ -188,15 +187,19 @@ def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
         assert [group.group_id for group in llm.collect()] == [mine]
 
 
-def test_a_second_ctrl_c_is_not_deferred() -> None:
-    def interrupted_twice() -> None:
-        with interrupt_deferred():
+def test_a_second_ctrl_c_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fake_fleet(monkeypatch)
+    with fleet.llm() as llm:
+
+        def interrupted_twice(*_: Any) -> None:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             raise AssertionError
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_twice()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._runtime, "submit", interrupted_twice)
+            with pytest.raises(KeyboardInterrupt):
+                llm.submit([1])
 
 
 @pytest.mark.parametrize("prompts", [[[1], [2], [3]], [1]], ids=["batch", "single"])

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from rollout import AsyncLLM, ConfigError, EngineState
+from rollout import AsyncLLM, ConfigError, EngineState, WeightUpdateError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle
 from tests.tiny_models import prompt_of
@@ -55,6 +56,8 @@ def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> N
         oracle.check(await first.generate(prompt_of(9), params(1)))
         await first.pause()
         await first.unpause()
+        with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' holds NaN"):
+            await first.update_weights(with_nan(), in_flight=True)
         await first.update_weights(weights(1).state_dict(), in_flight=True)
         await first.shutdown()
         assert first.state is EngineState.STOPPED
@@ -71,6 +74,23 @@ def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> N
             asyncio.run(asyncio.wait_for(work(address, engine), DEADLINE_S))
             assert engine.wait(WAIT_S) == 0
             assert coordinator.wait(WAIT_S) == 0
+
+
+def with_nan() -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = weights(1).state_dict()
+    name = "model.norm.weight"
+    return {**state, name: torch.full_like(state[name], torch.nan)}
+
+
+def test_weights_that_are_not_finite_pass_where_the_engines_config_lets_them() -> None:
+    async def work() -> None:
+        async with AsyncLLM(directory(), None, CONFIG, reject_non_finite_weights=False) as llm:
+            other = await AsyncLLM.connect(llm.address)
+            report = await other.update_weights(with_nan(), in_flight=True)
+            assert report.version == 1
+            await other.shutdown()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
 def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import InvalidRequestError
-from rollout.apis.prompts import as_batch
+from rollout.apis.arguments import as_batch
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rollout.apis import supervised_process
-from rollout.apis.supervised_process import SupervisedProcess
+from rollout.apis import fleet_processes
+from rollout.apis.fleet_processes import SupervisedProcess
 from rollout.child_process import ChildProcess, pickled
 from rollout.errors import ConfigError
 
@@ -20,7 +21,7 @@ WAIT_S = 120.0
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised_process, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(fleet_processes, "_FIRST_BACKOFF_S", 0.01)
 
 
 class Script:
@@ -81,7 +82,7 @@ def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised_process, "STEADY_S", 0.0)
+    monkeypatch.setattr(fleet_processes, "_STEADY_S", 0.0)
     script = Script()
     process = supervised(script, max_restarts=1)
     try:
@@ -89,6 +90,19 @@ def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.Monkey
         for number in range(1, 4):
             script.children[-1].kill()
             waited_for(lambda number=number: len(script.children) > number)
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_what_a_child_is_sent_is_kept_for_restarts_alone(max_restarts: int) -> None:
+    script = Script()
+    kept = weakref.ref(script)
+    process = supervised(script, max_restarts=max_restarts)
+    process.started.result(WAIT_S)
+    del script
+    try:
+        assert (kept() is not None) is (max_restarts > 0)
     finally:
         end(process)
 
@@ -131,8 +145,8 @@ def test_a_start_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_end_does_not_wait_for_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervised_process, "_FIRST_BACKOFF_S", 10 * WAIT_S)
-    monkeypatch.setattr(supervised_process, "_MAX_BACKOFF_S", 10 * WAIT_S)
+    monkeypatch.setattr(fleet_processes, "_FIRST_BACKOFF_S", 10 * WAIT_S)
+    monkeypatch.setattr(fleet_processes, "_MAX_BACKOFF_S", 10 * WAIT_S)
     caplog.set_level(logging.WARNING)
     script = Script()
     process = supervised(script, max_restarts=1)

@@ -1,19 +1,33 @@
-"""What callers may pass as prompts and sampling parameters, brought to one shape."""
+"""What callers may pass: prompts, sampling parameters and fields of the config, in one shape."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import replace
 from typing import Any
 
-from rollout.errors import InvalidRequestError
+from rollout.config import InferenceConfig
+from rollout.errors import ConfigError, InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 
 Prompt = str | Sequence[int]
+SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
 # Iterable, but no lists of token ids.
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
+
+
+def as_groups(
+    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingArgument, n: int
+) -> tuple[list[tuple[Prompt, list[SamplingParams]]], bool]:
+    """(each prompt with the parameters of its n samples, whether a single prompt was given).
+
+    Raises InvalidRequestError, see `as_batch` and `_per_sample`.
+    """
+    batch, is_single = as_batch(prompts)
+    return list(zip(batch, _per_sample(sampling_params, len(batch), n), strict=True)), is_single
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -44,8 +58,8 @@ def _is_id(item: object) -> bool:
     return not isinstance(item, str) and not hasattr(item, "__len__")
 
 
-def per_sample(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, n: int
+def _per_sample(
+    sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
     """For each prompt its n samples' parameters, each with a seed of its own if one was given.
 
@@ -72,4 +86,20 @@ def per_sample(
 def _with_seed(params: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
     if params.seed is None:
         return params
-    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
+    return dataclasses.replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
+
+
+def config_with(
+    config: InferenceConfig | None, fields: Mapping[str, Any], *more_names: str
+) -> InferenceConfig:
+    """`config`, or the default one, with `fields` replaced. Raises ConfigError.
+
+    `more_names`: other keywords that the user may have meant by an unknown one.
+    """
+    known = [field.name for field in dataclasses.fields(InferenceConfig)]
+    for name, value in fields.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, [*known, *more_names], n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "see rollout.InferenceConfig"
+            raise ConfigError(f"{name}={value!r} is unknown; {remedy}")
+    return (config or InferenceConfig()).replace(**fields)

@@ -1,0 +1,134 @@
+"""What a user gets: of a request its record or the error that left none, of a command a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from rollout.apis.arguments import Prompt
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.record_text import add_text
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import Status
+from rollout.runner.weight_update import WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+from rollout.text import Tokenizer
+
+# {"state", "weights_version", "ranks": {rank: report}, "lost_ranks"}, as a coordinator answers.
+Results = Mapping[str, Any]
+
+
+def finished_request(
+    record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
+) -> DynamicInferenceRequest:
+    """The whole history as one request; `generated_text` is set if there is a tokenizer."""
+    add_text(record, tokenizer)
+    request = record.merge()
+    params = request.sampling_params
+    assert params is not None, "engines take no request without"
+    if not params.return_prompt_tokens:
+        _drop_prompt(request)
+    return request
+
+
+def failed_request(
+    request_id: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    error: Exception,
+    tokenizer: Tokenizer | None,
+) -> DynamicInferenceRequest:
+    """A FAILED request with the error, for one that has no record."""
+    request = DynamicInferenceRequest(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_tokens=torch.tensor(_ids_of(prompt, tokenizer), dtype=torch.int64),
+        sampling_params=params,
+        status=Status.FAILED,
+    )
+    request.finish_reason = "error"
+    request.add_event_error_nontransient(error)
+    request.add_event_fail()
+    return request
+
+
+def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """None of a text that the tokenizer fails on, which may be why its request failed."""
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]  # of arrays of any kind
+    with suppress(Exception):
+        if tokenizer is not None:
+            return tokenizer.encode(prompt)
+    return []
+
+
+def _drop_prompt(request: DynamicInferenceRequest) -> None:
+    """Keep only the generated positions; staleness tensors then cover those alone."""
+    start, end = len(request.prompt_tokens), request.num_tokens
+    request.precomputed_block_hashes = request.precomputed_block_hashes  # read while it is here
+    request.prompt_tokens = torch.empty(0, dtype=torch.int64)
+    request.policy_spans = request.policy_spans.slice(start, end)
+    request.kv_spans = request.kv_spans.slice(start, end)
+
+
+# ---- reports of a fleet's engines, as one report
+
+
+def suspend_report(results: Results) -> SuspendReport:
+    """Bytes and requests of all engines together; they work side by side, so the longest time."""
+    return SuspendReport(**_together(results))
+
+
+def resume_report(results: Results) -> ResumeReport:
+    """As `suspend_report`."""
+    return ResumeReport(**_together(results))
+
+
+def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport:
+    """`seconds`: as the one saw it who asked. `num_bytes` of one engine, the longest stall."""
+    reports = _of_ranks(results)
+    return WeightUpdateReport(
+        version=results["weights_version"],
+        seconds=seconds,
+        stall_seconds=max((r["stall_seconds"] for r in reports), default=0.0),
+        num_bytes=max((r["num_bytes"] for r in reports), default=0),
+        checksum=next((r["checksum"] for r in reports), ""),
+    )
+
+
+def engine_stats(results: Results) -> EngineStats:
+    """Sums over the engines; state and version are those of the fleet."""
+    reports = _of_ranks(results)
+    counted = [f.name for f in fields(EngineStats) if f.name not in ("state", "weights_version")]
+    return EngineStats(
+        state=CoordinatorState[results["state"]].engine_state,
+        weights_version=results["weights_version"],
+        **{name: sum(report[name] for report in reports) for name in counted},
+    )
+
+
+def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:
+    """Engines that were where they should be already have nothing to report."""
+    return [report for report in results["ranks"].values() if report]
+
+
+def _together(results: Results) -> dict[str, Any]:
+    together: dict[str, Any] = {"mode": ""}
+    for report in _of_ranks(results):
+        for name, value in report.items():
+            if isinstance(value, str):
+                together[name] = value
+            elif isinstance(value, Mapping):
+                together[name] = dict(Counter(together.get(name, {})) + Counter(value))
+            elif name == "seconds":
+                together[name] = max(together.get(name, 0.0), value)
+            else:
+                together[name] = together.get(name, 0) + value
+    return together
