@@ -80,15 +80,16 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
         fetch_weights(second)
 
 
-def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
-    def weight_files() -> int:
-        """Other threads open and close descriptors of their own meanwhile."""
-        found = []
-        for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):
-                found.append(os.readlink(descriptor))
-        return sum("rollout-weights" in name for name in found)
+def weight_files() -> int:
+    """Other threads open and close descriptors of their own meanwhile."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(descriptor))
+    return sum("rollout-weights" in name for name in found)
 
+
+def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
     publisher = WeightPublisher()
     before = weight_files()
     for _ in range(50):
@@ -115,12 +116,12 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_announced(
     bad = torch.ones(1000, dtype=dtype)
     bad[777] = value
     publisher = WeightPublisher()
-    before = len(os.listdir("/proc/self/fd"))
+    before = weight_files()
     with pytest.raises(WeightUpdateError, match="'bad' holds NaN or infinity"):
         publisher.publish({"good": torch.ones(2), "bad": bad})
     publisher.commit()
     assert publisher.committed is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert weight_files() == before
     lenient = WeightPublisher(reject_non_finite=False)
     fetched = fetch_weights(lenient.publish({"bad": bad}))["bad"]
     assert torch.equal(fetched.isfinite(), bad.isfinite())
