@@ -43,7 +43,7 @@ class BlockTable:
 class KVCacheManager:
     """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
 
-    Blocks are 1 .. num_blocks and rows 1 .. num_rows: block 0 and row 0 are scratch, and nobody
+    Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
     holds them. A block is free, in use by one or more requests, or unused: without a user, but kept
     in the index until its space is needed. A freed block is taken again last.
 

@@ -125,20 +125,7 @@ class ModelRunner:
         logits_SV = self._model.compute_logits(hidden_LE)
         if not inputs.draws_in_order:
             logits_SV = logits_SV.index_select(0, inputs.draws_S)
-        flags = inputs.flags
-        sampling = SamplingBatch(
-            uniforms_S=inputs.uniforms_S,
-            temperature_S=inputs.temperature_S,
-            top_k_S=inputs.top_k_S,
-            top_p_S=inputs.top_p_S,
-            min_p_S=inputs.min_p_S,
-            mode_S=inputs.mode_S,
-            all_greedy=flags.all_greedy,
-            any_greedy=flags.any_greedy,
-            any_truncation=flags.any_truncation,
-            any_logprobs=flags.any_logprobs,
-            top_n=flags.top_n,
-        )
+        sampling = _sampling_batch(inputs)
         sampled = self._backend.ops.sample(logits_SV, sampling)
         if host.processing is not None and inputs.processing is not None:
             history_QP = self._histories.begin(host.processing, inputs.processing)
@@ -164,3 +151,21 @@ class ModelRunner:
         return [
             None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
         ]
+
+
+def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:
+    """The parameters of the step's draws."""
+    flags = inputs.flags
+    return SamplingBatch(
+        uniforms_S=inputs.uniforms_S,
+        temperature_S=inputs.temperature_S,
+        top_k_S=inputs.top_k_S,
+        top_p_S=inputs.top_p_S,
+        min_p_S=inputs.min_p_S,
+        mode_S=inputs.mode_S,
+        all_greedy=flags.all_greedy,
+        any_greedy=flags.any_greedy,
+        any_truncation=flags.any_truncation,
+        any_logprobs=flags.any_logprobs,
+        top_n=flags.top_n,
+    )
