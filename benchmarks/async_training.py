@@ -2,10 +2,10 @@
 
     python benchmarks/async_training.py
 
-Both are examples/train_grpo.py mode=async: the engine in one process, the trainer in another, the
-same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1 the engine
-makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the other.
-Writes a Markdown page and a JSON file.
+Both are examples/train_grpo.py num_engines=1: the engine in one process, the trainer in another,
+the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1 the
+engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the
+other. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ ROOT = Path(__file__).parents[1]
 KINDS = {"by turns": "synchronous", "asynchronous": "asynchronous"}
 # Of both kinds. At the demo's 4e-4 after 5 steps both overshoot in the first 20 steps, and with
 # rollouts that are a version older it takes longer to recover from it: -0.075 at the end.
-RECIPE = ("trainer.learning_rate=2e-4", "trainer.warmup_steps=10", "algorithm.decoupled=true")
+RECIPE = (
+    "trainer.learning_rate=2e-4",
+    "trainer.warmup_steps=10",
+    "algorithm.decoupled=true",
+    "engine.max_requests=1024",
+)
 SHARES = ("wait", "train", "update", "suspend", "resume", "checkpoint", "other")
 WINDOW_STEPS = 10
 WARM_STEPS = 3  # left out of the times
@@ -65,7 +70,8 @@ def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> 
         [
             sys.executable,
             str(ROOT / "examples" / "train_grpo.py"),
-            "mode=async",
+            "num_engines=1",
+            "weight_sync=in_flight",
             f"producer={KINDS[kind]}",
             f"seed={seed}",
             "logger=quiet",

@@ -1,5 +1,6 @@
 """Every Python block of README.md and docs/*.md runs, in the order of its page, in one namespace.
 
+Programs that are quoted whole are left out: tests/examples/test_minimal.py runs them.
 Names that a block neither makes nor imports are what the prose leaves to the reader: those of
 `reader_names`, and `llm`, an AsyncLLM where the block awaits something and an LLM elsewhere.
 """
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -64,43 +65,15 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-SNIPPETS = {
-    page: snippets
-    for page in PAGES
-    if (snippets := [block for block in blocks_of(page) if block.language == "python"])
-}
+PROGRAMS = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
 
 
-class InProcessAsyncLLM:
-    """What blocks use of an AsyncLLM that is there already, without its processes."""
+def snippets_of(page: Path) -> list[Block]:
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    return [block for block in blocks if block.source not in PROGRAMS]
 
-    tokenizer = None
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._threaded = llm, ThreadedLLM(llm)
-
-    @property
-    def weights_version(self) -> int:
-        return self._llm.weights_version
-
-    async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
-    ) -> Any:
-        return await self._threaded.generate(prompts, sampling_params, n)
-
-    async def update_weights(self, named_tensors: Any, **how: Any) -> Any:
-        return await asyncio.to_thread(self._llm.update_weights, named_tensors, **how)
-
-    async def __aenter__(self) -> InProcessAsyncLLM:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._threaded.aclose()
+SNIPPETS = {page: snippets for page in PAGES if (snippets := snippets_of(page))}
 
 
 def reader_names(directory: Path, trained: list[Any]) -> dict[str, Any]:
@@ -153,7 +126,7 @@ def run(code: CodeType, names: dict[str, Any], directory: Path) -> None:
 
 
 async def run_awaiting(code: CodeType, names: dict[str, Any], llm: LLM) -> None:
-    async with InProcessAsyncLLM(llm) as names["llm"]:
+    async with ThreadedLLM(llm) as names["llm"]:
         await eval(code, names)
 
 

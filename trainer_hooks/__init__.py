@@ -1,4 +1,19 @@
-"""What a training loop calls: phases, weight sync, advantages, losses, metrics, checkpoints."""
+"""What a training loop calls, in the order of a loop.
+
+    prompts    PromptItem, PromptLedger; files and datasets: trainer_hooks.prompt_sources
+    generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
+               makes batches beside the training; ThreadedLLM for an LLM in this process
+    reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
+    collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
+    advantage  group_advantages, or gae_advantages with a critic
+    loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
+    push       WeightSync
+    measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
+    save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
+
+examples/grpo_minimal.py and examples/async_minimal.py are whole loops. What only jobs need (Hydra
+configs, a dashboard, files of a run) is in trainer_hooks.jobs.
+"""
 
 from trainer_hooks.advantages import (
     gae_advantages,
@@ -6,7 +21,14 @@ from trainer_hooks.advantages import (
     has_reward_spread,
     overlong_penalties,
 )
-from trainer_hooks.checkpoint import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
+from trainer_hooks.checkpoint import (
+    TrainerState,
+    WeightsVersionCounter,
+    find_checkpoint,
+    load_checkpoint,
+    read_trainer_state,
+    save_checkpoint,
+)
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.logprobs import token_entropies, token_logprobs
@@ -28,52 +50,68 @@ from trainer_hooks.producer import (
     ScoredGroup,
     TrainingBatch,
 )
-from trainer_hooks.prompt_item import PromptItem
-from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
+from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.threaded_llm import ThreadedLLM
-from trainer_hooks.weight_sync import InProcessWeightSync, SharedMemoryWeightSync, full_tensors
+from trainer_hooks.weight_sync import (
+    InProcessWeightSync,
+    SharedMemoryWeightSync,
+    WeightSync,
+    full_tensors,
+)
 
 __all__ = [
-    "AsyncRolloutProducer",
-    "GenerationPhase",
-    "InProcessWeightSync",
-    "MetricsLogger",
-    "OffPolicyCorrection",
-    "PolicyLossConfig",
-    "ProducerError",
+    # prompts
     "PromptItem",
     "PromptLedger",
     "PromptTicket",
-    "RewardFunctionError",
-    "RewardRunner",
-    "Rollout",
-    "RolloutBatch",
-    "ScopedLLM",
-    "ScoredGroup",
-    "SharedMemoryWeightSync",
-    "ThreadedLLM",
-    "TrainerState",
+    # generate
+    "GenerationPhase",
+    "generation_phase",
+    "AsyncRolloutProducer",
     "TrainingBatch",
+    "ScoredGroup",
+    "Rollout",
+    "ScopedLLM",
+    "ProducerError",
+    "ThreadedLLM",
+    # reward
+    "RewardRunner",
+    "RewardFunctionError",
     "VerlReward",
     "WeightedRewards",
+    "overlong_penalties",
+    "token_rewards",
+    # collate
+    "RolloutBatch",
     "collate_rollouts",
-    "effective_sample_size",
-    "evaluate",
-    "find_checkpoint",
-    "full_tensors",
+    # advantage
     "gae_advantages",
-    "generation_phase",
     "group_advantages",
     "has_reward_spread",
-    "kl_estimate",
-    "load_checkpoint",
-    "overlong_penalties",
-    "policy_loss",
-    "save_checkpoint",
-    "token_entropies",
+    # loss
     "token_logprobs",
-    "token_rewards",
+    "token_entropies",
+    "policy_loss",
+    "PolicyLossConfig",
+    "OffPolicyCorrection",
+    "kl_estimate",
     "value_loss",
+    "effective_sample_size",
+    # push
+    "WeightSync",
+    "InProcessWeightSync",
+    "SharedMemoryWeightSync",
+    "full_tensors",
+    # measure
+    "evaluate",
+    "MetricsLogger",
+    # save
+    "TrainerState",
+    "WeightsVersionCounter",
+    "find_checkpoint",
+    "load_checkpoint",
+    "read_trainer_state",
+    "save_checkpoint",
 ]

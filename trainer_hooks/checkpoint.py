@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: whole or absent, and loadable by transformers."""
+"""Checkpoints of a training run, whole or absent, and numbers for its weights, each given once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rollout.errors import ConfigError
-from trainer_hooks.files import replace_directory
+from trainer_hooks.files import replace_directory, replace_text
 
 _DIRECTORY_NAME = re.compile(r"step_(\d+)")
 _STATE_FILE = "trainer_state.json"
@@ -103,6 +103,31 @@ def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) ->
     optimizer.load_state_dict(torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True))
     _restore_random_states(torch.load(Path(checkpoint) / _RNG_FILE, weights_only=True))
     return state
+
+
+class WeightsVersionCounter:
+    """Hands out weights versions and remembers the highest in a file.
+
+    A trainer that goes on from an older checkpoint must not use a number again that an engine has
+    seen under other weights: rollouts and journals of the lost steps may still carry it.
+    `floor`: the highest version known from elsewhere, of a checkpoint say.
+    """
+
+    def __init__(self, path: Path | str, floor: int = 0) -> None:
+        self._path = Path(path)
+        recorded = int(self._path.read_text(encoding="utf-8")) if self._path.exists() else 0
+        self._highest = max(recorded, floor)
+
+    @property
+    def highest(self) -> int:
+        """The highest version handed out so far."""
+        return self._highest
+
+    def reserve(self) -> int:
+        """The next version; it is on the disk before anyone can use it."""
+        self._highest += 1
+        replace_text(self._path, f"{self._highest}\n")
+        return self._highest
 
 
 def _checkpoints(root: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +30,9 @@ class Suspendable(Protocol):
         """RUNNING -> PAUSED."""
         ...
 
-    def suspend(self, mode: KVCacheManagementMode | None = None) -> Any:
+    def suspend(
+        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ...
+    ) -> Any:
         """PAUSED -> SUSPENDED; returns a SuspendReport."""
         ...
 
@@ -82,6 +84,7 @@ class GenerationPhase:
         named_parameters: NamedParameters | None,
         version: int | None,
         mode: KVCacheManagementMode | None,
+        release: Sequence[str],
     ) -> None:
         if (weight_sync is None) != (named_parameters is None):
             raise ConfigError(
@@ -95,7 +98,7 @@ class GenerationPhase:
         if weight_sync is not None and named_parameters is not None:
             self._push = (weight_sync, named_parameters)
         self._version = version
-        self._mode = mode
+        self._mode, self._release = mode, tuple(release)
         self._seconds: dict[str, float] = {}
         self._reports: dict[str, Any] = {}
         self._generate_start_s = 0.0
@@ -174,7 +177,7 @@ class GenerationPhase:
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:
-            yield "suspend", lambda: self._llm.suspend(mode=self._mode)
+            yield "suspend", lambda: self._llm.suspend(self._mode, self._release)
 
     def _run(self, commands: Iterator[Command]) -> None:
         for name, command in commands:
@@ -198,6 +201,7 @@ def generation_phase(
     named_parameters: NamedParameters | None = None,
     version: int | None = None,
     mode: KVCacheManagementMode | None = None,
+    release: Sequence[str] = ("kv_cache",),
 ) -> GenerationPhase:
     """Run the engine for the length of a `with` or `async with` block.
 
@@ -205,8 +209,13 @@ def generation_phase(
     unpauses it; exit pauses and suspends it. Requests that are unfinished by then stay in the
     engine and go on in the next phase, under its weights. Whatever is raised, in the block or by a
     refused push, leaves the engine suspended. It may be running, paused or suspended before.
-    `mode`: the KVCacheManagementMode of the suspend; None takes the engine's.
+    `mode`: the KVCacheManagementMode of the suspend; None takes the engine's. `release`: what the
+    suspend gives back, "kv_cache" and "weights".
+
+        with generation_phase(llm, InProcessWeightSync(llm), policy):
+            groups = llm.collect(num_groups=64)
+
     Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and at a plain
     `with` for an asynchronous LLM.
     """
-    return GenerationPhase(llm, weight_sync, named_parameters, version, mode)
+    return GenerationPhase(llm, weight_sync, named_parameters, version, mode, release)

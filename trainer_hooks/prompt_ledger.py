@@ -6,7 +6,7 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,11 +14,35 @@ from numpy.typing import NDArray
 
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed, uniforms
-from trainer_hooks.prompt_item import PromptItem, as_prompt_item
 
 # Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
 _NUM_FINGERPRINTED = 64
 _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptItem:
+    """`prompt`: text, or token ids. `columns`: handed to the reward function by name, as the other
+    columns of a dataset are: an answer, an entry, a difficulty.
+    """
+
+    prompt: str | Sequence[int]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_prompt_item(source: PromptItem | str | Sequence[int] | Mapping[str, Any]) -> PromptItem:
+    """A bare prompt, or a row with the key "prompt" and other columns, as an item.
+
+    Raises ValueError for a row without a prompt.
+    """
+    if isinstance(source, PromptItem):
+        return source
+    if isinstance(source, Mapping):
+        if "prompt" not in source:
+            raise ValueError(f"a row needs the key 'prompt'; this one has {sorted(source)}")
+        columns = {name: value for name, value in source.items() if name != "prompt"}
+        return PromptItem(source["prompt"], columns)
+    return PromptItem(source)
 
 
 class PromptRows(Protocol):

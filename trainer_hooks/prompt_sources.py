@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rollout.errors import ConfigError
-from trainer_hooks.prompt_item import PromptItem
-from trainer_hooks.settings import DataSettings
+from trainer_hooks.prompt_ledger import PromptItem
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Messages = Sequence[Mapping[str, Any]]
@@ -164,17 +163,6 @@ class ReasoningGymPrompts(_LazyPrompts):
     def _read(self, index: int) -> PromptItem:
         entry = self.dataset[index]
         return PromptItem(entry["question"], {"answer": entry["answer"], "entry": entry})
-
-
-def load_prompts(settings: DataSettings, chat_template: Any | None = None) -> Sequence[PromptItem]:
-    """The source that a config names."""
-    if settings.kind == "reasoning_gym":
-        return ReasoningGymPrompts(
-            settings.dataset, settings.size, settings.seed, **settings.dataset_config
-        )
-    if settings.kind == "jsonl":
-        return JsonlPrompts(settings.files, settings.prompt_column, chat_template)
-    return ParquetPrompts(settings.files, settings.prompt_column, chat_template=chat_template)
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:

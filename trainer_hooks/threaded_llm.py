@@ -1,4 +1,4 @@
-"""ThreadedLLM: an awaitable `generate` over an LLM in this process, which a thread steps."""
+"""ThreadedLLM: the awaitable verbs of AsyncLLM over an LLM in this process, stepped by a thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from rollout import LLM, EngineState, EngineStateError, SamplingParams
+from rollout import (
+    LLM,
+    EngineState,
+    EngineStateError,
+    EngineStats,
+    KVCacheManagementMode,
+    ResumeReport,
+    SamplingParams,
+    SuspendReport,
+    WeightUpdateReport,
+)
 from rollout.requests import DynamicInferenceRequest
+from rollout.runner.weight_update import NamedTensors
 
 _LOOK_EVERY_S = 0.01  # for new requests, between steps and while the engine is paused
 # Of an engine that runs at every look, in a row: pauses that end at once do not explain as many.
@@ -23,11 +35,16 @@ Job = tuple[Any, SamplingParams | None, int, Result]
 
 
 class ThreadedLLM:
-    """An LLM for AsyncRolloutProducer and `evaluate`. An async context manager.
+    """An LLM of this process with the verbs of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
+    `generation_phase` and weight syncs. An async context manager.
 
-    Control verbs stay those of the LLM: they may be called from any thread, and hold the caller for
-    as long as they take (`asyncio.to_thread` keeps an event loop free). While this is in use nobody
-    else may call generate, submit or collect. Leaving it aborts what is unfinished; the LLM stays.
+        with LLM(policy) as llm:
+            async with ThreadedLLM(llm) as threaded:
+                request = await threaded.generate([1, 2, 3])
+
+    The control verbs run in a thread, so the event loop stays free. The verbs of the LLM itself may
+    still be called, except generate, submit and collect. Leaving the ThreadedLLM aborts what is
+    unfinished; the LLM stays.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -42,7 +59,13 @@ class ThreadedLLM:
         self._thread.start()
 
     @property
+    def state(self) -> EngineState:
+        """The engine's state."""
+        return self._llm.state
+
+    @property
     def weights_version(self) -> int:
+        """The version of the weights that the engine serves."""
         return self._llm.weights_version
 
     async def generate(
@@ -60,6 +83,37 @@ class ThreadedLLM:
             self._refuse_new()
         requests = await asyncio.wrap_future(result)
         return requests[0] if n == 1 else requests
+
+    async def pause(self) -> None:
+        """Stop at the next step edge."""
+        await asyncio.to_thread(self._llm.pause)
+
+    async def unpause(self) -> None:
+        """Let generation go on."""
+        await asyncio.to_thread(self._llm.unpause)
+
+    async def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """Give memory back; unfinished requests stay. The engine must be paused."""
+        return await asyncio.to_thread(self._llm.suspend, mode, release, discard_weights)
+
+    async def resume(self, only: str | None = None) -> ResumeReport:
+        """Take the memory again, or that of `only`; then the engine is paused."""
+        return await asyncio.to_thread(self._llm.resume, only)
+
+    async def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> WeightUpdateReport:
+        """Replace all weights in place, or nothing. See LLM.update_weights."""
+        return await asyncio.to_thread(self._llm.update_weights, named_tensors, version, in_flight)
+
+    async def stats(self) -> EngineStats:
+        """Counters and state of the engine."""
+        return await asyncio.to_thread(self._llm.stats)
 
     async def aclose(self) -> None:
         """Abort what is unfinished and end the thread. Twice is fine."""

@@ -11,7 +11,7 @@ import torch
 from rollout import LLM, DynamicInferenceRequest, SamplingParams
 from rollout.errors import RolloutError
 from trainer_hooks.phase import generation_phase
-from trainer_hooks.weight_sync.llm_sync import LLMWeightSync
+from trainer_hooks.weight_sync import WeightSync
 
 
 class TRLRollouts:
@@ -29,7 +29,7 @@ class TRLRollouts:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._weight_sync = LLMWeightSync(llm)
+        self._weight_sync = WeightSync(llm)
         self._are_weights_old = True
 
     def attach(self, trainer: Any) -> None:

@@ -14,13 +14,18 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import conf
-from examples.grpo.settings import JobSettings
+from examples.train_grpo import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
-from trainer_hooks.config_loading import init_field_types, load_dataclass
-from trainer_hooks.hydra_job import wandb_names
+from trainer_hooks.jobs import (
+    DataSettings,
+    ProducerSettings,
+    WeightSyncSettings,
+    load_dataclass,
+    wandb_names,
+)
+from trainer_hooks.jobs.config_loading import init_field_types
 from trainer_hooks.producer import AsyncRolloutProducer
-from trainer_hooks.settings import DataSettings, ProducerSettings, WeightSyncSettings
 
 CONF = Path(conf.__file__).parent
 OPTIONS = sorted(
@@ -104,8 +109,8 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 
 JOB = """
-from examples.grpo.settings import JobSettings
-from trainer_hooks.hydra_job import run_hydra_job, wandb_names
+from examples.train_grpo import JobSettings
+from trainer_hooks.jobs import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
@@ -136,16 +141,24 @@ def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_alias_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
-    sizes = "num_generations=4,6"
-    job = run_job(tmp_path, "--multirun", sizes, "actor.clip_ratio_high=0.4", "run_name=sweep")
+def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "num_generations=4")
+    assert job.returncode == 1
+    assert job.stderr.strip() == (
+        "error: unknown config key num_generations; num_generations (TRL) is algorithm.group_size "
+        "here"
+    )
+
+
+def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
+    sizes, high = "algorithm.group_size=4,6", "algorithm.loss.epsilon_high=0.4"
+    job = run_job(tmp_path, "--multirun", sizes, high, "run_name=sweep")
     assert job.returncode == 0, job.stderr
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
-    assert "config: num_generations=6 (TRL) is algorithm.group_size=6" in job.stdout
     assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
-    others = "actor.clip_ratio_high=0.4,run_name=sweep"
+    others = f"{high},run_name=sweep"
     assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
-        (f"sweep-{number}-seed_0-num_generations={size},{others}", "sweep-multirun")
+        (f"sweep-{number}-seed_0-algorithm.group_size={size},{others}", "sweep-multirun")
         for number, size in ((0, 4), (1, 6))
     ]
     sweep = tmp_path / "outputs" / "train_grpo" / "sweep-multirun"
@@ -154,12 +167,3 @@ def test_an_alias_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) 
 
 def test_a_job_of_its_own_is_named_after_its_run() -> None:
     assert wandb_names("demo", "seed_3") == ("demo-seed_3", "demo")
-
-
-def test_an_alias_and_its_key_with_different_values_end_a_job(tmp_path: Path) -> None:
-    job = run_job(tmp_path, "num_generations=4", "algorithm.group_size=6")
-    assert job.returncode == 1
-    assert job.stderr.strip() == (
-        "error: num_generations=4 (TRL) and algorithm.group_size=6 name one setting; give one of "
-        "them"
-    )

@@ -7,9 +7,9 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from examples.grpo.settings import JobSettings
-from trainer_hooks.config_loading import load_dataclass
-from trainer_hooks.hydra_job import checked_overrides
+from examples.train_grpo import JobSettings
+from trainer_hooks.jobs.config_loading import load_dataclass
+from trainer_hooks.jobs.hydra_job import checked_overrides
 
 TINY = {
     "model.hidden_size": 16,
@@ -25,13 +25,13 @@ TINY = {
     "warmup.check_prompts": 2,
     "warmup.batch_size": 4,
     "algorithm.groups_per_step": 4,
-    "algorithm.groups_in_flight": 6,
     "algorithm.group_size": 3,
     "algorithm.num_minibatches": 2,
     "algorithm.max_new_tokens": 30,
     "trainer.num_steps": 4,
     "trainer.warmup_steps": 1,
     "trainer.checkpoint_interval": 2,
+    "engine.max_requests": 16,  # 12 rollouts of a batch, and some of the next one
     "logger": "quiet",
 }
 

@@ -69,17 +69,17 @@ class PacedJob:
 
 def main() -> None:
     """The example, whose learner waits. Without a further line it may go on for ever."""
-    from examples.grpo.learner import GrpoLearner
+    from examples.learner import Learner
 
-    update, allowed = GrpoLearner.update, 0.0
+    update, allowed = Learner.update, 0.0
 
-    def update_in_turn(self: GrpoLearner, batch: Any, step: int) -> dict[str, float]:
+    def update_in_turn(self: Learner, batch: Any, step: int) -> dict[str, float]:
         nonlocal allowed
         while step > allowed:
             allowed = float(sys.stdin.readline() or "inf")
         return update(self, batch, step)
 
-    GrpoLearner.update = update_in_turn
+    Learner.update = update_in_turn
     runpy.run_path(str(ROOT / "examples" / "train_grpo.py"), run_name="__main__")
 
 

@@ -16,13 +16,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from examples.grpo.settings import AlgorithmSettings, JobSettings
-from examples.ppo.settings import PpoJobSettings
+from examples.learner import AlgorithmSettings
+from examples.train_grpo import JobSettings
 from rollout import ConfigError
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss
-from trainer_hooks.config_loading import load_dataclass
-from trainer_hooks.hydra_job import checked_overrides, overridden_keys
+from trainer_hooks.jobs import checked_overrides, load_dataclass
 
 # aggregation, clip range, divisor of token sums (max_new_tokens is 10), advantages
 GROUPS: dict[str, tuple[Any, ...]] = {
@@ -36,94 +35,48 @@ GROUPS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def algorithm_of(
-    *arguments: str,
-    yaml: Mapping[str, Any] | None = None,
-    job: str = "train_grpo",
-    kind: type[JobSettings] = JobSettings,
-) -> AlgorithmSettings:
-    """The algorithm of an example with `arguments` on its command line.
+def settings_of(*arguments: str, yaml: Mapping[str, Any] | None = None) -> JobSettings:
+    """The settings of the job with `arguments` on its command line.
 
-    `yaml`: what the job's own YAML says below its groups.
+    `yaml`: what a YAML of the user's own says below its groups.
     """
-    overrides = checked_overrides(arguments, kind)
+    overrides = checked_overrides(arguments, JobSettings)
     GlobalHydra.instance().clear()
     with initialize_config_module(config_module="conf", version_base="1.3"):
-        config = compose(job, overrides)
-    values = OmegaConf.unsafe_merge(OmegaConf.to_container(config), yaml or {})
-    return load_dataclass(kind, values, overridden=overridden_keys(overrides)).algorithm
-
-
-def group_of(algorithm: AlgorithmSettings) -> tuple[Any, ...]:
-    loss = algorithm.loss
-    assert loss.dual_clip is None
-    return (
-        loss.aggregation,
-        loss.epsilon_low,
-        loss.epsilon_high,
-        loss.max_completion_length,
-        algorithm.advantage_normalization,
-        algorithm.advantage_baseline,
+        config = compose("train_grpo", overrides)
+    return load_dataclass(
+        JobSettings, OmegaConf.unsafe_merge(OmegaConf.to_container(config), yaml or {})
     )
 
 
-@pytest.mark.parametrize(
-    ("argument", "kind"),
-    [
-        *((f"algorithm={kind}", kind) for kind in GROUPS),
-        *((f"algorithm.loss.kind={kind}", kind) for kind in ("grpo", "dr_grpo", "cispo", "gspo")),
-        *((f"loss_type={kind}", kind) for kind in ("grpo", "dapo", "dr_grpo", "cispo")),
-        ("loss_type=grpo importance_sampling_level=sequence", "gspo"),
-        ("actor.policy_loss.loss_mode=gspo", "gspo"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "cispo"),
-        ("actor.loss_agg_mode=seq-mean-token-mean", "grpo"),
-        ("actor.loss_agg_mode=seq-mean-token-sum-norm", "dr_grpo"),
-        (
-            "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false "
-            "actor.loss_agg_mode=seq-mean-token-sum-norm",
-            "dr_grpo",
-        ),
-    ],
-)
-def test_a_kind_brings_all_that_belongs_to_it(argument: str, kind: str) -> None:
-    algorithm = algorithm_of(*argument.split())
+def algorithm_of(*arguments: str, yaml: Mapping[str, Any] | None = None) -> AlgorithmSettings:
+    return settings_of(*arguments, yaml=yaml).algorithm
+
+
+def group_of(algorithm: AlgorithmSettings) -> tuple[Any, ...]:
+    loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
+    return (
+        loss.resolved_aggregation,
+        *loss.clip_range,
+        loss.max_completion_length,
+        *loss.advantages(algorithm.advantage_normalization, algorithm.advantage_baseline),
+    )
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_group_brings_all_that_belongs_to_its_kind(kind: str) -> None:
+    algorithm = algorithm_of(f"algorithm={kind}")
     assert algorithm.loss.kind == kind
     assert group_of(algorithm) == GROUPS[kind]
+    assert (algorithm.loss.dual_clip is None) == (kind != "ppo")
+    assert (algorithm.critic is None) == (kind != "ppo")
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "dr_grpo", "rloo"])
-def test_a_kind_that_yaml_names_over_the_demo_brings_its_advantages(kind: str) -> None:
-    algorithm = algorithm_of(yaml={"algorithm": {"loss": {"kind": kind}}})
-    advantages = (algorithm.advantage_normalization, algorithm.advantage_baseline)
-    assert advantages == GROUPS[kind][4:]
-
-
-def test_advantages_that_yaml_gives_beside_its_kind_are_kept() -> None:
-    given = {"advantage_normalization": "none", "loss": {"kind": "grpo"}}
-    assert algorithm_of(yaml={"algorithm": given}).advantage_normalization == "none"
-
-
-@pytest.mark.parametrize("named", ["loss_type=dapo", "algorithm.loss.kind=dapo"])
-def test_a_kind_named_beside_the_demo_is_the_papers(named: str) -> None:
-    assert group_of(algorithm_of("algorithm=demo", named)) == GROUPS["dapo"]
-
-
-def test_trls_loss_type_in_yaml_over_another_group_says_which_group_to_choose() -> None:
-    with pytest.raises(ConfigError, match=r"kind=dapo name one setting.*group: algorithm=grpo"):
-        algorithm_of(yaml={"loss_type": "grpo"})
-
-
-def test_ppo_bounds_the_loss_of_bad_tokens_unless_it_is_told_not_to() -> None:
-    job: Any = {"job": "train_ppo", "kind": PpoJobSettings}
-    assert algorithm_of(**job).loss.dual_clip == 3.0
-    assert algorithm_of("algorithm.loss.dual_clip=null", **job).loss.dual_clip is None
-    assert algorithm_of("delta=5.0", **job).loss.dual_clip == 5.0
-
-
-@pytest.mark.parametrize("kind", ["gspo", "cispo", "rloo"])
-def test_a_ppo_job_with_another_kind_says_that_it_must_be_ppo(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.loss.kind='{kind}' must be 1 and 'ppo'"):
-        algorithm_of(f"algorithm={kind}", job="train_ppo", kind=PpoJobSettings)
+@pytest.mark.parametrize("kind", [kind for kind in GROUPS if kind != "ppo"])
+def test_a_kind_that_is_named_over_another_group_leaves_nothing_of_it(kind: str) -> None:
+    assert group_of(algorithm_of("algorithm=grpo", f"algorithm.loss.kind={kind}")) == GROUPS[kind]
+    yaml = {"algorithm": {"loss": {"kind": kind}}}
+    assert group_of(algorithm_of("algorithm=rloo", yaml=yaml)) == GROUPS[kind]
 
 
 def test_the_demo_is_dapos_loss_without_the_deviation_of_rewards() -> None:
@@ -132,43 +85,77 @@ def test_the_demo_is_dapos_loss_without_the_deviation_of_rewards() -> None:
     assert group_of(algorithm) == (*GROUPS["dapo"][:4], "none", "mean")
 
 
+def test_yaml_that_names_another_kind_over_the_demo_is_told_its_group() -> None:
+    yaml = {"algorithm": {"loss": {"kind": "cispo"}}}
+    with pytest.raises(ConfigError, match=r"made for 'dapo'.*algorithm=cispo"):
+        algorithm_of(yaml=yaml)
+    kept = algorithm_of("algorithm.made_for=null", yaml=yaml)
+    assert group_of(kept) == (*GROUPS["cispo"][:4], "none", "mean")
+
+
+def test_ppo_has_a_critic_and_sizes_of_its_own_and_what_is_given_beside_it_counts() -> None:
+    settings = settings_of("algorithm=ppo")
+    assert (settings.algorithm.group_size, settings.algorithm.groups_per_step) == (1, 512)
+    assert settings.algorithm.loss.dual_clip == 3.0
+    assert settings.trainer.learning_rate == 2e-4
+    assert settings.producer.min_valid_samples == 1
+    changed = settings_of(
+        "algorithm=ppo", "algorithm.loss.dual_clip=null", "trainer.learning_rate=1e-4",
+        "algorithm.critic.lam=0.9", "algorithm.groups_per_step=8",
+    )  # fmt: skip
+    assert changed.algorithm.loss.dual_clip is None
+    assert changed.trainer.learning_rate == 1e-4
+    assert changed.algorithm.critic is not None
+    assert changed.algorithm.critic.lam == 0.9
+    assert changed.algorithm.groups_per_step == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "change"),
     [
-        ("loss_type=grpo epsilon=0.1", {1: 0.1, 2: 0.1}),
-        ("epsilon_high=0.3 loss_type=grpo scale_rewards=none", {2: 0.3, 4: "none"}),
-        ("loss_type=grpo algorithm.loss.epsilon_low=0.3", {1: 0.3}),
-        ("algorithm.advantage_normalization=none algorithm.loss.kind=grpo", {4: "none"}),
-        ("algorithm=grpo actor.clip_ratio_high=0.28", {2: 0.28}),
+        ("algorithm.loss.epsilon_low=0.1 algorithm.loss.epsilon_high=0.3", {1: 0.1, 2: 0.3}),
+        ("algorithm.advantage_normalization=none", {4: "none"}),
+        (
+            "algorithm.loss.kind=dr_grpo algorithm.loss.max_completion_length=7",
+            {**dict(enumerate(GROUPS["dr_grpo"])), 3: 7},
+        ),
     ],
 )
 def test_what_is_given_beside_the_kind_is_kept(arguments: str, change: dict[int, Any]) -> None:
     expected = [change.get(place, value) for place, value in enumerate(GROUPS["grpo"])]
-    assert list(group_of(algorithm_of(*arguments.split()))) == expected
+    assert list(group_of(algorithm_of("algorithm=grpo", *arguments.split()))) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "settings"),
     [
-        ("loss_type=grpo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
-        ("loss_type=dr_grpo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
-        ("loss_type=dapo epsilon=0.3", {"epsilon_low": 0.3, "epsilon_high": 0.3}),
-        ("loss_type=cispo epsilon_high=1.5", {"epsilon_low": 0.2, "epsilon_high": 1.5}),
+        ("algorithm=grpo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
+        ("algorithm=dr_grpo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
         (
-            "loss_type=grpo importance_sampling_level=sequence epsilon=0.01 epsilon_high=0.02",
+            "algorithm=dapo algorithm.loss.epsilon_low=0.3 algorithm.loss.epsilon_high=0.3",
+            {"epsilon_low": 0.3, "epsilon_high": 0.3},
+        ),
+        (
+            "algorithm=cispo algorithm.loss.epsilon_high=0.5",
+            {"epsilon_low": 0.2, "epsilon_high": 1.5},  # TRL names the cap itself
+        ),
+        (
+            "algorithm=gspo algorithm.loss.epsilon_low=0.01 algorithm.loss.epsilon_high=0.02",
             {"epsilon_low": 0.01, "epsilon_high": 0.02, "importance_sampling_level": "sequence"},
         ),
     ],
 )
-def test_the_loss_that_trls_keys_choose_is_trls(arguments: str, settings: dict[str, Any]) -> None:
+def test_the_loss_of_a_group_is_trls(arguments: str, settings: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    config = algorithm_of(*arguments.split(), f"max_completion_length={MAX_LENGTH}").loss
+    algorithm = algorithm_of(*arguments.split(), f"algorithm.max_new_tokens={MAX_LENGTH}")
     batch = random_batch(0)
+    config = algorithm.loss.with_limit(algorithm.max_new_tokens)
     loss, gradient_BT, _ = our_loss(batch, config)
-    loss_type = arguments.split()[0].removeprefix("loss_type=")
+    kind = arguments.split()[0].removeprefix("algorithm=")
     inputs = {"old_per_token_logps": batch.behaviour_BT}
+    loss_type = "grpo" if kind == "gspo" else kind
     expected, expected_gradient_BT, _ = trl_loss(
         GRPOTrainer, batch, inputs, loss_type=loss_type, **settings
     )
@@ -184,7 +171,7 @@ def test_the_loss_that_trls_keys_choose_is_trls(arguments: str, settings: dict[s
             "aggregation='token-mean' with kind='grpo'.*'seq-mean-token-mean'.*kind='ppo' or 'dapo",
         ),
         (
-            "loss_type=dr_grpo scale_rewards=group",
+            "algorithm=dr_grpo algorithm.advantage_normalization=std",
             "kind='dr_grpo' with advantage_normalization='std'.*'none'.*kind='grpo'",
         ),
         (
@@ -192,23 +179,26 @@ def test_the_loss_that_trls_keys_choose_is_trls(arguments: str, settings: dict[s
             "kind='rloo' with advantage_baseline='mean'.*'leave_one_out'",
         ),
         (
-            "actor.policy_loss.loss_mode=cispo actor.clip_ratio=0.2",
+            "algorithm=cispo algorithm.loss.epsilon_low=0.2",
             "epsilon_low=0.2 with kind='cispo'.*leave it out",
         ),
-        ("loss_type=cispo epsilon=0.2", "epsilon=0.2.*no lower bound.*leave epsilon out"),
-        ("loss_type=cispo epsilon_high=0.28", "epsilon_high=0.28.*cap.*above 1"),
         (
-            "actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=token-mean",
+            "algorithm=gspo algorithm.loss.aggregation=token-mean",
             "aggregation='token-mean'.*kind='gspo'.*leave it out",
         ),
-        ("algorithm=dr_grpo loss_type=cispo", "loss_type=cispo.*kind=dr_grpo name one setting"),
-        ("importance_sampling_level=sequence", "GSPO.*loss_type=grpo"),
-        ("loss_type=dapo importance_sampling_level=sequence", "GSPO.*loss_type=grpo"),
         (
             "algorithm.loss.correction.mode=truncate",
             "correction.mode='truncate' with decoupled=False.*decoupled=true",
         ),
+        ("algorithm=ppo algorithm.group_size=3", "group_size=3 and.*must be 1 and 'ppo'"),
+        (
+            "algorithm=ppo algorithm.loss.kind=cispo algorithm.loss.dual_clip=null",
+            "algorithm.loss.kind='cispo' must be 1 and 'ppo'",
+        ),
+        ("algorithm.loss.kind=grpo", "made for 'dapo'.*algorithm=grpo.*made_for=null"),
+        ("algorithm=ppo algorithm.loss.kind=gspo", "dual_clip=3.0 with kind='gspo'"),
         ("algorithm.lr=1e-4", "unknown config key algorithm.lr; .*is trainer.learning_rate"),
+        ("loss_type=grpo", r"loss_type \(TRL\) is the kind of loss.*algorithm=grpo"),
     ],
 )
 def test_what_would_compute_something_else_than_it_says_is_refused(
@@ -216,9 +206,3 @@ def test_what_would_compute_something_else_than_it_says_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("=0.", re.escape("=0."))):
         algorithm_of(*arguments.split())
-
-
-def test_megatrons_truncation_weighs_between_engine_and_start_of_the_update() -> None:
-    algorithm = algorithm_of("rl_importance_sampling_truncation_coef=10.0")
-    assert algorithm.decoupled
-    assert (algorithm.loss.correction.mode, algorithm.loss.correction.high) == ("truncate", 10.0)

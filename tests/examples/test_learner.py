@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from examples.grpo.learner import GrpoLearner, learning_rate_at
-from examples.grpo.settings import JobSettings
+from examples.learner import Learner, learning_rate_at
+from examples.train_grpo import JobSettings
 from tests.examples.grpo_settings import tiny_settings
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import RolloutBatch, collate_rollouts
@@ -39,8 +39,8 @@ def two_groups(rewards: list[float | None], version: int = 0) -> RolloutBatch:
     return collate_rollouts(requests, rewards, train_version=1)
 
 
-def learner(policy: Bigram, settings: JobSettings) -> GrpoLearner:
-    return GrpoLearner(policy, settings.algorithm, settings.trainer)  # type: ignore[arg-type]
+def learner(policy: Bigram, settings: JobSettings) -> Learner:
+    return Learner(policy, settings.algorithm, settings.trainer)  # type: ignore[arg-type]
 
 
 def test_a_step_makes_the_rewarded_token_likelier() -> None:

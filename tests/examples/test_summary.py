@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from examples.grpo.summary import summarise, summary_table
+from examples.summary import summarise, summary_table
 
 
 def rows(num_steps: int) -> list[dict[str, float]]:

@@ -1,4 +1,6 @@
-"""The job through the real engine, cut down to seconds: files, staleness, interruption, resume."""
+"""The job through real engines, cut down to seconds: files, staleness, interruption, resume."""
+
+from __future__ import annotations
 
 import json
 import shutil
@@ -14,14 +16,14 @@ pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.grpo.interrupt import stop_on_interrupt
-from examples.grpo.loop import train
-from examples.grpo.run import open_run
+from examples.learner import Learner
 from examples.train_grpo import run_seed
-from rollout import ConfigError, EngineState, RolloutError
+from rollout import ConfigError, RolloutError
 from tests.examples.grpo_settings import tiny_settings
-from trainer_hooks.checkpoint import read_trainer_state
+from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
 from trainer_hooks.metrics import read_jsonl
+
+WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
 
 
 def training_rows(directory: Path) -> list[dict[str, Any]]:
@@ -37,9 +39,11 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
     assert (directory / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = training_rows(directory)
     assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
-    assert summary.stale_token_fraction > 0.0
+    assert summary.stale_token_fraction > 0.0, "rollouts cross updates"
     assert {"reward_std", "kv_cache_staleness/mean", "timing_s/suspend"} <= set(rows[0])
     assert any(name.startswith("engine/") for name in rows[0])
+    greedy = [row for row in read_jsonl(directory / "metrics.jsonl") if "eval/greedy_reward" in row]
+    assert [row["trainer/step"] for row in greedy] == [0, 4]
 
     saved = directory / "checkpoints" / "step_000004"
     tokenizer = AutoTokenizer.from_pretrained(saved)
@@ -47,22 +51,53 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
     assert AutoModelForCausalLM.from_pretrained(saved)(tokens).logits.isfinite().all()
 
 
-def test_unfinished_groups_go_on_under_the_next_weights(tmp_path: Path) -> None:
-    settings = tiny_settings()
-    with open_run(tmp_path / "run", settings, seed=0) as run:
-        with run.phase():
-            run.sampler.collect()
-        assert run.llm.state is EngineState.SUSPENDED
-        first = run.llm.weights_version
-        unfinished = run.sampler.state_dict()["unfinished"]
-        assert len(unfinished) == 2
-        with run.phase():
-            groups = run.sampler.collect()
-        taken_up = [group for group in groups if group.problem.index in unfinished]
-        versions = torch.cat([r.policy_versions for group in taken_up for r in group.requests])
-    assert run.llm.weights_version == first + 1
-    assert set(versions.tolist()) <= {first, first + 1}
-    assert first in versions
+@pytest.mark.parametrize(
+    ("num_engines", "mode", "bound"),
+    [
+        (0, "suspend", 0),
+        (0, "in_flight", 1),
+        pytest.param(1, "suspend", 0, marks=pytest.mark.slow),
+        (1, "in_flight", 2),
+    ],
+)
+def test_each_engine_and_way_to_push_keeps_the_bound_and_accounts_for_all_time(
+    tmp_path: Path, num_engines: int, mode: str, bound: int
+) -> None:
+    settings = tiny_settings(
+        num_engines=num_engines,
+        weight_sync=mode,
+        producer__max_staleness_versions=bound,
+        **WITH_KL,
+    )
+    run_seed(tmp_path, settings, seed=0)
+    rows = training_rows(tmp_path)
+    assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["policy_staleness/max"] <= bound for row in rows)
+    assert any(row["policy_staleness/max"] > 0 for row in rows) == (bound > 0)
+    for row in rows:
+        shares = [value for name, value in row.items() if name.startswith("timing_share/")]
+        assert sum(shares) == pytest.approx(1.0, abs=0.01)
+        assert 0.0 <= row.get("engine/idle_share", 0.0) <= 1.0
+        assert (row["timing_s/suspend"] > 0) == (mode == "suspend")
+    assert all("train/kl" in row for row in rows if "train/loss" in row)
+    checkpoint = find_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
+    assert read_trainer_state(checkpoint).prompts, "the ledger goes with the checkpoint"
+
+
+def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) -> None:
+    sizes = {"algorithm__group_size": 1, "algorithm__groups_per_step": 8}
+    settings = tiny_settings(algorithm="ppo", **sizes, **WITH_KL)
+    run_seed(tmp_path, settings, seed=0)
+    rows = training_rows(tmp_path)
+    assert len(rows) == 4
+    assert {"train/vf_loss", "train/vpred_mean", "train/loss", "train/kl"} <= set(rows[0])
+    checkpoint = find_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    critic = Learner.load(checkpoint, settings.algorithm, settings.trainer).critic
+    assert critic is not None
+    assert critic.head.weight.abs().sum() > 0, "its head began at zero"
 
 
 def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: Path) -> None:
@@ -72,20 +107,21 @@ def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: P
     shutil.rmtree(directory / "checkpoints" / "step_000003")
     killed_version = training_rows(directory)[-1]["rollout/version"]
     saved = read_trainer_state(directory / "checkpoints" / "step_000002")
-    assert len(saved.prompts["unfinished"]) == 2
+    assert saved.prompts["unfinished"], "those of the batch that was generated beside step 2"
 
     summary = run_seed(directory, tiny_settings(resume="auto"), seed=0)
     rows = training_rows(directory)
     assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
     assert rows[2]["rollout/version"] > killed_version
     assert summary.num_steps == 4
+    batches = [tuple(p) for row in read_jsonl(directory / "batches.jsonl") for p in row["prompts"]]
+    assert len(set(batches)) == len(batches) == 16, "each prompt is trained on once"
 
 
 def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
     tmp_path: Path,
 ) -> None:
-    directory, changes = tmp_path / "seed_0", {"trainer__checkpoint_interval": 1}
-    with_kl = {**changes, "algorithm__loss__kl_coefficient": 0.04}
+    directory, with_kl = tmp_path / "seed_0", {"trainer__checkpoint_interval": 1, **WITH_KL}
     run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=1), seed=0)
     reference, warmed_up, trained = (
         AutoModelForCausalLM.from_pretrained(directory / path).lm_head.weight
@@ -97,7 +133,7 @@ def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
     run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=2, resume="auto"), seed=0)
     rows = [row for row in training_rows(directory) if "train/loss" in row]
     assert rows
-    assert all(row["train/kl"] > 0.0 for row in rows)
+    assert all(row["train/kl"] > 0.0 for row in rows[1:])
     kept = AutoModelForCausalLM.from_pretrained(directory / "reference").lm_head.weight
     assert torch.equal(reference, kept)
 
@@ -105,37 +141,36 @@ def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
 def test_a_kl_term_that_comes_with_a_resume_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
-    settings = tiny_settings(resume="auto", algorithm__loss__kl_coefficient=0.04)
+    settings = tiny_settings(resume="auto", **WITH_KL)
     with pytest.raises(ConfigError, match=r"kl_coefficient=0\.04.*reference.*resume=never"):
         run_seed(directory, settings, seed=0)
 
 
-def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", tiny_settings(), seed=0) as run:
-        signal.raise_signal(signal.SIGINT)
-        assert run.stop.is_set()
-        with pytest.raises(KeyboardInterrupt):
-            train(run)
-    assert run.llm.state is EngineState.STOPPED
-    state = read_trainer_state(tmp_path / "run" / "checkpoints" / "step_000000")
-    assert state.step == 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Learner.update
 
-
-def test_a_second_ctrl_c_acts_as_ever() -> None:
-    with stop_on_interrupt() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.is_set()
-        with pytest.raises(KeyboardInterrupt):
+    def interrupted_update(self: Learner, batch: RolloutBatch, step: int) -> dict[str, float]:
+        if step == 1:
             signal.raise_signal(signal.SIGINT)
+        return update(self, batch, step)
+
+    monkeypatch.setattr(Learner, "update", interrupted_update)
+    with pytest.raises(KeyboardInterrupt):
+        run_seed(tmp_path, tiny_settings(trainer__checkpoint_interval=4), seed=0)
+    checkpoint = find_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    assert read_trainer_state(checkpoint).step == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_run_that_starts_over_sets_the_earlier_one_aside(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     for text in ("first", "second"):
-        with open_run(directory, tiny_settings(), seed=0):
-            assert not (directory / "note").exists()
-            (directory / "note").write_text(text)
+        run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
+        assert not (directory / "note").exists()
+        (directory / "note").write_text(text)
     assert (tmp_path / "seed_0.previous" / "note").read_text() == "first"
 
 
@@ -156,11 +191,3 @@ def test_a_warm_up_that_ends_before_its_first_check_measures_what_it_reached(
 def test_a_warm_up_without_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_steps=0"):
         tiny_settings(warmup__max_steps=0)
-
-
-def test_the_engine_logs_into_the_run_if_it_logs_at_all(tmp_path: Path) -> None:
-    settings = tiny_settings(logger__engine_step_interval=1)
-    with open_run(tmp_path / "run", settings, seed=0) as run, run.phase():
-        run.sampler.collect()
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert any("engine/last_step/num_running" in row for row in rows)

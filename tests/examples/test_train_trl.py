@@ -13,56 +13,39 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
-from examples.grpo.policy import build_policy, build_tokenizer
-from examples.grpo.task import PalindromeTask, ProblemStream
-from examples.train_trl import TrainerFactory, TrlJobSettings, reward_summary, run_job
+from examples.palindromes import PalindromeTask, build_policy, build_tokenizer
+from examples.train_grpo import JobSettings
+from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 
 
-def trl_settings() -> TrlJobSettings:
-    tiny = tiny_settings()
-    return TrlJobSettings(
-        run_name="test",
-        seed=0,
-        num_threads=1,
-        num_steps=3,
-        num_minibatches=2,
-        compare_steps=0,
-        groups_per_step=4,
-        group_size=4,
-        max_new_tokens=6,
-        learning_rate=1e-3,
-        num_prompts=100,
-        engine=tiny.engine,
-        model=tiny.model,
-        task=tiny.task,
-        warmup=tiny.warmup,
-    )
+def trl_settings(**changes: Any) -> JobSettings:
+    return tiny_settings(algorithm__group_size=4, algorithm__max_new_tokens=6, **changes)
 
 
-def job(**engine: Any) -> tuple[TrainerFactory, Any, LLM]:
+def trainer_of(directory: Path, num_steps: int, **engine: Any) -> tuple[Any, torch.nn.Module, LLM]:
+    """A GRPOTrainer of a few small steps, its policy and the engine that it generates with."""
     torch.manual_seed(0)
     settings = trl_settings()
     task = PalindromeTask(settings.task)
-    tokenizer = build_tokenizer(task.constant_parts)
-    policy = build_policy(settings.model, tokenizer)
+    policy = build_policy(settings.model, build_tokenizer(task.constant_parts))
     config: InferenceConfig = settings.engine.replace(**engine)
-    data = TrainerFactory(settings, task, tokenizer, ProblemStream(task, 0))
-    return data, policy, LLM(policy, inference_config=config)
+    llm = LLM(policy, inference_config=config)
+    rollouts = TRLRollouts(llm)
+    return make_trainer(settings, task, policy, num_steps, rollouts, directory), policy, llm
 
 
 def test_without_trl_the_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[trl,demo\]'"):
-        run_job(trl_settings())
+        run_job(trl_settings(), 3, 0)
 
 
 def test_trl_trains_on_our_tokens_with_log_probs_equal_to_its_own(tmp_path: Path) -> None:
-    data, policy, llm = job()
+    trainer, policy, llm = trainer_of(tmp_path, 3)
     before = {name: tensor.clone() for name, tensor in policy.named_parameters()}
-    trainer = data.trainer(policy, 3, tmp_path, TRLRollouts(llm))
     trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     assert len(rows) == 3
@@ -78,8 +61,7 @@ def test_trl_trains_on_our_tokens_with_log_probs_equal_to_its_own(tmp_path: Path
 
 
 def test_a_prompt_that_does_not_fit_is_named_with_the_remedy(tmp_path: Path) -> None:
-    data, policy, llm = job(max_sequence_length=8)
-    trainer = data.trainer(policy, 1, tmp_path, TRLRollouts(llm))
+    trainer, _, _ = trainer_of(tmp_path, 1, max_sequence_length=8)
     with pytest.raises(RolloutError, match="max_sequence_length"):
         trainer.train()
 
@@ -87,7 +69,16 @@ def test_a_prompt_that_does_not_fit_is_named_with_the_remedy(tmp_path: Path) -> 
 def test_trl_gets_the_true_probabilities_of_truncated_draws_as_it_wants_of_its_own_engine(
     tmp_path: Path,
 ) -> None:
-    data, policy, llm = job()
-    trainer = data.trainer(policy, 1, tmp_path, TRLRollouts(llm))
+    trainer, _, _ = trainer_of(tmp_path, 1)
     trainer.top_p = 0.9
     assert sampling_params_of(trainer).logprobs_mode == "processed"
+
+
+def test_the_job_compares_steps_and_leaves_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    summary = run_job(trl_settings(), num_steps=2, num_compared=1)
+    assert summary["step_cpu_s_engine"] > 0
+    assert {"reward_gain", "max_logprob_difference", "built_in_over_engine"} <= set(summary)
+    assert (tmp_path / "outputs" / "train_trl" / "summary.json").exists()

@@ -35,7 +35,9 @@ class FakeLLM:
     def unpause(self) -> None:
         self._run("unpause")
 
-    def suspend(self, mode: KVCacheManagementMode | None = None) -> SuspendReport:
+    def suspend(
+        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
+    ) -> SuspendReport:
         self._run("suspend")
         return SuspendReport(mode="default" if mode is None else mode.value)
 
@@ -72,8 +74,10 @@ class FakeAsyncLLM(FakeLLM):
     async def unpause(self) -> None:  # type: ignore[override]
         super().unpause()
 
-    async def suspend(self, mode: KVCacheManagementMode | None = None) -> SuspendReport:  # type: ignore[override]
-        return super().suspend(mode)
+    async def suspend(  # type: ignore[override]
+        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
+    ) -> SuspendReport:
+        return super().suspend(mode, release)
 
     async def resume(self) -> ResumeReport:  # type: ignore[override]
         return super().resume()

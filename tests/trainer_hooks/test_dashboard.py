@@ -12,9 +12,9 @@ from rich.console import Console
 from rollout.engine.state import EngineState
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import MetricsLogger
-from trainer_hooks.metrics import Dashboard
-from trainer_hooks.metrics.charts import curve_lines, share_bar
-from trainer_hooks.metrics.dashboard_picture import main, write_dashboard_picture
+from trainer_hooks.jobs import Dashboard
+from trainer_hooks.jobs.charts import curve_lines, share_bar
+from trainer_hooks.jobs.dashboard_picture import main, write_dashboard_picture
 
 NUM_STEPS = 200
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"

@@ -14,14 +14,13 @@ from rollout.errors import ConfigError
 from rollout.telemetry import MetricsWriter
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import MetricsLogger, collate_rollouts
+from trainer_hooks.jobs.curve import running_mean, write_reward_curve
 from trainer_hooks.metrics import (
     ProgressView,
     read_jsonl,
     rollout_metrics,
     timing_metrics,
-    write_reward_curve,
 )
-from trainer_hooks.metrics.curve import running_mean
 from trainer_hooks.metrics.wandb_run import declare_axes
 from trainer_hooks.phase import PhaseTimings
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
-from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.jobs import DataSettings, load_prompts
+from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.prompt_sources import (
     JsonlPrompts,
     ParquetPrompts,
     ReasoningGymPrompts,
-    load_prompts,
 )
-from trainer_hooks.settings import DataSettings
 
 MESSAGES = [{"role": "user", "content": "2 + 2"}]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer_hooks.version_counter import WeightsVersionCounter
+from trainer_hooks.checkpoint import WeightsVersionCounter
 
 
 def test_versions_rise_by_one_from_the_floor(tmp_path: Path) -> None:

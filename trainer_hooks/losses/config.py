@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from rollout.errors import ConfigError
@@ -23,7 +23,7 @@ class Kind:
     `ratio_level`: token, or one ratio per rollout: the geometric mean or the product over tokens.
     `clips_weight`: the ratio is a clipped constant before log pi, not the thing differentiated.
     `advantage_*`: how it wants rewards to become advantages (`group_advantages`).
-    `divides_by_max_length`: a job divides token sums by its limit on new tokens.
+    `divides_by_max_length`: token sums are divided by the limit on new tokens (`with_limit`).
     """
 
     ratio_level: RatioLevel = "token"
@@ -232,13 +232,21 @@ class PolicyLossConfig:
                 "reward (token_rewards)"
             )
 
-    def check_advantages(
-        self, normalization: AdvantageNormalization, baseline: AdvantageBaseline
-    ) -> None:
-        """Raise ConfigError for settings of `group_advantages` that the kind's name excludes."""
-        if self.kind == "dr_grpo" and normalization != "none":
+    def advantages(
+        self,
+        normalize: AdvantageNormalization | None = None,
+        baseline: AdvantageBaseline | None = None,
+    ) -> tuple[AdvantageNormalization, AdvantageBaseline]:
+        """`normalize` and `baseline` for `group_advantages`: those given, or the kind's for None.
+
+        Raises ConfigError for what the kind's name excludes.
+        """
+        kind = KINDS[self.kind]
+        normalize = normalize or kind.advantage_normalization
+        baseline = baseline or kind.advantage_baseline
+        if self.kind == "dr_grpo" and normalize != "none":
             raise ConfigError(
-                f"kind='dr_grpo' with advantage_normalization={normalization!r}: Dr. GRPO does not "
+                f"kind='dr_grpo' with advantage_normalization={normalize!r}: Dr. GRPO does not "
                 "divide by the deviation; choose advantage_normalization='none', or kind='grpo'"
             )
         if self.kind == "rloo" and baseline != "leave_one_out":
@@ -246,6 +254,16 @@ class PolicyLossConfig:
                 f"kind='rloo' with advantage_baseline={baseline!r}; choose "
                 "advantage_baseline='leave_one_out', or another kind"
             )
+        return normalize, baseline
+
+    def with_limit(self, max_new_tokens: int) -> PolicyLossConfig:
+        """The config for completions of at most `max_new_tokens`, by which Dr. GRPO's code divides.
+
+        A `max_completion_length` that is given stays.
+        """
+        if not KINDS[self.kind].divides_by_max_length or self.max_completion_length is not None:
+            return self
+        return replace(self, max_completion_length=max_new_tokens)
 
     @property
     def clip_range(self) -> tuple[float, float]:

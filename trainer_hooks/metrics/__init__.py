@@ -1,8 +1,6 @@
 """What a run measures, under the names its users know, and where it is written."""
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
-from trainer_hooks.metrics.curve import write_reward_curve
-from trainer_hooks.metrics.dashboard import Dashboard
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
 from trainer_hooks.metrics.logger import MetricsLogger
@@ -12,7 +10,6 @@ from trainer_hooks.metrics.wandb_run import start_wandb_run
 
 __all__ = [
     "DEFAULT_COLUMNS",
-    "Dashboard",
     "EngineUse",
     "JsonlWriter",
     "MetricsLogger",
@@ -25,5 +22,4 @@ __all__ = [
     "start_wandb_run",
     "step_metrics",
     "timing_metrics",
-    "write_reward_curve",
 ]

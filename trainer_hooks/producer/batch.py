@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
 from trainer_hooks.producer.group import ScoredGroup
-from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptItem
 
 # What became of prompts while a batch was made, under the names of its metrics.
 _FATES = (
@@ -44,6 +44,12 @@ class TrainingBatch:
     def items(self) -> list[PromptItem]:
         """The prompts, one per group."""
         return [group.item for group in self.groups]
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """That of each rollout's last turn, in the order of the rows of `rollouts`."""
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        return [rollout.requests[-1].finish_reason for rollout in rollouts]
 
     def __len__(self) -> int:
         """Number of groups."""

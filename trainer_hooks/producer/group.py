@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.requests import DynamicInferenceRequest
-from trainer_hooks.prompt_item import PromptItem
-from trainer_hooks.prompt_ledger import PromptTicket
+from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
 from trainer_hooks.rollouts import Rollout
 
 

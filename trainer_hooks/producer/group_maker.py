@@ -13,8 +13,7 @@ from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
 from trainer_hooks.producer.group import ScoredGroup
 from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM, encoded_for
-from trainer_hooks.prompt_item import PromptItem
-from trainer_hooks.prompt_ledger import PromptTicket
+from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 

@@ -11,7 +11,7 @@ from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer, as_tokenizer
-from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptItem
 
 
 class GeneratesAsync(Protocol):

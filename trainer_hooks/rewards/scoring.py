@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rollout.text import Tokenizer
-from trainer_hooks.prompt_item import PromptItem
+from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.rewards.runner import RewardRunner
 from trainer_hooks.rollouts import Rollout
 

@@ -1,16 +1,16 @@
-"""LLMWeightSync: weights through the verb that every LLM has."""
+"""WeightSync: carries a trainer's weights into the engines of an LLM."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.models.plain_tensors import is_sharded, named_weights
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.models.plain_tensors import full_tensor, is_sharded, named_weights, refusal
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
 
 NamedParameters = NamedTensors
 
@@ -25,8 +25,18 @@ class UpdatesWeights(Protocol):
         ...
 
 
-class LLMWeightSync:
-    """Pushes through the LLM's own verb. in_flight: while requests run, between two steps."""
+class WeightSync:
+    """Pushes a trainer's weights to all engines of `llm`: all of them commit, or none does.
+
+        sync = WeightSync(llm)
+        sync.push(policy)  # await sync.apush(policy) for AsyncLLM and ThreadedLLM
+
+    An engine in this process copies the trainer's live tensors in place. For engine processes
+    (AsyncLLM, LLM(use_coordinator=True)) they are copied once into shared memory, from where all
+    engines take them; the last committed copy stays, for an engine that comes late.
+    `in_flight`: commit between two steps while requests run; otherwise the engines are paused or
+    suspended.
+    """
 
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
         self._llm = llm
@@ -80,6 +90,25 @@ class LLMWeightSync:
             _require_repeatable(error, tensors)
             report = await _result(self._llm.update_weights(tensors, **how))
         return report
+
+
+# The names by which WeightSync is known for each kind of LLM.
+InProcessWeightSync = WeightSync
+SharedMemoryWeightSync = WeightSync
+
+
+def full_tensors(named_parameters: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Each weight whole, in the order of names: shards are gathered when their turn comes.
+
+    A push gathers in the same order, so a rank without an engine takes part in the push of another
+    with `for _ in full_tensors(policy): pass`, which holds one whole tensor at a time. The sources
+    of all ranks have the same names. Raises WeightUpdateError naming what cannot be read.
+    """
+    tensors = by_name(named_parameters)
+    for name in sorted(tensors):
+        if reason := refusal(tensors[name]):
+            raise WeightUpdateError(f"{name!r} {reason}")
+        yield name, full_tensor(tensors[name])
 
 
 async def _result(report: Any) -> Any:

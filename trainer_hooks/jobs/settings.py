@@ -1,15 +1,17 @@
-"""Settings of asynchronous jobs: one frozen dataclass per config group of conf/.
+"""Settings that jobs share: one frozen dataclass per config group of conf/.
 
-Each is refused by name, when it is made, for what cannot work.
+Each refuses, when it is made, what cannot work, and names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompt_sources import JsonlPrompts, ParquetPrompts, ReasoningGymPrompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class WeightSyncSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Where prompts come from; `trainer_hooks.prompt_sources.load_prompts` opens it.
+    """Where prompts come from; `load_prompts` opens it.
 
     `files`: of kind jsonl or parquet, one after another. `prompt_column`: text or chat messages.
     `dataset`, `dataset_config`: of kind reasoning_gym, its name and its own settings, of which
@@ -105,6 +107,26 @@ class DataSettings:
                 f"dataset={self.dataset!r} and dataset_config belong to kind='reasoning_gym', not "
                 f"to kind={self.kind!r}; leave them out"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerSettings:
+    """Where metrics go besides metrics.jsonl: to the terminal, and to Weights & Biases."""
+
+    console: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "rollout"
+
+
+def load_prompts(settings: DataSettings, chat_template: Any | None = None) -> Sequence[PromptItem]:
+    """The source of prompts that a config names."""
+    if settings.kind == "reasoning_gym":
+        return ReasoningGymPrompts(
+            settings.dataset, settings.size, settings.seed, **settings.dataset_config
+        )
+    if settings.kind == "jsonl":
+        return JsonlPrompts(settings.files, settings.prompt_column, chat_template)
+    return ParquetPrompts(settings.files, settings.prompt_column, chat_template=chat_template)
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

@@ -7,56 +7,50 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rollout.errors import ConfigError
-from trainer_hooks.config_translation import AliasTranslation, init_field_types
+from trainer_hooks.jobs.config_hints import hint_for
 
 T = TypeVar("T")
 
 
-def load_dataclass(
-    kind: type[T],
-    values: Mapping[str, Any] | DictConfig,
-    path: str = "",
-    *,
-    overridden: Collection[str] = (),
-    notes: list[str] | None = None,
-) -> T:
+def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: str = "") -> T:
     """`kind(**values)`; a field that is itself a dataclass takes a nested mapping.
 
-    Keys of TRL, verl and Megatron-LM (`config_aliases.ALIASES`) are translated to ours; `notes`
-    takes a line for each. `path`: where `values` stand in the whole config, for error messages.
-    `overridden`: those of our keys that were given on the command line.
-    Raises ConfigError for an unknown key (naming the nearest valid one), a missing key, a value of
-    another type and an alias that contradicts its key; what `kind` raises passes through.
+        settings = load_dataclass(JobSettings, hydra.compose("train_grpo"))
+
+    `path`: where `values` stand in the whole config, for error messages.
+    Raises ConfigError for an unknown key (with our name of a key of TRL, verl or Megatron-LM, or
+    else the nearest valid one), for a missing key and for a value of another type. Errors of `kind`
+    itself pass through.
     """
-    if not isinstance(values, DictConfig):
-        translation = AliasTranslation(kind, values, overridden)
-        given = translation.values
-    elif values._get_parent() is not None:
-        # Interpolations of a part of a config may point outside it.
-        return load_dataclass(kind, _as_dict(values, resolve=True), path, notes=notes)
-    else:
-        translation = AliasTranslation(kind, _as_dict(values, resolve=False), overridden)
-        given = _as_dict(OmegaConf.create(translation.values), resolve=True)
-    if notes is not None:
-        notes += translation.notes
-    return _load(kind, given, path)
+    if isinstance(values, DictConfig):
+        values = typing.cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
+    return _load(kind, values, path)
 
 
-def _as_dict(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
-    return typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=resolve))
+def init_field_types(kind: type) -> dict[str, Any]:
+    """The names of the fields that a dataclass is made from, with their types."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def dataclass_of(kind: Any) -> type | None:
+    """`kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
+    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
+    return next(found, None)
 
 
 def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     field_types = init_field_types(kind)
     for name in given:
         if name not in field_types:
-            raise unknown_key_error(name, field_types, path)
+            raise unknown_key_error(_first_leaf(name, given[name]), field_types, path)
     # A key that YAML leaves to be given is as good as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
@@ -76,9 +70,14 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     )
 
 
-def unknown_key_error(name: str, known: Iterable[str], path: str = "") -> ConfigError:
-    """The error for a key that does not exist: it names the nearest one, or all of them."""
-    known = sorted(known)
+def unknown_key_error(key: str, known: Iterable[str], path: str = "") -> ConfigError:
+    """The error for a key that does not exist below `path`, where the keys `known` do.
+
+    It says what the key of another system is called here, or names the nearest key, or all.
+    """
+    if hint := hint_for(_join(path, key)):
+        return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
+    known, name = sorted(known), key.partition(".")[0]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     remedy = f"did you mean {_join(path, nearest[0])}?" if nearest else f"known: {', '.join(known)}"
     return ConfigError(f"unknown config key {_join(path, name)}; {remedy}")
@@ -99,11 +98,24 @@ def as_plain(value: Any) -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as a field of type `kind`: nested mappings become dataclasses, lists tuples."""
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _load(typing.cast(type, kind), value, path)
+    part = dataclass_of(kind)
+    if part is not None and isinstance(value, Mapping):
+        return _load(part, value, path)
     if not _fits(kind, value):
         raise ConfigError(f"{path}={value!r} does not fit its type, {_type_name(kind)}")
     return tuple(value) if typing.get_origin(kind) is tuple else value
+
+
+def _first_leaf(name: str, value: Any) -> str:
+    """The key of the first value below `name`."""
+    while isinstance(value, Mapping) and value:
+        inner, value = next(iter(value.items()))
+        name = f"{name}.{inner}"
+    return name
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def _is_left_open(value: Any) -> bool:
@@ -113,7 +125,7 @@ def _is_left_open(value: Any) -> bool:
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a plain value can stand for `kind`; enums and the like check theirs themselves."""
     origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
     if origin is typing.Literal:
         return value in typing.get_args(kind)

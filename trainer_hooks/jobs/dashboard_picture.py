@@ -1,6 +1,6 @@
 """The dashboard of a run as an SVG picture.
 
-python -m trainer_hooks.metrics.dashboard_picture metrics.jsonl dashboard.svg
+python -m trainer_hooks.jobs.dashboard_picture metrics.jsonl dashboard.svg
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from rollout.engine.reports import EngineStats
-from trainer_hooks.metrics.dashboard import Dashboard
+from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.metrics.jsonl import read_jsonl
 
 WIDTH = 110

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,13 +10,17 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.syntax import Syntax
-from rich.text import Text
 
 from rollout.errors import ConfigError
-from trainer_hooks.config_loading import as_plain, load_dataclass, unknown_key_error
-from trainer_hooks.config_translation import COMMAND_LINE_KEY, init_field_types, is_alias
+from trainer_hooks.jobs.config_loading import (
+    as_plain,
+    dataclass_of,
+    init_field_types,
+    load_dataclass,
+    unknown_key_error,
+)
 
 T = TypeVar("T")
 
@@ -32,21 +35,18 @@ def run_hydra_job(
     """Compose the config from the command line, print it, and call `job` with it as a `kind`.
 
     `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
-    Keys of TRL, verl and Megatron-LM are taken for ours (`config_aliases.ALIASES`).
-    `shows_config`: whether a loaded config is printed at the start, with the aliases used.
+    `shows_config`: whether a loaded config is printed at the start.
     `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
-        notes: list[str] = []
-        overridden = overridden_keys(HydraConfig.get().overrides.task)
         try:
-            settings = load_dataclass(kind, config, overridden=overridden, notes=notes)
+            settings = load_dataclass(kind, config)
         except ConfigError as error:
             # Of another exception Hydra would print a traceback, and the message far above it.
             raise SystemExit(f"error: {error}") from error
         if shows_config(settings):
-            Console().print(config_report(settings, notes))
+            Console().print(config_report(settings))
         job(settings)
 
     entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
@@ -65,48 +65,39 @@ def wandb_names(run_name: str, part: str) -> tuple[str, str]:
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
         return f"{run_name}-{part}", run_name
     job, overrides = HydraConfig.get().job, HydraConfig.get().overrides.task
-    given = ",".join(item.lstrip("+").removeprefix(f"{COMMAND_LINE_KEY}.") for item in overrides)
+    given = ",".join(item.lstrip("+") for item in overrides)
     return f"{run_name}-{job.num}-{part}-{given}", f"{run_name}-multirun"
 
 
-def config_report(settings: Any, notes: Sequence[str] = ()) -> RenderableType:
-    """The loaded config as YAML, and a line for each alias that was translated."""
+def config_report(settings: Any) -> RenderableType:
+    """The loaded config as YAML."""
     yaml = OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
-    lines = [Text(f"config: {note}", style="yellow") for note in notes]
-    return Group(Syntax(yaml.rstrip(), "yaml", background_color="default"), *lines)
-
-
-def overridden_keys(overrides: Sequence[str]) -> set[str]:
-    """The keys that the `key=value` overrides of a command line set."""
-    return {override.partition("=")[0].lstrip("+") for override in overrides}
+    return Syntax(yaml.rstrip(), "yaml", background_color="default")
 
 
 def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
     """`arguments` with every plain `key=value` checked against the fields of `kind`.
 
     Hydra knows only the keys that the YAML lists: a field left at its default there becomes
-    `++key=value`, which Hydra takes; an alias becomes a key that `load_dataclass` translates.
-    Flags, other `+`, `++` and `~` overrides, and Hydra's own keys pass.
-    Raises ConfigError for a key that `kind` does not have, naming the nearest one.
+    `++key=value`, which Hydra takes. Flags, other `+`, `++` and `~` overrides, and Hydra's own
+    keys pass. Raises ConfigError for a key that `kind` does not have, as `load_dataclass` does.
     """
     return [_checked_override(argument, kind) for argument in arguments]
 
 
 def _checked_override(argument: str, kind: type) -> str:
     key, assigned, _ = argument.partition("=")
-    if not assigned or key[0] in "-~" or key.partition("/")[0].partition(".")[0] == "hydra":
+    if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
         return argument
-    if is_alias(kind, key.lstrip("+")):
-        return f"+{COMMAND_LINE_KEY}.{argument.lstrip('+')}"
-    if key[0] == "+":
-        return argument
-    path = ""
-    for name in key.split("."):
-        if not dataclasses.is_dataclass(kind):
-            return argument
-        field_types = init_field_types(kind)
+    names, part = key.split("."), kind
+    for position, name in enumerate(names):
+        field_types = init_field_types(part)
         if name not in field_types:
-            raise unknown_key_error(name, field_types, path)
-        path, kind = f"{path}.{name}" if path else name, field_types[name]
+            path, rest = ".".join(names[:position]), ".".join(names[position:])
+            raise unknown_key_error(rest, field_types, path)
+        inner = dataclass_of(field_types[name])
+        if inner is None:
+            return f"++{argument}"
+        part = inner
     # A whole dataclass is a config group, `model=small`, whose choice is Hydra's to make.
-    return argument if dataclasses.is_dataclass(kind) else f"++{argument}"
+    return argument

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.engine.reports import EngineStats
+from trainer_hooks.jobs.charts import curve_lines, histogram_table, share_bar
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
-from trainer_hooks.metrics.charts import curve_lines, histogram_table, share_bar
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram
 

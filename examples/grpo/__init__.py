@@ -1,1 +1,0 @@
-"""The parts of examples/train_grpo.py: task, model, warm-up, GRPO loop, summary."""

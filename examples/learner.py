@@ -1,0 +1,319 @@
+"""One training step on a batch of rollouts: GRPO and its kin, or PPO where there is a critic.
+
+Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, E hidden size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout.errors import ConfigError
+from trainer_hooks import (
+    PolicyLossConfig,
+    RolloutBatch,
+    gae_advantages,
+    group_advantages,
+    has_reward_spread,
+    policy_loss,
+    token_entropies,
+    token_logprobs,
+    token_rewards,
+    value_loss,
+)
+from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
+
+CRITIC_FILE = "critic.pt"
+Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """`gamma`, `lam`: of generalised advantage estimation. `clip_range`: how far a value may move
+    in one update. `warmup_steps`: first steps that train the critic alone.
+    """
+
+    learning_rate: float
+    gamma: float
+    lam: float
+    clip_range: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSettings:
+    """Sizes of a step, how rewards become advantages, and the loss.
+
+    `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
+    `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
+    `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
+    and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
+    it was sampled on, is of another version.
+    `critic`: advantages come from a critic (PPO); None takes those of groups.
+    `made_for`: the kind of loss from which these settings deviate on purpose; they are refused with
+    another kind.
+    """
+
+    groups_per_step: int
+    group_size: int
+    num_minibatches: int
+    temperature: float
+    max_new_tokens: int
+    shuffle_rewards: bool
+    decoupled: bool
+    loss: PolicyLossConfig
+    advantage_normalization: AdvantageNormalization | None = None
+    advantage_baseline: AdvantageBaseline | None = None
+    critic: CriticSettings | None = None
+    made_for: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.made_for not in (None, self.loss.kind):
+            raise ConfigError(
+                f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
+                f"{self.made_for!r}; choose its group, algorithm={self.loss.kind}, or set "
+                "algorithm.made_for=null to keep them"
+            )
+        self.loss.advantages(self.advantage_normalization, self.advantage_baseline)
+        if self.loss.correction.needs_proximal and not self.decoupled:
+            raise ConfigError(
+                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
+                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
+            )
+        if self.critic is not None and (self.group_size != 1 or self.loss.kind != "ppo"):
+            raise ConfigError(
+                f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
+                f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """AdamW with linear warm-up and decay, and how often a run is saved."""
+
+    num_steps: int
+    learning_rate: float
+    final_learning_rate_fraction: float
+    warmup_steps: int
+    betas: tuple[float, float]
+    max_grad_norm: float
+    checkpoint_interval: int
+    num_threads: int
+
+
+class Critic(nn.Module):
+    """A trunk as the policy's, and a head that says what a prefix is worth."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = copy.deepcopy(policy.base_model)
+        self.head = nn.Linear(policy.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Values [B, T]: column t is that of the prefix before token t, from which it is drawn."""
+        hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
+        values_BT = self.head(hidden_BTE).squeeze(-1)
+        return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
+
+
+class Learner:
+    """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
+
+    `reference`: the policy that the KL term of the loss, if it has one, holds `policy` near.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        self.policy, self.reference = policy, reference
+        self._algorithm, self._trainer = algorithm, trainer
+        self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
+        groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
+        self.critic = None
+        if algorithm.critic is not None:
+            self.critic = Critic(policy)
+            rate = algorithm.critic.learning_rate
+            groups.append({"params": list(self.critic.parameters()), "lr": rate})
+        self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Path, algorithm: AlgorithmSettings, trainer: TrainerSettings
+    ) -> Learner:
+        """The policy and critic of a checkpoint; the reference policy of its run, from beside it.
+
+        Raises ConfigError if the loss has a KL term and the run began without one.
+        """
+        reference = None
+        if algorithm.loss.kl_coefficient > 0.0:
+            saved = checkpoint.parents[1] / "reference"
+            if not saved.exists():
+                raise ConfigError(
+                    f"algorithm.loss.kl_coefficient={algorithm.loss.kl_coefficient} needs the "
+                    f"reference policy {saved}, which a run that began with 0 does not have; start "
+                    "over with resume=never"
+                )
+            reference = AutoModelForCausalLM.from_pretrained(saved).requires_grad_(False)
+        policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+        learner = cls(policy, algorithm, trainer, reference)
+        if learner.critic is not None and (checkpoint / CRITIC_FILE).exists():
+            saved_critic = torch.load(checkpoint / CRITIC_FILE, weights_only=True)
+            learner.critic.load_state_dict(saved_critic)
+        return learner
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """A transformers directory of the policy, with the critic in a file of its own."""
+        self.policy.save_pretrained(save_directory)
+        if self.critic is not None:
+            torch.save(self.critic.state_dict(), Path(save_directory) / CRITIC_FILE)
+
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """Train in minibatches on the rollouts that have a gradient; returns `train/*` metrics.
+
+        The rows of `batch` are groups in turn; `step` counts from 1 and sets the learning rate.
+        """
+        columns, kept_B = self._critic_columns(batch) if self.critic else self._groups(batch)
+        rate = learning_rate_at(step, self._trainer)
+        critic = self._algorithm.critic
+        trains_policy = critic is None or step > critic.warmup_steps
+        self.optimizer.param_groups[0]["lr"] = rate if trains_policy else 0.0
+        order = kept_B.nonzero().flatten()
+        order = order[torch.randperm(len(order))]
+        chunks = [rows for rows in order.chunk(self._algorithm.num_minibatches) if len(rows)]
+        parts = []
+        for rows in chunks:
+            part = batch.select(rows)
+            own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
+            # All of them before the first minibatch changes the policy.
+            parts.append((part, own, self._fixed_logprobs(part)))
+        reports = [self._minibatch_step(*part) for part in parts]
+        trained_BT = batch.mask_BT & kept_B[:, None]
+        names = dict.fromkeys(name for report in reports for name in report)
+        metrics = {
+            **{f"train/{name}": fmean(r[name] for r in reports if name in r) for name in names},
+            "train/learning_rate": rate,
+            "train/num_tokens": int(trained_BT.sum()),
+            "train/num_stale_tokens": int((batch.policy_lag_BT[trained_BT] >= 1).sum()),
+        }
+        if self.critic is None:
+            metrics["train/zero_variance_fraction"] = 1.0 - float(kept_B.float().mean())
+        return metrics
+
+    def _groups(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
+        """Advantages of each rollout within its group; kept are the groups whose rewards differ."""
+        algorithm, rewards_B = self._algorithm, batch.rewards_B
+        if algorithm.shuffle_rewards:  # among the rollouts that did not fail
+            valid = (~rewards_B.isnan()).nonzero().flatten()
+            rewards_B = rewards_B.clone()
+            rewards_B[valid] = rewards_B[valid[torch.randperm(len(valid))]]
+        rewards_PG = rewards_B.view(-1, algorithm.group_size)
+        how = algorithm.loss.advantages(
+            algorithm.advantage_normalization, algorithm.advantage_baseline
+        )
+        advantages_B1 = group_advantages(rewards_PG, *how).view(-1, 1)
+        kept_B = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
+        return {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_B
+
+    def _critic_columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
+        """Whitened advantages and the critic's targets; kept are the rollouts that did not fail."""
+        settings = self._algorithm.critic
+        assert self.critic is not None
+        assert settings is not None
+        with torch.no_grad():
+            old_values_BT = self.critic(batch.tokens_BT)
+        logprobs_BT = batch.behaviour_logprobs_BT
+        # With a coefficient of 0 this is the reward on the last generated token, and 0 elsewhere.
+        rewards_BT = token_rewards(batch.rewards_B, logprobs_BT, logprobs_BT, batch.mask_BT, 0.0)
+        advantages_BT, returns_BT = gae_advantages(
+            rewards_BT,
+            old_values_BT,
+            batch.mask_BT,
+            gamma=settings.gamma,
+            lam=settings.lam,
+        )
+        trained = advantages_BT[batch.mask_BT]
+        advantages_BT = (advantages_BT - trained.mean()) / trained.std().clamp(min=1e-6)
+        columns = {
+            "advantages_BT": advantages_BT,
+            "old_values_BT": old_values_BT,
+            "returns_BT": returns_BT,
+        }
+        return columns, ~batch.rewards_B.isnan()
+
+    @torch.no_grad()
+    def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
+        """Log-probs that the steps of an update share, by their names in `policy_loss`.
+
+        The policy's own are left out where they equal those of the engine.
+        """
+        algorithm, models = self._algorithm, {}
+        is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
+        is_stale = bool(is_stale_BT[batch.mask_BT].any())
+        if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
+            models["proximal_logprobs_BT"] = self.policy
+        if self.reference is not None:
+            models["reference_logprobs_BT"] = self.reference
+        tokens_BT = batch.tokens_BT
+        return {
+            name: token_logprobs(model(tokens_BT).logits, tokens_BT, algorithm.temperature)
+            for name, model in models.items()
+        }
+
+    def _minibatch_step(
+        self, batch: RolloutBatch, columns: Columns, fixed: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        # Padding is on the right, where no token of a causal model attends to it.
+        logits_BTV = self.policy(batch.tokens_BT).logits
+        temperature = self._algorithm.temperature
+        loss, metrics = policy_loss(
+            token_logprobs(logits_BTV, batch.tokens_BT, temperature),
+            batch.behaviour_logprobs_BT,
+            columns["advantages_BT"],
+            batch.mask_BT,
+            self._loss,
+            policy_lag_BT=batch.policy_lag_BT,
+            kv_lag_BT=batch.kv_lag_BT,
+            entropies_BT=token_entropies(logits_BTV, temperature),
+            **fixed,
+        )
+        if self.critic is not None and self._algorithm.critic is not None:
+            critic_loss, critic_metrics = value_loss(
+                self.critic(batch.tokens_BT),
+                columns["old_values_BT"],
+                columns["returns_BT"],
+                batch.mask_BT,
+                clip_range=self._algorithm.critic.clip_range,
+            )
+            loss, metrics = loss + critic_loss, {**metrics, **critic_metrics}
+        self.optimizer.zero_grad()
+        loss.backward()  # policy and critic share no parameter
+        max_norm = self._trainer.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
+        if self.critic is not None:
+            nn.utils.clip_grad_norm_(self.critic.parameters(), max_norm)
+        self.optimizer.step()
+        return {**metrics, "grad_norm": float(norm)}
+
+
+def learning_rate_at(step: int, settings: TrainerSettings) -> float:
+    """Linear rise over `warmup_steps`, then linear decay to the final fraction; steps from 1."""
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)
+    return settings.learning_rate * (
+        1.0 - (1.0 - settings.final_learning_rate_fraction) * min(done, 1.0)
+    )

@@ -1,0 +1,76 @@
+"""Keys of TRL, verl and Megatron-LM are refused with the name of the setting here."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("reasoning_gym")
+
+from examples.train_grpo import JobSettings
+from rollout.errors import ConfigError
+from trainer_hooks.jobs import DataSettings, checked_overrides, config_hints, load_dataclass
+from trainer_hooks.jobs.config_loading import dataclass_of, init_field_types
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("num_generations=4", "num_generations (TRL) is algorithm.group_size here"),
+        ("algorithm.num_generations=4", "num_generations (TRL) is algorithm.group_size here"),
+        ("beta=0.04", "beta (TRL) is algorithm.loss.kl_coefficient here"),
+        ("epsilon_high=5", "is algorithm.loss.epsilon_high (for cispo the cap less 1) here"),
+        ("rollout.n=4", "rollout.n (verl) is algorithm.group_size here"),
+        ("actor_rollout_ref.rollout.n=4", "rollout.n (verl) is algorithm.group_size here"),
+        ("actor.optim.lr=0.001", "actor.optim.lr (verl) is trainer.learning_rate here"),
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator (verl) is algorithm.advantage"),
+        ("trainer.total_training_steps=3", "(verl) is trainer.num_steps here"),
+        ("grpo_group_size=4", "grpo_group_size (Megatron-LM) is algorithm.group_size here"),
+        ("train_iters=9", "train_iters (Megatron-LM) is trainer.num_steps here"),
+    ],
+)
+def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        checked_overrides([argument], JobSettings)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "parquet", "train_files": ["a"]}, "train_files"),
+        ({"actor_rollout_ref": {"rollout": {"n": 4}}}, "rollout.n (verl) is algorithm.group_size"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type (TRL) is the kind of loss"),
+    ],
+)
+def test_in_yaml_too(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_dataclass(DataSettings, values)
+
+
+def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.group_siz; did you mean algorithm\.group_s"):
+        checked_overrides(["algorithm.group_siz=3"], JobSettings)
+
+
+def all_keys(kind: Any, path: str = "") -> set[str]:
+    keys = set()
+    for name, inner in init_field_types(kind).items():
+        part = dataclass_of(inner)
+        keys |= {path + name} if part is None else all_keys(part, f"{path}{name}.")
+    return keys
+
+
+def test_the_hints_name_settings_that_exist() -> None:
+    known = all_keys(JobSettings) | all_keys(DataSettings, "data.")
+    parts = "algorithm|trainer|producer|data|logger"
+    named = set(re.findall(rf'\b(?:{parts})\.[a-z_.]+(?=[" ,(=])', source_of_targets()))
+    assert named
+    assert sorted(named - known) == []
+
+
+def source_of_targets() -> str:
+    """What stands on the right-hand sides of the tables."""
+    source = inspect.getsource(config_hints)
+    return re.sub(r'^ +"[\w.]+": ', "", source[: source.index("def ")], flags=re.MULTILINE)

@@ -1,0 +1,34 @@
+"""What a job needs beside the library: its config and command line, its files and its pictures.
+
+A training loop of your own needs none of this; the library never imports it.
+"""
+
+from trainer_hooks.jobs.config_loading import load_dataclass
+from trainer_hooks.jobs.curve import write_reward_curve
+from trainer_hooks.jobs.dashboard import Dashboard
+from trainer_hooks.jobs.hydra_job import checked_overrides, run_hydra_job, wandb_names
+from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interrupt
+from trainer_hooks.jobs.settings import (
+    DataSettings,
+    LoggerSettings,
+    ProducerSettings,
+    WeightSyncSettings,
+    load_prompts,
+)
+
+__all__ = [
+    "DataSettings",
+    "Dashboard",
+    "LoggerSettings",
+    "ProducerSettings",
+    "WeightSyncSettings",
+    "checked_overrides",
+    "load_dataclass",
+    "load_prompts",
+    "open_logger",
+    "run_hydra_job",
+    "set_aside",
+    "stop_on_interrupt",
+    "wandb_names",
+    "write_reward_curve",
+]
