@@ -196,12 +196,12 @@ def sole_importer_violations(modules: list[Module]) -> list[str]:
 
 
 def type_checking_violations(modules: list[Module]) -> list[str]:
-    """Mentions of TYPE_CHECKING: they hide an import from these rules."""
+    """Imports that only a type checker makes: they hide an arrow from these rules."""
     return [
-        f"{module.path}:{node.lineno} names TYPE_CHECKING"
+        f"{module.path}:{node.lineno} is imported for type checkers only"
         for module in modules
-        for node in ast.walk(module.tree)
-        if (isinstance(node, ast.Name) and node.id == "TYPE_CHECKING")
-        or (isinstance(node, ast.Attribute) and node.attr == "TYPE_CHECKING")
-        or (isinstance(node, ast.alias) and node.name == "TYPE_CHECKING")
+        for block in ast.walk(module.tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
     ]
