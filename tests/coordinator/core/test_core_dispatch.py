@@ -153,7 +153,7 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     assert len(engine.seen) == num_seen
     fleet.run()
     assert fleet.core.num_requests_held == 0
-    assert not len(fleet.core._dispatcher._queue)
+    assert not fleet.core._dispatcher._queue.groups
 
 
 def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
