@@ -28,45 +28,40 @@ _OLDEST_EVERY = 16
 
 
 class GroupQueue:
-    """Groups by priority, then arrival. Every call is logarithmic in their number (amortized)."""
+    """Groups by priority, then arrival. `groups`: by id, which are given in the order of arrival.
+    Every call is logarithmic in their number (amortized)."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}
         # Heaps that may hold entries of groups that have left, or twice those of one that is back.
         self._by_priority: list[tuple[int, int]] = []
         self._by_arrival: list[tuple[int, int]] = []
         self._num_taken = 0
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def ids(self) -> list[int]:
-        return list(self._groups)
-
     def add(self, group: Group) -> None:
-        """Add a group unless it is there. Ids are given in the order of arrival."""
+        """Add a group unless it is there."""
         group_id = group.group_id
-        if group_id in self._groups:
+        if group_id in self.groups:
             return
-        self._groups[group_id] = group
+        self.groups[group_id] = group
         heapq.heappush(self._by_priority, (-group.priority, group_id))
         heapq.heappush(self._by_arrival, (0, group_id))
         # Outdated entries pay for the rebuilding that drops them.
-        if len(self._by_priority) + len(self._by_arrival) > 128 + 4 * len(self._groups):
-            self._by_priority = [(-group.priority, i) for i, group in self._groups.items()]
-            self._by_arrival = [(0, group_id) for group_id in self._groups]
+        if len(self._by_priority) + len(self._by_arrival) > 128 + 4 * len(self.groups):
+            self._by_priority = [(-group.priority, i) for i, group in self.groups.items()]
+            self._by_arrival = [(0, group_id) for group_id in self.groups]
             heapq.heapify(self._by_priority)
             heapq.heapify(self._by_arrival)
 
     def discard(self, group_id: int) -> None:
-        self._groups.pop(group_id, None)
+        self.groups.pop(group_id, None)
 
     def take(self) -> Group:
         """Take the first group, now and then the one that came first. The queue is not empty."""
         self._num_taken += 1
         is_oldest_due = self._num_taken % _OLDEST_EVERY == 0
         heap = self._by_arrival if is_oldest_due else self._by_priority
-        while (group := self._groups.pop(heapq.heappop(heap)[1], None)) is None:
+        while (group := self.groups.pop(heapq.heappop(heap)[1], None)) is None:
             pass
         return group
 
@@ -165,7 +160,7 @@ class Dispatcher:
     def enqueue(self, requests: Iterable[Request], now: float) -> None:
         """Let waiting requests be dispatched."""
         for request in requests:
-            if self._is_last_chance(request):
+            if request.lost_attempts and self._is_last_chance(request):
                 self._last_chances[request.server_id] = request
             else:
                 self._queue.add(request.group)
@@ -218,7 +213,7 @@ class Dispatcher:
 
     def _waiting_groups(self) -> list[int]:
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
-        return [*self._queue.ids(), *apart]
+        return [*self._queue.groups, *apart]
 
     def _watch_orphans(self, group_ids: Iterable[int], now: float) -> None:
         timers, due_at = self._context.timers, now + self._context.limits.orphan_deadline_s
@@ -250,7 +245,7 @@ class Dispatcher:
         """Assign what waits, as far as engines have room."""
         if self._last_chances:
             self._dispatch_last_chances()
-        while self._with_room and self._queue:
+        while self._with_room and self._queue.groups:
             group = self._queue.take()
             waiting = list(group.waiting.values())
             if self._last_chances:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
 import pytest
 
+from rollout.coordinator.core.dispatcher import GroupQueue
+from rollout.coordinator.core.request_table import Group
 from rollout.coordinator.protocol.messages import AssignRequest, Credit
 from rollout.coordinator.routing.policies import LoadBalancedPolicy, RoundRobinPolicy
 from tests.coordinator.fake_engine import FakeEngine
@@ -153,7 +157,7 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     assert len(engine.seen) == num_seen
     fleet.run()
     assert fleet.core.num_requests_held == 0
-    assert not len(fleet.core._dispatcher._queue)
+    assert not fleet.core._dispatcher._queue.groups
 
 
 def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
@@ -193,3 +197,29 @@ def test_a_common_template_spreads_and_more_in_common_stays_together(template_to
     num_at_home = sum(again[1000 + place] is home[index] for place, index in enumerate(order))
     assert num_at_home >= 900, num_at_home
     assert max(sizes(*engines)) <= 1.3 * 250
+
+
+def test_groups_that_leave_and_come_back_are_taken_in_order_in_memory_that_does_not_grow() -> None:
+    queue, draw, waiting = GroupQueue(), random.Random(0), dict[int, Group]()
+    known: list[Group] = []
+    sizes: list[int] = []
+    for number in range(4000):
+        what = draw.random() if waiting else 0.0
+        if what < 0.6 and len(waiting) < 20:
+            if what < 0.4:
+                known.append(Group(number, np.empty(0, np.int32), draw.randrange(3), False, [], 0))
+            group = draw.choice(known[-50:])
+            queue.add(group)
+            waiting[group.group_id] = group
+        elif what < 0.8:
+            group_id = draw.choice(list(waiting))
+            queue.discard(group_id)
+            del waiting[group_id]
+        else:
+            first = min(waiting.values(), key=lambda group: (-group.priority, group.group_id))
+            taken = queue.take()
+            assert taken in (first, waiting[min(waiting)])
+            del waiting[taken.group_id]
+        assert queue.groups == waiting
+        sizes.append(len(pickle.dumps(queue)) - len(pickle.dumps(waiting)))
+    assert max(sizes) < 1.5 * max(sizes[:1000])

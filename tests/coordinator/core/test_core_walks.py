@@ -287,7 +287,7 @@ class FleetWalk(RuleBasedStateMachine):
     @invariant()
     def what_waits_has_no_engine_with_room(self) -> None:
         dispatcher = self.fleet.core._dispatcher
-        assert not (dispatcher._with_room and len(dispatcher._queue))
+        assert not (dispatcher._with_room and dispatcher._queue.groups)
 
     def teardown(self) -> None:
         fleet = self.fleet
