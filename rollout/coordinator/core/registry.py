@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
+from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import Request, RequestTable
 from rollout.coordinator.core.sessions import EngineSession, RecentIds
-from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,

@@ -15,7 +15,7 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import Any
 
-from rollout.coordinator.credit import num_ahead
+from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.engine_side.requests import EngineRequests
 from rollout.coordinator.engine_side.weights import Fetch, WeightUpdates
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
