@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -17,17 +17,12 @@ class RolloutGroup:
     requests: list[DynamicInferenceRequest]
 
 
-@dataclass(slots=True)
-class _OpenGroup:
-    request_ids: list[int]
-    finished: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
-
-
 class Groups:
     """A group's id is that of its first request."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _OpenGroup] = {}
+        # Each one's samples by request id, in order; None for those that still run.
+        self._open: dict[int, dict[int, DynamicInferenceRequest | None]] = {}
         self._group_of: dict[int, int] = {}
         self._finished: dict[int, RolloutGroup] = {}  # in order of completion
 
@@ -42,7 +37,7 @@ class Groups:
 
     def open(self, request_ids: Sequence[int]) -> int:
         group_id = request_ids[0]
-        self._open[group_id] = _OpenGroup(list(request_ids))
+        self._open[group_id] = dict.fromkeys(request_ids)
         self._group_of.update(dict.fromkeys(request_ids, group_id))
         return group_id
 
@@ -51,10 +46,10 @@ class Groups:
         group_id = self._group_of.pop(request.request_id, None)
         if group_id is None:
             return
-        group = self._open[group_id]
-        group.finished[request.request_id] = request
-        if len(group.finished) == len(group.request_ids):
-            requests = [group.finished[request_id] for request_id in group.request_ids]
+        samples = self._open[group_id]
+        samples[request.request_id] = request
+        requests = [sample for sample in samples.values() if sample is not None]
+        if len(requests) == len(samples):
             self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
             del self._open[group_id]
 
@@ -69,8 +64,7 @@ class Groups:
             return []
         if group_id not in self._open:
             raise EngineStateError(f"group {group_id} is unknown, or was handed out already")
-        group = self._open[group_id]
-        return [i for i in group.request_ids if i not in group.finished]
+        return [i for i, sample in self._open[group_id].items() if sample is None]
 
     def forget(self, group_id: int) -> list[int]:
         """Hand a group out to nobody; returns its samples still running."""

@@ -92,7 +92,7 @@ def resume_report(results: Results) -> ResumeReport:
 
 
 def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport:
-    """`seconds`: as the one saw it who asked. `num_bytes` of one engine, the longest stall."""
+    """`seconds`: as the caller saw it. `num_bytes` of one engine, and the longest stall of any."""
     reports = _of_ranks(results)
     return WeightUpdateReport(
         version=results["weights_version"],

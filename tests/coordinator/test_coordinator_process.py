@@ -18,8 +18,7 @@ import pytest
 import zmq
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.credit import num_ahead
+from rollout.coordinator.core.limits import CoordinatorLimits, num_ahead
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (

@@ -1,4 +1,4 @@
-"""Durations and bounds that a coordinator keeps to."""
+"""Durations and bounds that a coordinator and its engines keep to."""
 
 from __future__ import annotations
 
@@ -67,3 +67,9 @@ class CoordinatorLimits:
                     f"{name}={getattr(self, name)} must be at least twice "
                     f"heartbeat_s={self.heartbeat_s}"
                 )
+
+
+def num_ahead(max_requests: int) -> int:
+    """Requests that wait at an engine which runs up to `max_requests`, so that a step that ends
+    requests finds others there. All further ones wait in the coordinator, for any engine."""
+    return max(8, max_requests // 8)

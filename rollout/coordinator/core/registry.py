@@ -10,9 +10,9 @@ from itertools import count
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
+from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import EngineSession, Recent, Request
-from rollout.coordinator.credit import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,

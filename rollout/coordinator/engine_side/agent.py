@@ -11,10 +11,11 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 from typing import Any
 
-from rollout.coordinator.credit import num_ahead
-from rollout.coordinator.engine_side.commands import run_command
+from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.engine_side.requests import EngineRequests
 from rollout.coordinator.engine_side.weights import Fetch, WeightUpdates
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
@@ -51,6 +52,17 @@ _STAGING_POLL_S = 0.005
 # They move the memory that staging reads, or end the engine.
 _END_STAGING = (Headers.SUSPEND, Headers.RESUME, Headers.STOP, Headers.SHUTDOWN)
 Ordered = Command | Prepare | Commit | Rollback
+# The engine's verb for each command, and the arguments that it takes.
+_VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
+    Headers.PAUSE: ("pause", ()),
+    Headers.UNPAUSE: ("unpause", ()),
+    Headers.SUSPEND: ("suspend", ("mode", "release", "discard_weights")),
+    Headers.RESUME: ("resume", ("only",)),
+    Headers.SET_GENERATION_EPOCH: ("set_generation_epoch", ("version",)),
+    Headers.STATS: ("stats", ()),
+    Headers.STOP: ("shutdown", ()),
+    Headers.SHUTDOWN: ("shutdown", ()),
+}
 
 
 class EngineAgent:
@@ -76,6 +88,9 @@ class EngineAgent:
         self._entry: RegisterAck | None = None  # until the engine is what it says
         self._num_entry_failures, self._retry_at = 0, 0.0
         self._num_steps = self._num_granted = self._session = 0
+        self._last_step_s = 0.0
+        # A commit amid work, and when it ended: confirmed once the first step after it has ended.
+        self._committed: tuple[Commit, Ack, float] | None = None
         self.is_shut_down = False
 
     @property
@@ -130,10 +145,13 @@ class EngineAgent:
 
     def step(self) -> Sequence[Message]:
         """One step of the engine; returns progress and ends. Whatever the step raises is raised."""
+        start = time.perf_counter()
         records = self._engine.step()
+        confirmations = self._confirm_commit(stepped=True)
+        self._last_step_s = time.perf_counter() - start
         self._num_steps += 1
         replies = self._requests.ended(records)
-        return [*self._requests.due_progress(), *replies, *self._credit()]
+        return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
         """Accept further requests, where more of them have room than was said before: as many wait
@@ -178,7 +196,8 @@ class EngineAgent:
 
     def poll(self) -> Sequence[Message]:
         """Return the answers that have come about beside the steps. Raises as `handle`."""
-        return [*self._poll(), *self._credit()]
+        waits_in_vain = [] if self.has_work else self._confirm_commit()
+        return [*waits_in_vain, *self._poll(), *self._credit()]
 
     def _poll(self) -> Sequence[Message]:
         ended = self._updates.poll(self._clock())
@@ -208,19 +227,39 @@ class EngineAgent:
 
         Before it comes all progress, so that whoever has the answer knows every token from before.
         """
+        confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
         if answer is not None:
-            return [*self._requests.progress(), answer]
+            return [*confirmed, *self._requests.progress(), answer]
         if isinstance(message, Prepare):
-            return self._prepare(message)
-        votes = self._cancel_update() if self._ends_staging(message) else []
+            return [*confirmed, *self._prepare(message)]
+        votes = [*confirmed, *(self._cancel_update() if self._ends_staging(message) else [])]
         try:
             answer = Ack(command_id=message.command_id, result=self._do(message))
         except Exception as error:
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
-        return [*votes, *self._requests.progress(), self._keep(message, answer)]
+        told = [*votes, *self._requests.progress()]
+        if isinstance(message, Commit) and isinstance(answer, Ack) and self.has_work:
+            self._committed = message, answer, time.perf_counter()
+            return told
+        return [*told, self._keep(message, answer)]
+
+    def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
+        """Confirm a commit that is not confirmed yet. `stepped`: the first step after it has just
+        ended, so that its stall is the gap between two steps, less the length of a step: all that
+        a stream notices, such as memory that the new step touches for the first time.
+        """
+        if self._committed is None:
+            return []
+        (commit, answer, ended_at), self._committed = self._committed, None
+        if stepped:
+            more_s = time.perf_counter() - ended_at - self._last_step_s
+            stall_s = answer.result["stall_seconds"] + max(0.0, more_s)
+            result = {**answer.result, "stall_seconds": stall_s}
+            answer = Ack(command_id=commit.command_id, result=result)
+        return [self._keep(commit, answer)]
 
     def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
         self._answers[type(message), message.command_id] = answer
@@ -231,7 +270,7 @@ class EngineAgent:
     def _do(self, message: Command | Commit | Rollback) -> Mapping[str, Any]:
         if isinstance(message, Command):
             self.is_shut_down |= message.header is Headers.SHUTDOWN
-            return run_command(self._engine, message)
+            return _run_command(self._engine, message)
         is_staged = self._updates.voted_command_id == message.command_id
         if isinstance(message, Rollback):
             if is_staged:
@@ -288,6 +327,7 @@ class EngineAgent:
 
     def _begin_session(self, message: RegisterAck) -> Sequence[Message]:
         """Hold the attempts that the coordinator names, and become what it says."""
+        self._confirm_commit()  # its new session has the weights that it registered with
         self._requests.report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
         self._requests.num_received = self._num_granted = 0
@@ -351,3 +391,21 @@ class EngineAgent:
             engine.pause()
         if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
             engine.suspend()
+
+
+def _run_command(engine: Engine, command: Command) -> Mapping[str, Any]:
+    """Do it; returns its report as plain values, empty if it has none.
+
+    Raises ProtocolError for a command or an argument that there is not, and what the engine raises.
+    """
+    verb, known = _VERBS.get(command.header, ("", ()))
+    if not verb:
+        raise ProtocolError(f"{command.header.name} is no command for an engine")
+    if unknown := command.arguments.keys() - known:
+        raise ProtocolError(
+            f"{command.header.name} has no argument {sorted(unknown)[0]!r}; it takes {known}"
+        )
+    report = getattr(engine, verb)(**command.arguments)
+    if not is_dataclass(report) or isinstance(report, type):
+        return {}
+    return {k: v.name if isinstance(v, Enum) else v for k, v in asdict(report).items()}

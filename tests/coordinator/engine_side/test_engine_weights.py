@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    AbortRequest,
     Ack,
+    Attempt,
     Commit,
     Message,
     Nack,
@@ -122,9 +125,52 @@ def test_the_engine_steps_while_its_weights_are_fetched(sources: HeldSources) ->
     (vote,) = staged(agent)
     assert isinstance(vote, Ack)
     assert agent.status().weights_version == 0
-    *_, done = agent.handle(Commit(command_id=1, version=5))
-    assert isinstance(done, Ack)
+    agent.handle(Commit(command_id=1, version=5))
     assert versions_of(agent) == [0] * 6 + [5] * 8
+
+
+def committed(sources: HeldSources) -> EngineAgent:
+    """An engine amid a request, that has just committed version 5 and not confirmed it."""
+    agent = holding_agent(sources)
+    agent.step()
+    sources.add(21)
+    sources.free(21)
+    tell(agent, prepare(1, 5, source_of(21)))
+    assert not any(isinstance(m, Ack) for m in agent.handle(Commit(command_id=1, version=5)))
+    return agent
+
+
+def test_the_reported_stall_is_the_gap_between_two_steps(sources: HeldSources) -> None:
+    start = time.perf_counter()
+    agent = committed(sources)
+    step, one_step_s = agent._engine.step, time.perf_counter() - start
+
+    def slow_first_step() -> Any:
+        time.sleep(2 * one_step_s)  # what it touches was moved, say
+        return step()
+
+    agent._engine.step = slow_first_step  # type: ignore[method-assign]
+    (ack,) = [m for m in agent.step() if isinstance(m, Ack)]
+    assert ack.command_id == 1
+    assert ack.result["stall_seconds"] >= one_step_s, "twice that, less the length of a step"
+    assert agent.handle(Commit(command_id=1, version=5))[-1] == ack
+
+
+@pytest.mark.parametrize("header", [Headers.PAUSE, Headers.STATS])
+def test_a_commit_is_confirmed_before_any_other_command(
+    header: Headers, sources: HeldSources
+) -> None:
+    agent = committed(sources)
+    acks = [m for m in agent.handle(command(header, 9)) if isinstance(m, Ack)]
+    assert [ack.command_id for ack in acks] == [1, 9]
+    assert acks[0].result["stall_seconds"] > 0
+
+
+def test_a_commit_without_further_steps_is_confirmed_at_once(sources: HeldSources) -> None:
+    agent = committed(sources)
+    agent.handle(AbortRequest(attempts=(Attempt(request_id=0),)))
+    (ack,) = [m for m in agent.poll() if isinstance(m, Ack)]
+    assert ack.result["version"] == 5
 
 
 class HeldLink:
@@ -307,7 +353,8 @@ def test_a_vote_that_a_registration_does_not_name_is_void(
     if is_known:
         assert agent.registration().prepared_command_id == 1
     agent.handle(entered())
-    answer = agent.handle(Commit(command_id=1, version=5))[-1]
+    said = [*agent.handle(Commit(command_id=1, version=5)), *agent.step()]
+    (answer,) = [m for m in said if isinstance(m, (Ack, Nack))]
     assert isinstance(answer, Ack) is is_known
 
 
