@@ -95,19 +95,13 @@ class InputProcessor:
         for (prompt, params_list), (tokens, stop_words) in zip(groups, checked, strict=True):
             self._num_groups += 1
             group_id = self._num_groups if len(params_list) > 1 else None
-            processed.append(
-                [
-                    self._processed(
-                        self._new_record(
-                            next(ids), prompt, tokens, params, priority, weights_version
-                        ),
-                        params,
-                        stop_word_ids,
-                        group_id,
-                    )
-                    for params, stop_word_ids in zip(params_list, stop_words, strict=True)
-                ]
-            )
+            group = []
+            for params, words in zip(params_list, stop_words, strict=True):
+                record = self._new_record(
+                    next(ids), prompt, tokens, params, words, priority, weights_version
+                )
+                group.append(self._processed(record, params, words, group_id))
+            processed.append(group)
         return processed
 
     def _new_record(
@@ -116,6 +110,7 @@ class InputProcessor:
         prompt: Prompt,
         tokens: list[int],
         params: SamplingParams,
+        stop_words: StopWordIds,
         priority: int,
         weights_version: int,
     ) -> DynamicInferenceRequestRecord:
@@ -129,6 +124,7 @@ class InputProcessor:
                 sampling_params=params,
                 priority=priority,
                 seed=seed,
+                stop_word_ids=_id_lists(stop_words),
                 weights_version=weights_version,
                 block_size_tokens=self._block_size,
                 enable_prefix_caching=self._enable_prefix_caching,
@@ -144,8 +140,8 @@ class InputProcessor:
         """Return the rest of a request that another engine began, from the tokens it has.
 
         Its segments get the stop words as this engine's tokenizer encodes them. Raises
-        InvalidRequestError for a record that has ended, was never in an engine or does not fit,
-        and for an id that is `in_use`.
+        InvalidRequestError, before anything is changed, for a record that has ended, was never in
+        an engine or does not fit, and for an id that is `in_use`.
         """
         request_id, first, last = record.request_id, record[0], record.current
         if request_id in in_use:
@@ -169,13 +165,16 @@ class InputProcessor:
         remaining = unfinished.current.sampling_params or params
         check_well_formed(unfinished.current.prompt_tokens.tolist(), remaining, self._limits)
         self._check_token_ids(params)
-        processed = self._processed(unfinished, params, self._stop_word_ids(params), None)
+        stop_words = self._stop_word_ids(params)
+        processed = self._processed(unfinished, params, stop_words, group_id=None)
         num_tokens, admission = len(processed.tokens), processed.admission
         if admission.error is None and num_tokens >= admission.max_length:
             raise InvalidRequestError(
                 f"request {request_id} has {num_tokens} tokens already, and this engine gives it "
                 f"room for {admission.max_length}"
             )
+        for segment in unfinished.requests:
+            segment.stop_word_ids = _id_lists(stop_words)
         self._next_id = max(self._next_id, request_id + 1)
         return processed
 
@@ -189,8 +188,6 @@ class InputProcessor:
         """`params` are those of the whole request, not of what is left of it."""
         num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
         assert seed is not None
-        for segment in record.requests:
-            segment.stop_word_ids = [list(word) for word in stop_words] or None
         admission = admit(record.request_id, num_prompt, params, self._limits)
         end_ids, strings = end_ids_of(params, self._default_end_ids), None
         if params.stop_words and self._tokenizer is not None:
@@ -317,6 +314,11 @@ def end_ids_of(params: SamplingParams, default_end_ids: tuple[int, ...]) -> tupl
         return stops
     ends = default_end_ids if params.termination_id is None else (params.termination_id,)
     return (*ends, *stops)
+
+
+def _id_lists(stop_words: StopWordIds) -> list[list[int]] | None:
+    """Return the stop words as a request has them."""
+    return [list(word) for word in stop_words] or None
 
 
 def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
