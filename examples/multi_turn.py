@@ -21,10 +21,17 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
-from trainer_hooks import group_advantages, policy_loss, token_logprobs
-from trainer_hooks.producer import AsyncRolloutProducer, ScopedLLM, TrainingBatch
-from trainer_hooks.rollouts import Rollout
-from trainer_hooks.threaded_llm import ThreadedLLM
+from trainer_hooks import (
+    AsyncRolloutProducer,
+    Rollout,
+    ScopedLLM,
+    ThreadedLLM,
+    TrainingBatch,
+    WeightSync,
+    group_advantages,
+    policy_loss,
+    token_logprobs,
+)
 
 CALL = "!"  # the model's way to hand over to the tool
 GROUP_SIZE, BATCH_GROUPS, NUM_STEPS, MAX_TURNS = 4, 4, 3, 3
@@ -96,27 +103,6 @@ def problems(tokenizer: SumTokenizer, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def tiny_policy(tokenizer: SumTokenizer) -> Qwen3ForCausalLM:
-    """Random weights."""
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=256,
-            initializer_range=0.15,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-
-
 def show(rollout: Rollout, mask_T: torch.Tensor, tokenizer: SumTokenizer) -> None:
     """A rollout's tokens, and under each sampled one a mark."""
     tokens = [tokenizer.texts[token_id] for token_id in rollout.tokens_T.tolist()]
@@ -152,7 +138,12 @@ def check(batch: TrainingBatch, logprobs_BT: torch.Tensor, tokenizer: SumTokeniz
 async def train() -> None:
     """A few steps; the engine generates while the trainer computes."""
     tokenizer = SumTokenizer()
-    policy = tiny_policy(tokenizer)
+    torch.manual_seed(0)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.15)
+    policy = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=tokenizer.vocab_size, eos_token_id=None, **shape, **heads)
+    )
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     config = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_size_gb=0.02)
     with LLM(policy, tokenizer, config) as llm:
@@ -169,6 +160,7 @@ async def train() -> None:
                 sampling_params=PARAMS,
             ) as producer,
         ):
+            weight_sync = WeightSync(threaded, in_flight=True)
             for _ in range(NUM_STEPS):
                 batch = await anext(producer)
                 rows = batch.rollouts
@@ -190,7 +182,7 @@ async def train() -> None:
                 loss.backward()
                 optimizer.step()
                 print(f"  reward {rows.rewards_B.nanmean():.3f}  loss {loss.item():+.4f}")
-                llm.update_weights(policy, in_flight=True)
+                await weight_sync.apush(policy)
 
 
 if __name__ == "__main__":

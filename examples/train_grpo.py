@@ -42,7 +42,7 @@ from examples.palindromes import (
     build_tokenizer,
     warm_up,
 )
-from examples.summary import RunSummary, summarise, summary_table
+from examples.summary import summarise, summary_table
 from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
 from trainer_hooks import (
     AsyncRolloutProducer,
@@ -135,8 +135,8 @@ def run_job(settings: JobSettings) -> None:
         console.print(summary_table(summaries, settings.title))
 
 
-def run_seed(directory: Path, settings: JobSettings, seed: int) -> RunSummary:
-    """One run: warm-up, training, greedy evaluation before and after, and the files it leaves.
+def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, float]:
+    """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
 
     Raises KeyboardInterrupt at a step edge after Ctrl-C, with a checkpoint once training has begun.
     """
@@ -146,7 +146,7 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> RunSummary:
     rewards = [row["reward"] for row in rows if "reward" in row]
     title = f"{settings.title}, palindrome_generation, seed {seed}"
     write_reward_curve(directory / "reward_curve.png", rewards, title=title)
-    (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
 from rollout.telemetry import MetricsWriter
 
 GIB = 2**30
@@ -64,6 +65,21 @@ DEFAULT_MAX_TOKENS = 16384
 DEFAULT_MAX_SEQUENCE_LENGTH = 2560
 
 
+# Names of vLLM and SGLang.
+CONFIG_HINTS = {
+    "max_model_len": "max_sequence_length",
+    "context_length": "max_sequence_length",
+    "max_num_seqs": "max_requests",
+    "max_running_requests": "max_requests",
+    "max_num_batched_tokens": "max_tokens",
+    "gpu_memory_utilization": "buffer_size_gb, an amount,",
+    "mem_fraction_static": "buffer_size_gb, an amount,",
+    "block_size": "block_size_tokens",
+    "page_size": "block_size_tokens",
+}
+
+
+@refuses_with_hints(CONFIG_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
     """Config of one engine. Raises ConfigError, naming field, value and remedy; enums accept their

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rollout.errors import InvalidRequestError
+from rollout.keyword_hints import refuses_with_hints
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 # Below it a float32 logit divided by the temperature may overflow. Far lower than any that tells
@@ -28,6 +29,19 @@ _SWITCHES = (
 )
 
 
+# Names of vLLM, SGLang and TRL.
+SAMPLING_HINTS = {
+    "max_tokens": "num_tokens_to_generate",
+    "max_new_tokens": "num_tokens_to_generate",
+    "max_completion_length": "num_tokens_to_generate",
+    "stop": "stop_words",
+    "logprobs": "return_log_probs=True, with top_n_logprobs for alternatives,",
+    "prompt_logprobs": "skip_prompt_log_probs=False",
+    "n": "the n of generate and submit",
+}
+
+
+@refuses_with_hints(SAMPLING_HINTS, InvalidRequestError)
 @dataclass(frozen=True)
 class SamplingParams:
     """Immutable sampling settings of one request. Raises InvalidRequestError (a ValueError) on a

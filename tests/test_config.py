@@ -23,6 +23,8 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
+from rollout.apis.config_fields import config_with
+from rollout.config import CONFIG_HINTS
 from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
 
 
@@ -460,3 +462,15 @@ def test_the_default_buffer_is_bounded_by_what_max_requests_can_use() -> None:
 def test_a_first_weights_version_that_is_no_32_bit_integer_is_refused(version: Any) -> None:
     with pytest.raises(ConfigError, match=f"weights_version={version!r}"):
         tiny_engine(model(), weights_version=version)
+
+
+def test_a_keyword_of_another_engine_is_refused_with_ours() -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=64 is unknown; .* is max_sequence_length"
+    ):
+        InferenceConfig(max_model_len=64)  # type: ignore[call-arg]
+    with pytest.raises(
+        ConfigError, match=r"block_size=64 is unknown; .* is block_size_tokens here"
+    ):
+        config_with(None, {"block_size": 64})
+    assert not set(CONFIG_HINTS) & {field.name for field in dataclasses.fields(InferenceConfig)}

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
-from rollout.sampling_params import LOGPROBS_MODES, MIN_TEMPERATURE, SamplingParams
+from rollout.sampling_params import (
+    LOGPROBS_MODES,
+    MIN_TEMPERATURE,
+    SAMPLING_HINTS,
+    SamplingParams,
+)
 
 OUT_OF_RANGE = [
     ("temperature", -0.1, "finite and >= 0"),
@@ -148,3 +153,15 @@ def test_params_survive_msgpack(params):
 def test_unknown_parameter_on_the_wire_is_refused_by_name():
     with pytest.raises(InvalidRequestError, match="heat"):
         SamplingParams.deserialize({"heat": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("keyword", "ours"), [("max_tokens", "num_tokens_to_generate"), ("stop", "stop_words")]
+)
+def test_a_keyword_of_another_engine_is_refused_with_ours(keyword: str, ours: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{keyword}=5 is unknown; .* is {ours} here"):
+        SamplingParams(**{keyword: 5})  # type: ignore[arg-type]
+
+
+def test_every_hint_is_for_a_keyword_that_does_not_exist() -> None:
+    assert not set(SAMPLING_HINTS) & {field.name for field in dataclasses.fields(SamplingParams)}

@@ -11,7 +11,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from trainer_hooks.producer.scoped_llm import GeneratesAsync, encoded_for, tokenizer_for
+from trainer_hooks.producer.groups import GeneratesAsync, encoded_for, tokenizer_for
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction

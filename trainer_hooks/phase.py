@@ -212,7 +212,7 @@ def generation_phase(
     `mode`: the KVCacheManagementMode of the suspend; None takes the engine's. `release`: what the
     suspend gives back, "kv_cache" and "weights".
 
-        with generation_phase(llm, InProcessWeightSync(llm), policy):
+        with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
 
     Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and at a plain

@@ -7,8 +7,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from typing import Any
 
-from rollout.config import InferenceConfig
+from rollout.config import CONFIG_HINTS, InferenceConfig
 from rollout.errors import ConfigError, InvalidRequestError
+from rollout.keyword_hints import hint_of
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 
@@ -98,6 +99,8 @@ def config_with(
     """
     known = [field.name for field in dataclasses.fields(InferenceConfig)]
     for name, value in fields.items():
+        if name in CONFIG_HINTS:
+            raise ConfigError(hint_of(name, value, CONFIG_HINTS))
         if name not in known:
             nearest = difflib.get_close_matches(name, [*known, *more_names], n=1)
             remedy = f"did you mean {nearest[0]}?" if nearest else "see rollout.InferenceConfig"

@@ -44,6 +44,7 @@ FLOORS: dict[str, float] = {
     "rollout.telemetry": 1,
     "rollout.lazy_names": 1,
     "rollout.errors": 0,
+    "rollout.keyword_hints": 0,
 }
 # rollout/__init__.py lists the public names: above every package of rollout, below trainer_hooks.
 PUBLIC_DOOR = "rollout"

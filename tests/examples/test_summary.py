@@ -36,22 +36,26 @@ def rows(num_steps: int) -> list[dict[str, float]]:
 
 def test_summary_by_hand() -> None:
     summary = summarise(rows(50), seed=3)
-    assert summary.sampled_reward_first == pytest.approx(0.045)
-    assert summary.sampled_reward_last == pytest.approx(0.445)
-    assert summary.sampled_gain == pytest.approx(0.4)
-    assert summary.greedy_gain == 0.25
-    assert (summary.warmup_steps, summary.warmup_sampled_reward, summary.warmup_s) == (2, 0.25, 9.0)
-    assert summary.stale_token_fraction == 0.25
-    assert summary.prompt_tokens == 49 * 80
+    assert summary["sampled_reward_first"] == pytest.approx(0.045)
+    assert summary["sampled_reward_last"] == pytest.approx(0.445)
+    assert summary["sampled_gain"] == pytest.approx(0.4)
+    assert summary["greedy_gain"] == 0.25
+    assert (summary["warmup_steps"], summary["warmup_sampled_reward"], summary["warmup_s"]) == (
+        2,
+        0.25,
+        9.0,
+    )
+    assert summary["stale_token_fraction"] == 0.25
+    assert summary["prompt_tokens"] == 49 * 80
     # 29 steps of 10, a restart that begins with 50, 19 steps of 10.
-    assert summary.prefilled_tokens == 290 + 50 + 190
-    assert summary.tokens_per_s == pytest.approx(600.0)
-    assert summary.train_s == pytest.approx(100.0)
+    assert summary["prefilled_tokens"] == 290 + 50 + 190
+    assert summary["tokens_per_s"] == pytest.approx(600.0)
+    assert summary["train_s"] == pytest.approx(100.0)
 
 
 def test_the_table_has_a_column_for_every_seed() -> None:
     output = io.StringIO()
-    table = summary_table([summarise(rows(50), seed) for seed in (0, 1)])
+    table = summary_table([summarise(rows(50), seed) for seed in (0, 1)], "GRPO")
     Console(file=output, width=120).print(table)
     assert "seed 0" in output.getvalue()
     assert "seed 1" in output.getvalue()

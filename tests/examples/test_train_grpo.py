@@ -39,7 +39,7 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
     assert (directory / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = training_rows(directory)
     assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
-    assert summary.stale_token_fraction > 0.0, "rollouts cross updates"
+    assert summary["stale_token_fraction"] > 0.0, "rollouts cross updates"
     assert {"reward_std", "kv_cache_staleness/mean", "timing_s/suspend"} <= set(rows[0])
     assert any(name.startswith("engine/") for name in rows[0])
     greedy = [row for row in read_jsonl(directory / "metrics.jsonl") if "eval/greedy_reward" in row]
@@ -113,7 +113,7 @@ def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: P
     rows = training_rows(directory)
     assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
     assert rows[2]["rollout/version"] > killed_version
-    assert summary.num_steps == 4
+    assert summary["num_steps"] == 4
     batches = [tuple(p) for row in read_jsonl(directory / "batches.jsonl") for p in row["prompts"]]
     assert len(set(batches)) == len(batches) == 16, "each prompt is trained on once"
 

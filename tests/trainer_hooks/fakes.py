@@ -39,6 +39,7 @@ class FakeLLM:
         self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
     ) -> SuspendReport:
         self._run("suspend")
+        self.suspended_with = mode, release
         return SuspendReport(mode="default" if mode is None else mode.value)
 
     def resume(self) -> ResumeReport:

@@ -20,8 +20,8 @@ from trainer_hooks.metrics import (
 )
 from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
 from trainer_hooks.metrics.names import markdown_table, metric_name
-from trainer_hooks.producer.batch import batch_metrics
-from trainer_hooks.producer.group import ScoredGroup
+from trainer_hooks.producer.batches import batch_metrics
+from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -152,3 +152,10 @@ def test_half_of_a_push_is_refused() -> None:
         generation_phase(llm, named_parameters=WEIGHTS)
     with pytest.raises(ConfigError, match="version=3"):
         generation_phase(llm, version=3)
+
+
+def test_the_phase_ends_with_the_suspend_that_was_asked_for() -> None:
+    llm = FakeLLM(SUSPENDED)
+    with generation_phase(llm, mode=KVCacheManagementMode.OFFLOAD, release=["weights"]):
+        pass
+    assert llm.suspended_with == (KVCacheManagementMode.OFFLOAD, ("weights",))

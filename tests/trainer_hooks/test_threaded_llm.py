@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rollout import (
     LLM,
@@ -20,7 +21,7 @@ from rollout import (
 from tests.apis.fleets import directory
 from tests.tiny_models import BLOCK_SIZE, prompt_of
 from tests.trainer_hooks.fakes import finished_request
-from trainer_hooks.threaded_llm import ThreadedLLM
+from trainer_hooks import ThreadedLLM, WeightSync
 
 CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
@@ -192,3 +193,24 @@ def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
             await closing
 
     asyncio.run(work())
+
+
+def test_the_control_verbs_are_awaited_and_requests_outlive_them() -> None:
+    async def work(llm: LLM) -> None:
+        async with ThreadedLLM(llm) as threaded:
+            paused = paused_from_within(llm, num_steps=3)
+            request = asyncio.ensure_future(threaded.generate([1, 2, 3], PARAMS))
+            assert await asyncio.to_thread(paused.wait, WAIT_S)
+            await threaded.suspend("recompute")
+            assert threaded.state is EngineState.SUSPENDED
+            policy = AutoModelForCausalLM.from_pretrained(directory())
+            report = await WeightSync(threaded).apush(policy, version=7)
+            assert report.version == threaded.weights_version == 7
+            await threaded.resume()
+            await threaded.unpause()
+            done = await asyncio.wait_for(request, WAIT_S)
+            assert set(done.policy_versions.tolist()) == {0, 7}
+            assert (await threaded.stats()).num_finished == 1
+
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))

@@ -4,7 +4,6 @@ Shape letters of the package: B rollouts, T positions of prompt + completion, ri
 Column t of a log-prob tensor is the log-prob of token t; the mask is 1 on the tokens trained on.
 """
 
-from trainer_hooks.losses.aggregation import aggregate
 from trainer_hooks.losses.config import (
     POLICY_LOSS_KINDS,
     OffPolicyCorrection,
@@ -13,8 +12,8 @@ from trainer_hooks.losses.config import (
 from trainer_hooks.losses.corrections import correction_weights
 from trainer_hooks.losses.diagnostics import effective_sample_size
 from trainer_hooks.losses.kl import kl_estimate, token_rewards
-from trainer_hooks.losses.policy import policy_loss
-from trainer_hooks.losses.value import value_loss
+from trainer_hooks.losses.policy import policy_loss, value_loss
+from trainer_hooks.losses.terms import aggregate
 
 __all__ = [
     "OffPolicyCorrection",

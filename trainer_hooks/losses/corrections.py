@@ -22,7 +22,7 @@ import torch
 
 from rollout.errors import ConfigError
 from trainer_hooks.losses.config import OffPolicyCorrection
-from trainer_hooks.losses.ratios import rollout_log_ratios
+from trainer_hooks.losses.terms import rollout_log_ratios
 
 
 def correction_weights(

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 
 from trainer_hooks.losses.config import KINDS, PolicyLossConfig
-from trainer_hooks.losses.kinds import TokenLosses
-from trainer_hooks.losses.ratios import log_ratios
+from trainer_hooks.losses.terms import TokenLosses, log_ratios
 
 # A lag up to the first edge falls into the first cell, and so on; in versions.
 POLICY_LAG_EDGES = (0.0, 1.0, 3.0)

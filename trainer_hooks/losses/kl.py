@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 
 from trainer_hooks.losses.config import KLEstimator
-from trainer_hooks.losses.ratios import MAX_LOG_RATIO, log_ratios, trained_values
+from trainer_hooks.losses.terms import MAX_LOG_RATIO, log_ratios, trained_values
 
 
 def kl_estimate(

@@ -3,25 +3,128 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
+from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
-from trainer_hooks.producer.batch import TrainingBatch, batch_metrics, collate_groups
-from trainer_hooks.producer.checks import check_options
-from trainer_hooks.producer.errors import ProducerError
-from trainer_hooks.producer.gate import AdmissionGate
-from trainer_hooks.producer.group import ScoredGroup
-from trainer_hooks.producer.group_maker import GroupMaker, RolloutFunction
-from trainer_hooks.producer.open_batch import BatchRules, OpenBatch, Task
-from trainer_hooks.producer.scoped_llm import GeneratesAsync, tokenizer_for
-from trainer_hooks.producer.versions import VersionWatch
+from trainer_hooks.producer.batches import (
+    BatchRules,
+    OpenBatch,
+    ProducerError,
+    Task,
+    TrainingBatch,
+    batch_metrics,
+    collate_groups,
+)
+from trainer_hooks.producer.groups import (
+    GeneratesAsync,
+    GroupMaker,
+    RolloutFunction,
+    ScoredGroup,
+    tokenizer_for,
+)
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
 from trainer_hooks.rewards import RewardRunner, as_runner
 from trainer_hooks.rewards.calling import RewardFunction
+
+
+class AdmissionGate:
+    """Counts the batches that were let in, and says whether one more may come.
+
+    Versions are counted from the producer's start. One batch makes one version: batch k is trained
+    at version k. At version v at most v + S + 1 batches have ever been admitted, so batch k is
+    admitted at a version >= k - S, and no token of it is more than S versions old when it is
+    trained. The place of a batch becomes free with the version that it made, not with its
+    hand-over: freed at the hand-over, a batch admitted while its predecessor trains would be one
+    version too old at its turn.
+    """
+
+    def __init__(self, max_staleness_versions: int) -> None:
+        """Raises ConfigError for a bound below 0."""
+        if max_staleness_versions < 0:
+            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
+        self.max_staleness_versions = max_staleness_versions
+        self.num_admitted = 0
+        self.num_handed_over = 0
+
+    def may_admit(self, version: int) -> bool:
+        """Whether the next batch may begin at `version`.
+
+        A trainer that makes several versions of one batch frees more places than it uses. So that
+        unused batches do not pile up, no more than S + 1 of them wait.
+        """
+        num_waiting = self.num_admitted - self.num_handed_over
+        num_allowed = version + self.max_staleness_versions + 1
+        return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
+
+    def admit(self, version: int) -> int:
+        """Let the next batch in; returns its number, from 0."""
+        assert self.may_admit(version), "ask first"
+        self.num_admitted += 1
+        return self.num_admitted - 1
+
+    def hand_over(self) -> None:
+        """The oldest waiting batch has gone to the trainer."""
+        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
+        self.num_handed_over += 1
+
+
+class VersionWatch:
+    """`told`: that of all engines, by the llm. `newest`: a token may show that one is ahead of it.
+
+    Batches are admitted by what is told: only then can no engine sample under an older version.
+    """
+
+    def __init__(self, llm: GeneratesAsync) -> None:
+        self._llm = llm
+        self._start = self.told = self.newest = 0
+
+    @property
+    def since_start(self) -> int:
+        """What is told, counted from the producer's start."""
+        return self.told - self._start
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._start = self.told = self.newest = self._llm.weights_version
+
+    def look(self, version: int | None = None) -> None:
+        """Ask the llm. `version`: one that it does not tell."""
+        self.told = max(self.told, self._llm.weights_version, version or 0)
+        self.saw(self.told)
+
+    def saw(self, version: int) -> None:
+        """A token was sampled under `version`."""
+        self.newest = max(self.newest, version)
+
+
+def check_options(
+    llm: GeneratesAsync,
+    group_size: int,
+    batch_groups: int,
+    max_attempts: int,
+    oversample_groups: int,
+    sampling_params: SamplingParams,
+) -> None:
+    """Raise ConfigError for what could only fail later."""
+    least = {"group_size": 1, "batch_groups": 1, "max_attempts": 1, "oversample_groups": 0}
+    given = (group_size, batch_groups, max_attempts, oversample_groups)
+    for (name, low), value in zip(least.items(), given, strict=True):
+        if value < low:
+            raise ConfigError(f"{name}={value} must be at least {low}")
+    if not inspect.iscoroutinefunction(llm.generate):
+        raise ConfigError(
+            f"{type(llm).__name__}.generate cannot be awaited; use AsyncLLM, or wrap an LLM: "
+            "ThreadedLLM(llm)"
+        )
+    if not sampling_params.return_prompt_tokens:
+        raise ConfigError("return_prompt_tokens=False leaves nothing to train on; set it to True")
+
 
 TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
 

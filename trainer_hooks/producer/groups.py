@@ -1,21 +1,127 @@
-"""GroupMaker: from one prompt to its samples and their rewards."""
+"""From one prompt to a scored group: turns, samples, their rewards, further attempts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
+from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer
-from trainer_hooks.producer.group import ScoredGroup
-from trainer_hooks.producer.scoped_llm import GeneratesAsync, ScopedLLM, encoded_for
+from rollout.text import Tokenizer, as_tokenizer
 from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
+
+
+class GeneratesAsync(Protocol):
+    """The part of AsyncLLM that a producer uses. Cancelling `generate` aborts its requests."""
+
+    @property
+    def weights_version(self) -> int: ...
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+    ) -> Any: ...
+
+
+class ScopedLLM:
+    """Generates turns of one sample, with the producer's sampling and a seed for each turn.
+
+    `tokenizer`: for text that a tool adds; what was generated is never to be decoded and encoded.
+    """
+
+    def __init__(
+        self,
+        llm: GeneratesAsync,
+        sampling_params: SamplingParams,
+        item: PromptItem,
+        sample_index: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """The seed of `sampling_params` is that of the group."""
+        self._llm = llm
+        self.sampling_params = sampling_params
+        self.item, self.sample_index, self.tokenizer = item, sample_index, tokenizer
+        self._num_turns = 0
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """The other columns of the prompt's row."""
+        return self.item.columns
+
+    async def generate(self, token_ids: Sequence[int], **changes: Any) -> DynamicInferenceRequest:
+        """One turn on the context `token_ids`; `changes` are fields of SamplingParams.
+
+        Raises ConfigError for an empty context.
+        """
+        if not len(token_ids):
+            raise ConfigError("a turn needs a context of at least one token")
+        seed = mix_seed(self.sampling_params.seed or 0, self.sample_index, self._num_turns)
+        self._num_turns += 1
+        params = replace(self.sampling_params, **{"seed": seed, **changes})
+        request: DynamicInferenceRequest = await self._llm.generate(token_ids, params)
+        return request
+
+
+def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
+    """`tokenizer`, or else that of the llm. Raises TypeError for something else."""
+    source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
+    return None if source is None else as_tokenizer(source)
+
+
+def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -> Any:
+    """`prompt` as `llm` takes it: text stays text only where the llm has a tokenizer of its own."""
+    takes_text = getattr(llm, "tokenizer", None) is not None
+    if isinstance(prompt, str) and not takes_text and tokenizer is not None:
+        return tokenizer.encode(prompt)
+    return prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredGroup:
+    """In sample order. `rewards`: NaN for a failed rollout.
+
+    `generate_s`, `reward_s`: seconds from the first request to the last, and for the rewards, of
+    the attempt that succeeded.
+    """
+
+    ticket: PromptTicket
+    item: PromptItem
+    rollouts: Sequence[Rollout]
+    rewards: Sequence[float]
+    generate_s: float
+    reward_s: float
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """All requests, turns of a sample in order."""
+        return [request for rollout in self.rollouts for request in rollout.requests]
+
+    @property
+    def valid_rewards(self) -> list[float]:
+        return [reward for reward in self.rewards if not math.isnan(reward)]
+
+    @property
+    def has_spread(self) -> bool:
+        """Two rewards differ, so that the group has a gradient."""
+        return len(set(self.valid_rewards)) > 1
+
+    def version_range(self) -> tuple[int, int] | None:
+        """The oldest and the newest version that sampled a token; None if there is no token."""
+        ranges = [
+            (int(versions.min()), int(versions.max()))
+            for rollout in self.rollouts
+            if len(versions := rollout.policy_versions)
+        ]
+        if not ranges:
+            return None
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
+
 
 Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
 RolloutFunction = Callable[[ScopedLLM, Any], Awaitable[Turns]]

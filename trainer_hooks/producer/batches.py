@@ -1,17 +1,109 @@
-"""OpenBatch: an admitted batch while its groups are made."""
+"""Batches: while their groups are made, and as the producer hands them to the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_hooks.producer.errors import ProducerError
-from trainer_hooks.producer.group import ScoredGroup
-from trainer_hooks.producer.group_maker import GroupMaker
-from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
+from rollout.errors import RolloutError
+from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
+from trainer_hooks.producer.groups import GroupMaker, ScoredGroup
+from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
+
+
+class ProducerError(RolloutError):
+    """No batch can come: of the bound, of prompts that all fail, or since it is closed."""
+
+
+# What became of prompts while a batch was made, under the names of its metrics.
+_FATES = (
+    "aborted",
+    "failed",
+    "reward_failed",  # those of the failed whose score failed
+    "filtered",
+    "stale",
+    "error",
+    "retried",
+    "refilled",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingBatch:
+    """`rollouts`: the tensors, group by group in the order of `groups`, `group_size` rows each.
+
+    `index`: how many batches this producer handed over before. `version`: the weights version that
+    it is to be trained at. `admitted_at_version`: the one at which it was begun. `metrics`: flat,
+    for MetricsLogger.
+    """
+
+    index: int
+    groups: Sequence[ScoredGroup]
+    rollouts: RolloutBatch
+    group_size: int
+    version: int
+    admitted_at_version: int
+    metrics: dict[str, float]
+
+    @property
+    def items(self) -> list[PromptItem]:
+        """The prompts, one per group."""
+        return [group.item for group in self.groups]
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """That of each rollout's last turn, in the order of the rows of `rollouts`."""
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        return [rollout.requests[-1].finish_reason for rollout in rollouts]
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self.groups)
+
+
+def collate_groups(
+    groups: Sequence[ScoredGroup],
+    version: int,
+    temperature: float,
+    pad_id: int,
+    logprobs_mode: TrainedLogprobs,
+) -> RolloutBatch:
+    """The rollouts of all groups as one batch. Raises what collate_rollouts raises."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
+    return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode)
+
+
+def batch_metrics(
+    groups: Sequence[ScoredGroup],
+    counts: Counter[str],
+    *,
+    waited_s: float,
+    num_waiting_batches: int,
+) -> dict[str, float]:
+    """Where the time of a batch went, in seconds, and what became of its prompts, in groups.
+
+    `timing_s/batch_wait` is what the trainer waited for it; generation and rewards ran beside.
+    """
+    generate_s = [group.generate_s for group in groups]
+    reward_s = [group.reward_s for group in groups]
+    num_samples = sum(len(group.rewards) for group in groups)
+    num_valid = sum(len(group.valid_rewards) for group in groups)
+    return {
+        "timing_s/batch_wait": waited_s,
+        "timing_s/group_generate_mean": sum(generate_s) / len(groups),
+        "timing_s/group_generate_max": max(generate_s),
+        "timing_s/group_reward_mean": sum(reward_s) / len(groups),
+        "timing_s/group_reward_max": max(reward_s),
+        "rollouts/num_groups": len(groups),
+        "rollouts/num_failed_samples": num_samples - num_valid,
+        "rollouts/num_waiting_batches": num_waiting_batches,
+        **{f"rollouts/num_{fate}_groups": counts[fate] for fate in _FATES},
+    }
+
 
 Task = asyncio.Task[ScoredGroup | None]
 Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]

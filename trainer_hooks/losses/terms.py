@@ -1,0 +1,150 @@
+"""The terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
+
+Shape letters: B rollouts, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks.losses.config import KINDS, Aggregation, PolicyLossConfig, RatioLevel
+
+# exp(20) is half a billion: no clip or cap lets such a ratio through, and float32 still holds its
+# square, so sums stay finite.
+MAX_LOG_RATIO = 20.0
+
+
+def trained_values(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """`values_BT` in float32 with 0 outside the mask, where anything may stand, NaN included."""
+    return values_BT.float().masked_fill(~mask_BT, 0.0)
+
+
+def log_ratios(
+    numerator_BT: torch.Tensor, denominator_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """Difference of log-probs, 0 outside the mask, held within +-MAX_LOG_RATIO."""
+    difference_BT = (numerator_BT - denominator_BT).masked_fill(~mask_BT, 0.0)
+    return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def rollout_log_ratios(
+    log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: RatioLevel
+) -> torch.Tensor:
+    """[B, 1] for a level of whole rollouts, [B, T] for `token`.
+
+    `sequence` is the log of the product over the trained tokens, `geometric` that of their mean
+    (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
+    """
+    if level == "token":
+        return log_ratio_BT
+    total_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
+    if level == "geometric":
+        total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return total_B1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def differentiable_ratios(
+    logprobs_BT: torch.Tensor,
+    anchor_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    level: RatioLevel,
+) -> torch.Tensor:
+    """pi / anchor per token [B, T], with its gradient to `logprobs_BT`.
+
+    For a level of whole rollouts every token has its rollout's ratio, and the ratio's gradient is
+    credited to the rollout's own tokens, one by one: s * exp(c (log pi - sg(log pi))), where sg
+    stops the gradient and c makes the mean over tokens have the gradient of s. So advantages may
+    differ within a rollout. Source: GSPO-token, Zheng et al. 2025, eq. 14.
+    """
+    if level == "token":
+        return log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT).exp()
+    log_ratio_BT = log_ratios(logprobs_BT.detach(), anchor_logprobs_BT, mask_BT)
+    ratio_B1 = rollout_log_ratios(log_ratio_BT, mask_BT, level).exp()
+    scale_B1 = mask_BT.sum(dim=1, keepdim=True) if level == "sequence" else 1.0
+    return ratio_B1 * (scale_B1 * (logprobs_BT - logprobs_BT.detach())).exp()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLosses:
+    """Losses [B, T] with a gradient; the ratio and what happened to it, without one.
+
+    `is_low_BT`, `is_high_BT`: the clip acts, below for A < 0 or above for A > 0.
+    `is_dual_BT`: the dual clip acts. Values outside the mask have no meaning.
+    """
+
+    losses_BT: torch.Tensor
+    ratio_BT: torch.Tensor
+    is_low_BT: torch.Tensor
+    is_high_BT: torch.Tensor
+    is_dual_BT: torch.Tensor | None
+
+    @property
+    def is_clipped_BT(self) -> torch.Tensor:
+        return self.is_low_BT | self.is_high_BT
+
+
+def token_losses(
+    logprobs_BT: torch.Tensor,
+    anchor_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """The losses with r = pi / anchor of the kind's level and epsilon its clip range.
+
+    All kinds but cispo: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
+    cispo: -sg(clip(r)) A log pi; every token keeps a gradient, the clip only bounds its weight.
+    """
+    kind = KINDS[config.kind]
+    epsilon_low, epsilon_high = config.clip_range
+    ratio_BT = differentiable_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT, kind.ratio_level)
+    clipped_BT = ratio_BT.clamp(1.0 - epsilon_low, 1.0 + epsilon_high)
+    fixed_BT, is_dual_BT = ratio_BT.detach(), None
+    if kind.clips_weight:
+        losses_BT = -(clipped_BT.detach() * advantages_BT * logprobs_BT)
+    else:
+        gain_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+        if config.dual_clip is not None:
+            is_dual_BT = (fixed_BT > config.dual_clip) & (advantages_BT < 0.0)
+            gain_BT = torch.where(is_dual_BT, config.dual_clip * advantages_BT, gain_BT)
+        losses_BT = -gain_BT
+    return TokenLosses(
+        losses_BT=losses_BT,
+        ratio_BT=fixed_BT,
+        is_low_BT=(fixed_BT < 1.0 - epsilon_low) & (advantages_BT < 0.0),
+        is_high_BT=(fixed_BT > 1.0 + epsilon_high) & (advantages_BT > 0.0),
+        is_dual_BT=is_dual_BT,
+    )
+
+
+def aggregate(
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    aggregation: Aggregation = "token-mean",
+    denominator: float | None = None,
+) -> torch.Tensor:
+    """A scalar; `values_BT` must be 0 outside the bool `mask_BT`.
+
+    `token-mean`: sum over tokens / number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476,
+    eq. 8). `seq-mean-token-sum`: sum over tokens / number of rollouts (Dr. GRPO, Liu et al. 2025,
+    arXiv 2503.20783, sec. 3.2). `seq-mean-token-mean`: mean over tokens of each rollout, then sum /
+    number of rollouts (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3). Rollouts without a trained
+    token do not count.
+    `denominator` takes the place of that last number. With the number of tokens (or rollouts) of
+    the whole batch in every micro-batch, their gradients add up to that of the batch.
+    Raises ConfigError for a denominator that is not above 0.
+    """
+    if denominator is not None and not denominator > 0.0:
+        raise ConfigError(f"aggregation_denominator={denominator} must be above 0")
+    num_tokens_B = mask_BT.sum(dim=1)
+    if aggregation == "token-mean":
+        total, count = values_BT.sum(), num_tokens_B.sum()
+    else:
+        per_rollout_B = values_BT.sum(dim=1)
+        if aggregation == "seq-mean-token-mean":
+            per_rollout_B = per_rollout_B / num_tokens_B.clamp(min=1)
+        total, count = per_rollout_B.sum(), (num_tokens_B > 0).sum()
+    return total / (count.clamp(min=1) if denominator is None else denominator)
