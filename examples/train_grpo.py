@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from examples.learner import AlgorithmSettings, Learner, TrainerSettings
@@ -174,7 +174,7 @@ async def train(directory: Path, settings: JobSettings, seed: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         versions = WeightsVersionCounter(directory / "weights_version", state.weights_version)
         async with (
-            engines(checkpoint, settings, seed, versions.reserve()) as llm,
+            engines(learner.policy, tokenizer, settings, seed, versions.reserve()) as llm,
             make_producer(llm, settings, seed, task, tokenizer, state) as producer,
         ):
             loop = TrainingLoop(
@@ -218,20 +218,28 @@ async def begin(directory: Path, settings: JobSettings, seed: int, task: Palindr
 
 @asynccontextmanager
 async def engines(
-    checkpoint: Path, settings: JobSettings, seed: int, version: int
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: JobSettings,
+    seed: int,
+    version: int,
 ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-    """The engine in this process, or those in processes of their own, with the saved policy."""
+    """The engine in this process, or those in processes of their own, with the policy as it is now.
+
+    They get the policy itself: a checkpoint may be deleted before an engine is started again.
+    """
     config = replace(settings.engine, seed=seed)
     if settings.num_engines:
         async with AsyncLLM(
-            checkpoint,
+            policy,
+            tokenizer,
             inference_config=config,
             data_parallel_size=settings.num_engines,
             weights_version=version,
         ) as llm:
             yield llm
     else:
-        with LLM(checkpoint, inference_config=config, weights_version=version) as direct:
+        with LLM(policy, tokenizer, config, weights_version=version) as direct:
             async with ThreadedLLM(direct) as threaded:
                 yield threaded
 

@@ -23,7 +23,7 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
-from rollout.apis.config_fields import config_with
+from rollout.apis.arguments import config_with
 from rollout.config import CONFIG_HINTS
 from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
 
