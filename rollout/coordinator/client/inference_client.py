@@ -91,7 +91,7 @@ class InferenceClient:
         self._link: Link | None = None
         self._news = asyncio.Event()
         self._requests = PendingRequests(self._send, self._tokenizer, _GRACE_S)
-        self._commands = PendingCommands(self._send)
+        self._commands = PendingCommands(self._send, _GRACE_S)
         self._lost: RolloutError | None = None
         self._is_stopped = self._is_flush_due = False
 
@@ -353,15 +353,14 @@ class InferenceClient:
                 version=version,
                 in_flight=in_flight,
                 deadline_s=float(deadline_s),
-            ),
-            _GRACE_S,
+            )
         )
 
     def _command(self, header: Headers, deadline_s: float, **arguments: Any) -> CommandFuture:
         command = COMMAND_TYPES[header](
             command_id=self._new_command_id(), arguments=arguments, deadline_s=float(deadline_s)
         )
-        return self._commands.submit(command, _GRACE_S)
+        return self._commands.submit(command)
 
     def _new_command_id(self) -> int:
         self._require_usable()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from rollout.coordinator.client.streams import set_exception
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -22,14 +23,15 @@ CommandFuture = asyncio.Future[dict[str, Any]]
 class PendingCommands:
     """Futures by command id. Lives in one event loop. One that nobody looks at warns nobody."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Message], None], grace_s: float) -> None:
+        """`grace_s`: how long after a deadline the coordinator may still answer."""
+        self._send, self._grace_s = send, grace_s
         self._futures: dict[int, CommandFuture] = {}
 
-    def submit(self, command: Command | UpdateWeights, grace_s: float) -> CommandFuture:
+    def submit(self, command: Command | UpdateWeights) -> CommandFuture:
         """Send it. Returns the future of its result. Raises ProtocolError if it cannot be sent.
 
-        The coordinator keeps the deadline; `grace_s` seconds later the future fails by itself.
+        The coordinator keeps the deadline; `grace_s` later the future fails by itself.
         """
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: CommandFuture = loop.create_future()
@@ -38,10 +40,10 @@ class PendingCommands:
         future.add_done_callback(_retrieve_exception)
         future.add_done_callback(lambda _: self._futures.pop(command_id, None))
         if command.deadline_s is not None:
-            limit_s = command.deadline_s + grace_s
+            limit_s = command.deadline_s + self._grace_s
             name = command.header.name if isinstance(command, Command) else "UPDATE_WEIGHTS"
             error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
-            timer = loop.call_later(limit_s, _fail, future, error)
+            timer = loop.call_later(limit_s, set_exception, future, error)
             future.add_done_callback(lambda _: timer.cancel())
         return future
 
@@ -58,12 +60,7 @@ class PendingCommands:
     def fail(self, error: RolloutError) -> None:
         """End all futures."""
         for future in list(self._futures.values()):
-            _fail(future, type(error)(*error.args))
-
-
-def _fail(future: CommandFuture, error: RolloutError) -> None:
-    if not future.done():
-        future.set_exception(error)
+            set_exception(future, type(error)(*error.args))
 
 
 def _retrieve_exception(future: CommandFuture) -> None:

@@ -11,7 +11,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from rollout.coordinator.client.streams import RequestFuture, StreamedTokens
+from rollout.coordinator.client.streams import RequestFuture, StreamedTokens, set_exception
 from rollout.coordinator.client.submission import Submission
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
@@ -175,7 +175,7 @@ class PendingRequests:
             request = self._requests.get(sample.request_id)
             if request is not None:
                 self._remove(request)
-                _set_exception(request.future, type(error)(*error.args))
+                set_exception(request.future, type(error)(*error.args))
 
     # ---- giving up
 
@@ -193,14 +193,14 @@ class PendingRequests:
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
-            _set_exception(request.future, aborted)
+            set_exception(request.future, aborted)
             return
         name, grace_s = request.future.request_id, self._grace_s
         error = CoordinatorLostError(
             f"request {name} has no reply {grace_s:g} s after its deadline"
         )
         loop = asyncio.get_running_loop()
-        request.timer = loop.call_later(grace_s, _set_exception, request.future, error)
+        request.timer = loop.call_later(grace_s, set_exception, request.future, error)
 
     def abort(self, request_id: int) -> None:
         """Ask for the end of a request, unless it has ended. One that was not sent ends at once."""
@@ -209,7 +209,7 @@ class PendingRequests:
             return
         if not request.is_sent:
             self._remove(request)
-            _set_exception(request.future, RequestAbortedError("aborted by its client"))
+            set_exception(request.future, RequestAbortedError("aborted by its client"))
             return
         request.is_aborted = True
         if not self._to_abort:
@@ -229,7 +229,7 @@ class PendingRequests:
         for request in list(self._requests.values()):
             self._remove(request)
         for future in list(self.futures.values()):
-            _set_exception(future, type(error)(*error.args))
+            set_exception(future, type(error)(*error.args))
             if quietly and not future.cancelled():
                 future.exception()
 
@@ -306,8 +306,3 @@ class PendingRequests:
 def _num_bytes(message: SubmitRequest) -> int:
     """As a coordinator counts them."""
     return message.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in message.samples)
-
-
-def _set_exception(future: RequestFuture, error: RolloutError) -> None:
-    if not future.done():
-        future.set_exception(error)

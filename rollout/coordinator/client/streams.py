@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from rollout.coordinator.protocol.packed import token_run
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
+from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 
@@ -19,6 +21,12 @@ class RequestFuture(asyncio.Future[Record]):
     def __init__(self, request_id: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self.request_id = request_id
+
+
+def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
+    """Fail a future, unless it is done."""
+    if not future.done():
+        future.set_exception(error)
 
 
 class StreamedTokens:
