@@ -254,7 +254,7 @@ class EngineAgent:
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None
-        if stepped:
+        if stepped and self._last_step_s:  # else there is no step to compare it with
             more_s = time.perf_counter() - ended_at - self._last_step_s
             stall_s = answer.result["stall_seconds"] + max(0.0, more_s)
             result = {**answer.result, "stall_seconds": stall_s}
