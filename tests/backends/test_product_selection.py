@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.products.cache import ChoiceCache
+from rollout.backends.products.choice import BUCKETS
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
 from rollout.errors import ConfigError
@@ -95,6 +96,16 @@ def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
     products = selection(FakeStopwatch(lambda name, rows: 1.0, max_calls=3))
     products.measure([WEIGHT])
     assert names(products) == {"native-a", "onednn", "plain"}
+
+
+def test_what_was_timed_once_is_measured_again_by_the_next_engine() -> None:
+    num_calls = len(PRODUCTS) * len(BUCKETS)
+    hasty, second = FakeStopwatch(mkl_is_fastest, num_calls), FakeStopwatch(mkl_is_fastest)
+    products = selection(hasty)
+    products.measure([WEIGHT])
+    assert names(products) == {"mkl"}
+    selection(second).measure([WEIGHT])
+    assert second.calls
 
 
 def test_a_stopwatch_ends_with_its_budget() -> None:

@@ -71,6 +71,11 @@ def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
     )
 
 
+def is_reliable(choice: Choice, seconds: Seconds) -> bool:
+    """Whether each bucket's product was timed twice at least."""
+    return all(len(seconds[name][bucket]) > 1 for bucket, name in enumerate(choice.products))
+
+
 def fastest_of(bucket: int, seconds: Seconds) -> list[str]:
     """Names of the products timed in this bucket, the fastest first."""
     timed = [name for name in seconds if seconds[name][bucket]]
@@ -97,9 +102,7 @@ def _noise(rounds: Sequence[float]) -> float:
     return max(_MIN_MARGIN, second / first - 1)
 
 
-def _relative_cost(
-    picks: Sequence[str], seconds: Seconds, candidates: Sequence[Product]
-) -> float:
+def _relative_cost(picks: Sequence[str], seconds: Seconds, candidates: Sequence[Product]) -> float:
     """The sum over the buckets; where nothing was measured the default is taken for the fastest."""
     cost = 0.0
     for bucket, name in enumerate(picks):

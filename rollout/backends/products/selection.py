@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import PLAIN, Product
-from rollout.backends.products.choice import BUCKETS, Choice, choose, choose_by_rule
+from rollout.backends.products.choice import BUCKETS, Choice, choose, choose_by_rule, is_reliable
 from rollout.backends.products.timing import Stopwatch, measure
 from rollout.errors import ConfigError
 
@@ -50,9 +50,9 @@ class ProductSelection:
         return [self._candidates[name] for name in self._choice(weight_NK).products]
 
     def measure(self, weights: Iterable[Tensor]) -> None:
-        """Measure the shapes that are not known yet, in at most two seconds, and keep the choices.
+        """Measure the shapes that are not known yet, and keep the choices. Logs one line.
 
-        Logs one line.
+        It takes at most two seconds; with one thread, of CPU time.
         """
         weights = list(weights)
         used = {_key(weight_NK): weight_NK for weight_NK in weights}
@@ -93,7 +93,9 @@ class ProductSelection:
         seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
         found = {key: choose(seconds[key], candidates) for key in unknown}
         self._measured |= found
-        self._cache.save(found, self._candidates)
+        # What a slow or busy machine could not finish is measured again by the next engine.
+        kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
+        self._cache.save(kept, self._candidates)
 
 
 def _key(weight_NK: Tensor) -> str:

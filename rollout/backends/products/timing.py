@@ -26,16 +26,18 @@ _READ_BETWEEN_BYTES = 32 << 20
 
 
 class Stopwatch:
-    """Times calls until its budget is used up, from the moment when it is made."""
+    """Times calls until its budget is used up, from the moment when it is made.
+
+    With one thread, what other processes take meanwhile is not counted.
+    """
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
-        self._end = time.monotonic() + budget_s
-        # What other processes take is not counted, but the time of other threads would not be.
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._end = self._now() + budget_s
 
     def is_over(self) -> bool:
         """Whether the budget is used up."""
-        return time.monotonic() >= self._end
+        return self._now() >= self._end
 
     def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
         """Seconds of one product."""
@@ -61,9 +63,9 @@ def measure(
     read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4)
     for index, bucket, product in passes(range(_MAX_ROUNDS), range(len(BUCKETS)), candidates):
         contenders = [s for s in samples if s.is_contender(product, bucket, index)]
-        if index == 0:
+        if index == 0 and product.kind != "native":
             for sample in contenders:
-                product(*sample.arguments(product, bucket))  # builds what it caches
+                product(*sample.arguments(product, bucket))  # builds what its library caches
         if contenders:
             read_between.sum()
         for sample in contenders:
