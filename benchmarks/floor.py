@@ -2,7 +2,7 @@
 
 A forward pass of T tokens cannot cost less than T rows through every layer's matrices, plus the
 rows whose logits are wanted through the head. The floor takes the fastest product there is here:
-torch's, oneDNN with weights packed once, or the engine's own.
+torch's, oneDNN with weights packed once, or what the engine has chosen by measuring.
 """
 
 from __future__ import annotations
@@ -96,9 +96,11 @@ class MatmulFloor:
 def _products(linears: list[Linear], ops: Ops) -> dict[str, list[Product]]:
     """For each kind of product, one callable per layer."""
     weights = [linear.weight.detach() for linear in linears]
+    handles = [ops.prepare_linear(weight) for weight in weights]
+    ops.tune(handles)
     kinds = {
         "torch": [_plain(weight) for weight in weights],
-        "engine": [_engine(weight, ops) for weight in weights],
+        "engine": [_engine(handle, ops) for handle in handles],
     }
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         kinds["oneDNN packed"] = [_packed(weight) for weight in weights]
@@ -109,8 +111,7 @@ def _plain(weight_NK: Tensor) -> Product:
     return lambda x_TK: F.linear(x_TK, weight_NK)
 
 
-def _engine(weight_NK: Tensor, ops: Ops) -> Product:
-    handle = ops.prepare_linear(weight_NK)
+def _engine(handle: Any, ops: Ops) -> Product:
     return lambda x_TK: ops.linear(x_TK, handle)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Nothing is measured, so that products do not depend on a cache file or on a busy moment.
+os.environ.setdefault("ROLLOUT_TUNE", "0")
 
 import hypothesis
 import pytest

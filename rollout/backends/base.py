@@ -6,7 +6,7 @@ features, V vocabulary, S sample rows, P scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,17 @@ class Ops(Protocol):
 
     def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
         """A handle for `linear`. It may hold a packed copy, which `refresh` brings up to date."""
+        ...
+
+    def tune(self, handles: Iterable[Any]) -> None:
+        """Choose how `linear` computes for these handles, all of a model; it may take seconds.
+
+        Handles that are not tuned work as well. The choice never changes afterwards.
+        """
+        ...
+
+    def explain(self) -> str:
+        """A table of what `tune` has chosen, for people; empty where there is nothing to choose."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Any) -> Tensor:

@@ -71,6 +71,7 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, BackendLayer):
                 module.bind(backend)
+        backend.ops.tune(layer.handle for layer in self.linear_layers().values())
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:

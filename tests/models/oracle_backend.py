@@ -6,7 +6,7 @@ letters as in rollout/backends/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ class OracleOps:
         handle = PackedLinear(weight_NK, bias_N, (weight_NK, bias_N))
         self.refresh(handle)
         return handle
+
+    def tune(self, handles: Iterable[PackedLinear]) -> None:
+        pass
 
     def stage(self, handle: PackedLinear, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

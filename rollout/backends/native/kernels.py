@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _SIGNATURES = {
     "fingerprint": "ppiiiii",
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
+    "linear_max_lanes": "",
 }
 
 
@@ -51,6 +53,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
+        *((name, c_int64) for name in ("lanes", "locality")),
     )
 
 
@@ -82,8 +85,9 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in arguments]
-            function.restype = c_int64 if name.endswith("_bytes") else None
+            function.restype = c_int64 if name.endswith(("_bytes", "_lanes")) else None
             setattr(self, name, function)
+        self.version = Path(library._name).stem  # of the sources, the compiler and the CPU
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0  # of the process whose threads the pool has
 

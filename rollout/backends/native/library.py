@@ -8,11 +8,12 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+from rollout.backends.user_cache import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_library() -> ctypes.CDLL | None:
 def _build(compiler: str) -> tuple[Path, bool]:
     """(the shared object of these sources, compiler, flags and CPU; whether it was made now)."""
     sources = sorted(_FOLDER.glob("*.c"))
-    path = _cache_folder() / f"{_digest(compiler, sources)}.so"
+    path = private_folder("native") / f"{_digest(compiler, sources)}.so"
     if path.exists():
         return path, False
     # Compiled beside its place and renamed: another process sees all of it or nothing.
@@ -72,13 +73,13 @@ def _build(compiler: str) -> tuple[Path, bool]:
 
 
 def _digest(compiler: str, sources: list[Path]) -> str:
-    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, _cpu_identity())).encode())
+    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, cpu_identity())).encode())
     for file in (*sources, *sorted(_FOLDER.glob("*.h"))):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _cpu_identity() -> str:
+def cpu_identity() -> str:
     """What -march=native depends on: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
@@ -86,26 +87,3 @@ def _cpu_identity() -> str:
         return platform.machine() + platform.processor()
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     return "\n".join(line for line in lines if line.split("\t")[0].strip() in names)
-
-
-def _cache_folder() -> Path:
-    """A folder that only this user can write: code is loaded from it. OSError if there is none."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    candidates = (
-        Path(home) / "rollout" / "native",
-        Path(tempfile.gettempdir()) / f"rollout-native-{os.getuid()}",
-    )
-    for folder in candidates:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_private(folder) and os.access(folder, os.W_OK):
-                return folder
-        except OSError as error:
-            logger.debug("no kernels kept in %s: %s", folder, error)
-    raise OSError(f"no private folder to keep the kernels in; tried {[str(f) for f in candidates]}")
-
-
-def _is_private(folder: Path) -> bool:
-    status = folder.lstat()
-    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others_write

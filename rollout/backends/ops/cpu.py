@@ -1,95 +1,80 @@
-"""CpuOps: the reference with weights packed once for oneDNN where that is faster.
+"""CpuOps: the reference, with the fastest matrix product of this machine for each weight.
 
-Measured on Zen 3, one thread, 32000 x 512 in float32: 64 rows 29 ms packed against 43 ms, 8 rows
-7.5 against 14.4; at one row and from 512 rows on the plain product is as good. Shape letters: T
-tokens, K in features, N out features.
+Shape letters: T tokens, K in features, N out features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
-
-_MAX_PACKED_ROWS = 128
-_PACK_BATCH = (
-    64  # rows the packed layout is made for; others from 2 to _MAX_PACKED_ROWS work as well
-)
-
-
-class CpuLinear:
-    """Handle of a linear layer: the weight and, where oneDNN can use it, a packed copy."""
-
-    __slots__ = ("bias_N", "packed", "weight_NK")
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self.weight_NK = weight_NK
-        self.bias_N = bias_N
-        self.packed = pack(weight_NK)
+from rollout.backends.products.cache import ChoiceCache, describe_machine
+from rollout.backends.products.candidates import LinearHandle, available_products
+from rollout.backends.products.choice import bucket_of
+from rollout.backends.products.selection import SWITCH, ProductSelection
 
 
 class CpuOps(ReferenceOps):
     """Implements `Ops` on CPU."""
 
-    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> CpuLinear:  # type: ignore[override]
-        """A handle with a packed copy: the weight's bytes are held twice."""
-        return CpuLinear(weight_NK, bias_N)
+    def __init__(self, products: ProductSelection | None = None) -> None:
+        """`products`: by default those that `default_selection` knows without kernels."""
+        self._products = default_selection() if products is None else products
 
-    def linear(self, x_TK: Tensor, handle: CpuLinear) -> Tensor:  # type: ignore[override]
+    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> LinearHandle:  # type: ignore[override]
+        """A handle with the products known for such a weight, and the packed copy they need."""
+        return LinearHandle(weight_NK, bias_N, self._products.products_for(weight_NK))
+
+    def tune(self, handles: Iterable[LinearHandle]) -> None:  # type: ignore[override]
+        """Measure products for the handles' weights, if they are not known, and take the best."""
+        handles = list(handles)
+        self._products.measure(handle.weight_NK for handle in handles)
+        for handle in handles:
+            handle.use(self._products.products_for(handle.weight_NK))
+
+    def explain(self) -> str:
+        """The measured products, one line for each weight's shape and number of rows."""
+        return self._products.explain()
+
+    def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:  # type: ignore[override]
         """x @ weight.T + bias, [T, N]."""
-        if handle.packed is not None and 1 < x_TK.shape[0] <= _MAX_PACKED_ROWS:
-            y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x_TK, handle.packed, handle.bias_N, "none", [], ""
-            )
-            return y_TN
-        return F.linear(x_TK, handle.weight_NK, handle.bias_N)
+        return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
     def stage(  # type: ignore[override]
-        self, handle: CpuLinear, parts: Sequence[Tensor]
+        self, handle: LinearHandle, parts: Sequence[Tensor]
     ) -> Tensor | None:
         """The packed copy of the weight to come, None where none is kept."""
-        if not can_pack(handle.weight_NK):
+        if handle.packing is None:
             return None
         dtype = handle.weight_NK.dtype
-        return pack(torch.cat([part.detach().to(dtype) for part in parts]))
+        return handle.packing.pack(torch.cat([part.detach().to(dtype) for part in parts]))
 
     def refresh(  # type: ignore[override]
-        self, handle: CpuLinear, staged: Tensor | None = None
+        self, handle: LinearHandle, staged: Tensor | None = None
     ) -> None:
         """Take the staged packed copy, or pack again, after the weight was changed in place."""
-        handle.packed = pack(handle.weight_NK) if staged is None else staged
+        handle.refresh(staged)
 
-    def release(self, handle: CpuLinear) -> None:  # type: ignore[override]
-        """Drop the packed copy; products take the plain weight until `refresh`."""
-        handle.packed = None
+    def release(self, handle: LinearHandle) -> None:  # type: ignore[override]
+        """Drop the packed copy; plain products stand in until `refresh`."""
+        handle.release()
 
-    def packed(self, handle: CpuLinear) -> Tensor | None:  # type: ignore[override]
-        """The packed copy; `refresh` replaces it by another and never writes to it."""
-        return handle.packed
+    def packed(self, handle: LinearHandle) -> Tensor | None:  # type: ignore[override]
+        """The packed copy, if it can be unpacked; `refresh` replaces it and never writes to it."""
+        return handle.packed if handle.packing is not None and handle.packing.unpacks else None
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight; packing float32 only reorders its numbers."""
+        """The weight; its packed copy only has its numbers in another order."""
         return packed.to_dense()
 
 
-def pack(weight_NK: Tensor) -> Tensor | None:
-    """A copy in oneDNN's own layout; None if this build of torch makes none of such a weight."""
-    if not can_pack(weight_NK):
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
-    return packed
-
-
-def can_pack(weight_NK: Tensor) -> bool:
-    """Whether this build of torch can pack the weight."""
-    return (
-        weight_NK.dtype == torch.float32
-        and weight_NK.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def default_selection(kernels: Kernels | None = None) -> ProductSelection:
+    """What the environment and the cache file of this machine say."""
+    machine = describe_machine("none" if kernels is None else kernels.version)
+    products = available_products(kernels)
+    return ProductSelection(products, os.environ.get(SWITCH, "1"), ChoiceCache(machine))

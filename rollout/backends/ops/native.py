@@ -1,4 +1,4 @@
-"""NativeOps: CpuOps with small products, norms, rotary, activation and sampling in C, for float32.
+"""NativeOps: CpuOps with norms, rotary, activation and sampling in C, for float32.
 
 Anything the kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where
 they expect none) takes the inherited torch path. Shape letters: T tokens, H query heads, G
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
-from rollout.backends.native.kernels import Kernels, LinearArgs, SamplingArgs, ScoringArgs
-from rollout.backends.ops.cpu import CpuLinear, CpuOps
+from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
+from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
+from rollout.backends.products.selection import ProductSelection
 
 _LANES = 8
-# Zen 3, one thread, all matrices of a 44M model: 12.0 ms against torch's 15.4 at 1 row; against
-# the packed product's 18.2 to 21.8 at 8, 23.9 to 25.2 at 12 and 30.0 to 30.8 at 16.
-_MAX_STREAMED_ROWS = 12
-_MIN_WEIGHTS_PER_THREAD = 1 << 19
 _MIN_ROWS_PER_THREAD = 4  # of logits
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HASHED_CHUNK = 1 << 20  # values: what a cast may take of memory
@@ -32,33 +29,9 @@ _MIN_HASHED_PER_THREAD = 1 << 17
 class NativeOps(CpuOps):
     """Implements `Ops` on CPU with compiled kernels."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, products: ProductSelection | None = None) -> None:
+        super().__init__(default_selection(kernels) if products is None else products)
         self._kernels = kernels
-
-    def linear(self, x_TK: Tensor, handle: CpuLinear) -> Tensor:  # type: ignore[override]
-        """x @ weight.T + bias; a few rows read the weight as it is stored, more go to oneDNN."""
-        weight_NK, bias_N = handle.weight_NK, handle.bias_N
-        num_tokens, num_inputs = x_TK.shape
-        if (
-            not 0 < num_tokens <= _MAX_STREAMED_ROWS
-            or num_inputs % _LANES
-            or x_TK.dtype != torch.float32
-            or x_TK.stride(1) != 1
-            or not _is_plain(weight_NK)
-        ):
-            return super().linear(x_TK, handle)
-        num_outputs = weight_NK.shape[0]
-        y_TN = torch.empty(num_tokens, num_outputs)
-        args = LinearArgs(
-            *(y_TN.data_ptr(), x_TK.data_ptr(), weight_NK.data_ptr(), _pointer(bias_N)),
-            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0)),
-        )
-
-        def work(first: int, last: int) -> None:
-            self._kernels.linear(addressof(args), first, last)
-
-        self._kernels.split(num_outputs, work, _MIN_WEIGHTS_PER_THREAD // num_inputs + 1)
-        return y_TN
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""

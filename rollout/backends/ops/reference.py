@@ -6,7 +6,7 @@ features, V vocabulary, S sample rows, P scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,13 @@ class ReferenceOps:
     def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> DenseLinear:
         """A handle that refers to the weight; no copy is made."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
+
+    def tune(self, handles: Iterable[DenseLinear]) -> None:
+        """Nothing to choose."""
+
+    def explain(self) -> str:
+        """Nothing was chosen."""
+        return ""
 
     def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
         """x @ weight.T + bias, [T, N]."""

@@ -1,0 +1,137 @@
+"""Matrix products of a model's weights: what the engine chose against every other product here.
+
+`python -m benchmarks.products` prints the engine's own table and, for each shape and number of
+rows, CPU microseconds of what was chosen, their ratio to the fastest product of all, and to what
+fixed limits (12 rows for the compiled kernel, 128 for oneDNN) would take. A round is one pass over
+the model's weights with each product; ratios are medians of those within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.models import MODELS
+from rollout import InferenceConfig
+from rollout.backends.native.kernels import Kernels
+from rollout.backends.native.library import load_library
+from rollout.backends.ops.cpu import default_selection
+from rollout.backends.products.candidates import LinearHandle, Product, available_products
+from rollout.backends.products.choice import bucket_of
+from rollout.backends.select import create_backend
+from rollout.models import build_model
+
+ROWS = (1, 8, 16, 64, 256)
+NUM_ROUNDS = {1: 25, 8: 21, 16: 15, 64: 9, 256: 5}
+# By product, then by shape: the CPU seconds of each round.
+Seconds = dict[str, dict[str, list[float]]]
+
+
+def fixed_limits(num_rows: int, names: set[str]) -> str:
+    """The product that constants of one machine would take."""
+    if num_rows <= 12 and "native-256-nta" in names:
+        return "native-256-nta"
+    return "onednn" if 1 < num_rows <= 128 and "onednn" in names else "plain"
+
+
+class Contest:
+    """Every product, with handles of all the model's weights."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        library = load_library()
+        kernels = None if library is None else Kernels(library)
+        self.products = {product.name: product for product in available_products(kernels)}
+        self._selection = default_selection(kernels)
+        self._handles = {
+            name: [LinearHandle(weight, None, [product]) for weight in weights]
+            for name, product in self.products.items()
+            if product.packs or name == "plain"
+        }
+        self.weights = weights
+
+    @torch.inference_mode()
+    def play(self, num_rows: int) -> Seconds:
+        """Rounds in which every product makes one pass over the weights."""
+        seconds: Seconds = {name: {} for name in self.products}
+        inputs = {w.shape[1]: torch.ones(num_rows, w.shape[1]) for w in self.weights}
+        for index in range(NUM_ROUNDS[num_rows]):
+            for name in seconds if index % 2 else reversed(seconds):
+                for shape, spent in self._pass(self.products[name], inputs).items():
+                    seconds[name].setdefault(shape, []).append(spent)
+        return seconds
+
+    def chosen(self, num_rows: int) -> dict[str, str]:
+        """What the engine takes, by shape."""
+        bucket = bucket_of(num_rows)
+        return {label(w): self._selection.products_for(w)[bucket].name for w in self.weights}
+
+    def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        handles = self._handles[product.name if product.packs else "plain"]
+        for weight, handle in zip(self.weights, handles, strict=True):
+            if product.suits(weight):
+                start = time.thread_time()
+                product(inputs[weight.shape[1]], handle)
+                shape, seconds = label(weight), time.thread_time() - start
+                spent[shape] = spent.get(shape, 0.0) + seconds
+        return spent
+
+
+def label(weight: Tensor) -> str:
+    """Such as "512x1728"."""
+    return "x".join(map(str, weight.shape))
+
+
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """The median over the rounds."""
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
+def add_rows(table: Table, contest: Contest, num_rows: int) -> None:
+    """One row for each shape, and one for all weights together."""
+    seconds = contest.play(num_rows)
+    fixed = fixed_limits(num_rows, {*contest.products})
+    sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "fixed")}
+    for shape, product in contest.chosen(num_rows).items():
+        candidates = {name: rounds[shape] for name, rounds in seconds.items() if shape in rounds}
+        chosen = candidates[product]
+        best = max(candidates, key=lambda name: ratio(chosen, candidates[name]))
+        for role, rounds in (("chosen", chosen), ("best", candidates[best])):
+            sums[role] = [a + b for a, b in zip(sums[role], rounds, strict=True)]
+        sums["fixed"] = [a + b for a, b in zip(sums["fixed"], candidates[fixed], strict=True)]
+        table.add_row(
+            *(shape, str(num_rows), product, f"{1e6 * statistics.median(chosen):.0f}", best),
+            *(f"{ratio(chosen, candidates[name]):.2f}" for name in (best, fixed)),
+        )
+    table.add_row(
+        *("all", str(num_rows), "", f"{1e6 * statistics.median(sums['chosen']):.0f}", ""),
+        *(f"{ratio(sums['chosen'], sums[role]):.2f}" for role in ("best", "fixed")),
+        end_section=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="m45")
+    spec = MODELS[parser.parse_args().model]
+    torch.set_num_threads(1)
+    backend = create_backend(InferenceConfig())
+    model = build_model(spec)
+    model.prepare(backend)
+    print(backend.ops.explain())
+    contest = Contest([layer.weight.detach() for layer in model.linear_layers().values()])
+    table = Table("weights", "rows", "chosen", "us", "best", "chosen/best", "chosen/fixed limits")
+    for num_rows in ROWS:
+        add_rows(table, contest, num_rows)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The choices of this machine in a small file, so that each is measured once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rollout.backends.native.library import cpu_identity
+from rollout.backends.products.choice import BUCKETS, Choice
+from rollout.backends.user_cache import private_folder, write_atomically
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # of the file and of how it is measured
+
+
+def describe_machine(kernels_version: str) -> dict[str, str | int]:
+    """All that measured times depend on, besides the weight's shape and dtype."""
+    return {
+        "format": _FORMAT,
+        "cpu": hashlib.sha256(cpu_identity().encode()).hexdigest()[:16],
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels_version,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    machine: dict[str, str | int]
+    choices: dict[str, Choice]
+
+
+class ChoiceCache:
+    """One file for each kind of machine. A failure costs one warning: all is then measured anew."""
+
+    def __init__(self, machine: Mapping[str, str | int]) -> None:
+        self._machine = dict(machine)
+        digest = hashlib.sha256(msgspec.json.encode(self._machine, order="sorted")).hexdigest()
+        self._name = f"{digest[:16]}.json"
+        self._has_warned = False
+
+    def load(self, product_names: Collection[str]) -> dict[str, Choice]:
+        """The choices of a file of this machine; none without one, or if it makes no sense."""
+        try:
+            path = self._path()
+            if not path.exists():
+                return {}
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            self._check(file, product_names)
+        except (OSError, ValueError) as error:
+            self._warn("are measured anew", error)
+            return {}
+        return file.choices
+
+    def save(self, choices: Mapping[str, Choice], product_names: Collection[str]) -> None:
+        """Add to what other processes have written meanwhile."""
+        kept = self.load(product_names) | dict(choices)
+        file = _File(machine=self._machine, choices=dict(sorted(kept.items())))
+        try:
+            write_atomically(self._path(), msgspec.json.format(msgspec.json.encode(file)))
+        except OSError as error:
+            self._warn("are not kept", error)
+
+    def _path(self) -> Path:
+        return private_folder("products") / self._name
+
+    def _check(self, file: _File, product_names: Collection[str]) -> None:
+        if file.machine != self._machine:
+            raise ValueError(f"it was measured on {file.machine}, this is {self._machine}")
+        for choice in file.choices.values():
+            is_complete = len(choice.products) == len(choice.microseconds) == len(BUCKETS)
+            if not is_complete or not set(choice.products) <= set(product_names):
+                raise ValueError(f"{choice.products} are no products for {BUCKETS} rows")
+            if not all(time is None or time > 0 for time in choice.microseconds):
+                raise ValueError(f"{choice.microseconds} are no microseconds")
+
+    def _warn(self, consequence: str, error: Exception) -> None:
+        if not self._has_warned:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("products: the choices %s (%s, %s)", consequence, self._name, reason)
+            self._has_warned = True

@@ -1,0 +1,115 @@
+"""Which product serves which number of rows: by a simple rule, or by measured seconds.
+
+Pure functions: equal seconds give equal choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.backends.products.candidates import PLAIN, Product
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
+# By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
+Seconds = Mapping[str, Sequence[Sequence[float]]]
+
+_MIN_MARGIN = 0.02  # by which a product must be faster than the default to replace it
+_MARGIN_OF_ONE_ROUND = 0.10
+_COST_OF_NO_DEFAULT = 1.25  # relative to the default product, where nothing was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Names of products, one a bucket; microseconds are None where nothing was measured."""
+
+    products: tuple[str, ...]
+    microseconds: tuple[float | None, ...] = (None,) * len(BUCKETS)
+
+
+def bucket_of(num_rows: int) -> int:
+    """The index in BUCKETS of the smallest bucket that holds so many rows."""
+    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
+
+
+def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
+    """The rule without measurements: to 16 rows native, to 128 oneDNN, then plain.
+
+    Where a kind is missing, the next one takes its place. `candidates` hold the plain one.
+    """
+    kinds = ["native"] * (num_rows <= 16) + ["onednn"] * (num_rows <= 128)
+    for kind in kinds:
+        for product in candidates:
+            if product.kind == kind:
+                return product
+    return PLAIN
+
+
+def choose_by_rule(candidates: Sequence[Product]) -> Choice:
+    """The default product of each bucket."""
+    return Choice(products=tuple(default_product(rows, candidates).name for rows in BUCKETS))
+
+
+def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
+    """The fastest product of each bucket, where all share one packed copy, or need none.
+
+    Of the packed copies, and of none, the one is taken for which the sum of the buckets' times,
+    each relative to the fastest product of its bucket, is smallest; none if the sums are equal.
+    Within a bucket a product must beat the default one by more than the noise.
+    """
+    candidates = [product for product in candidates if product.name in seconds]
+    options = []
+    for packing in (None, *(product for product in candidates if product.packs)):
+        allowed = [product for product in candidates if not product.packs or product is packing]
+        picks = [_pick(bucket, seconds, allowed).name for bucket in range(len(BUCKETS))]
+        options.append((_relative_cost(picks, seconds, candidates), picks))
+    _, picks = min(options, key=lambda option: option[0])
+    times = [min(seconds[name][bucket], default=None) for bucket, name in enumerate(picks)]
+    return Choice(
+        products=tuple(picks),
+        microseconds=tuple(None if time is None else round(1e6 * time, 1) for time in times),
+    )
+
+
+def is_reliable(choice: Choice, seconds: Seconds) -> bool:
+    """Whether each bucket's product was timed twice at least."""
+    return all(len(seconds[name][bucket]) > 1 for bucket, name in enumerate(choice.products))
+
+
+def fastest_of(bucket: int, seconds: Seconds) -> list[str]:
+    """Names of the products timed in this bucket, the fastest first."""
+    timed = [name for name in seconds if seconds[name][bucket]]
+    return sorted(timed, key=lambda name: min(seconds[name][bucket]))
+
+
+def _pick(bucket: int, seconds: Seconds, allowed: Sequence[Product]) -> Product:
+    default = default_product(BUCKETS[bucket], allowed)
+    of_default = seconds[default.name][bucket]
+    if not of_default:
+        return default
+    timed = [product for product in allowed if seconds[product.name][bucket]]
+    challenger = min(timed, key=lambda product: min(seconds[product.name][bucket]))
+    of_challenger = seconds[challenger.name][bucket]
+    margin = max(_noise(of_default), _noise(of_challenger))
+    return challenger if min(of_challenger) * (1 + margin) < min(of_default) else default
+
+
+def _noise(rounds: Sequence[float]) -> float:
+    """How far apart the two fastest rounds are: in a quiet moment they repeat each other."""
+    if len(rounds) < 2:
+        return _MARGIN_OF_ONE_ROUND
+    first, second = sorted(rounds)[:2]
+    return max(_MIN_MARGIN, second / first - 1)
+
+
+def _relative_cost(picks: Sequence[str], seconds: Seconds, candidates: Sequence[Product]) -> float:
+    """The sum over the buckets; where nothing was measured the default is taken for the fastest."""
+    cost = 0.0
+    for bucket, name in enumerate(picks):
+        if seconds[name][bucket]:
+            fastest = fastest_of(bucket, seconds)[0]
+            cost += min(seconds[name][bucket]) / min(seconds[fastest][bucket])
+        else:
+            is_default = name == default_product(BUCKETS[bucket], candidates).name
+            cost += 1.0 if is_default else _COST_OF_NO_DEFAULT
+    return cost

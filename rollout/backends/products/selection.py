@@ -1,0 +1,117 @@
+"""ProductSelection: what an engine knows of the products that serve its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from torch import Tensor
+
+from rollout.backends.products.cache import ChoiceCache
+from rollout.backends.products.candidates import PLAIN, Product
+from rollout.backends.products.choice import BUCKETS, Choice, choose, choose_by_rule, is_reliable
+from rollout.backends.products.timing import Stopwatch, measure
+from rollout.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "ROLLOUT_TUNE"  # "0": by the simple rule; a product's name: that one wherever it can
+_MEASURES, _BY_RULE = "1", "0"
+
+
+class ProductSelection:
+    """Products for weights: those measured on this machine, now or before; else by rule.
+
+    `switch` is the value of ROLLOUT_TUNE. Raises ConfigError if it names nothing of this machine.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Product],
+        switch: str,
+        cache: ChoiceCache,
+        start_stopwatch: Callable[[], Stopwatch] = Stopwatch,
+    ) -> None:
+        self._candidates = {product.name: product for product in candidates}
+        kinds = [product.kind for product in candidates]
+        legal = dict.fromkeys((_BY_RULE, _MEASURES, *kinds, *self._candidates))
+        if switch not in legal:
+            raise ConfigError(
+                f"{SWITCH}={switch!r} is no product of this machine; use one of {[*legal]}"
+            )
+        self._switch, self._cache, self._start_stopwatch = switch, cache, start_stopwatch
+        self._measured = cache.load(self._candidates) if switch == _MEASURES else {}
+        self._in_use: dict[str, Choice] = {}
+
+    def products_for(self, weight_NK: Tensor) -> list[Product]:
+        """The product of each bucket."""
+        return [self._candidates[name] for name in self._choice(weight_NK).products]
+
+    def measure(self, weights: Iterable[Tensor]) -> None:
+        """Measure the shapes that are not known yet, and keep the choices. Logs one line.
+
+        It takes at most two seconds; with one thread, of CPU time.
+        """
+        weights = list(weights)
+        used = {_key(weight_NK): weight_NK for weight_NK in weights}
+        unknown: dict[str, Tensor] = {}
+        start = time.monotonic()
+        if self._switch == _MEASURES:
+            unknown = {key: weight for key, weight in used.items() if key not in self._measured}
+        if unknown:
+            self._measure(unknown, sum(weight_NK.nbytes for weight_NK in weights))
+        self._in_use |= {key: self._choice(weight_NK) for key, weight_NK in used.items()}
+        logger.info(
+            "products: %s=%s, %d of %d shapes measured in %.1f s: %s",
+            *(SWITCH, self._switch, len(unknown), len(used), time.monotonic() - start),
+            "; ".join(f"{key}: {_summary(self._in_use[key])}" for key in used),
+        )
+
+    def explain(self) -> str:
+        """A table of the choices in use, or kept for this machine: a line a shape and bucket."""
+        lines = [f"{'weight':<24}{'rows':>5}  {'product':<18}{'microseconds':>12}"]
+        for key, choice in (self._measured | self._in_use).items():
+            rows = zip(BUCKETS, choice.products, choice.microseconds, strict=True)
+            for bucket, name, microseconds in rows:
+                shown = "not measured" if microseconds is None else f"{microseconds:.0f}"
+                lines.append(f"{key:<24}{_rows(bucket):>5}  {name:<18}{shown:>12}")
+        return "\n".join(lines)
+
+    def _choice(self, weight_NK: Tensor) -> Choice:
+        suited = [product for product in self._candidates.values() if product.suits(weight_NK)]
+        if self._switch in (_MEASURES, _BY_RULE):
+            choice = self._measured.get(_key(weight_NK))
+            is_usable = choice and {*choice.products} <= {product.name for product in suited}
+            return choice if choice and is_usable else choose_by_rule(suited)
+        forced = (p.name for p in suited if self._switch in (p.name, p.kind))
+        return Choice(products=(next(forced, PLAIN.name),) * len(BUCKETS))
+
+    def _measure(self, unknown: dict[str, Tensor], model_bytes: int) -> None:
+        candidates = [*self._candidates.values()]
+        seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
+        found = {key: choose(seconds[key], candidates) for key in unknown}
+        self._measured |= found
+        # What a slow or busy machine could not finish is measured again by the next engine.
+        kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
+        self._cache.save(kept, self._candidates)
+
+
+def _key(weight_NK: Tensor) -> str:
+    num_outputs, num_inputs = weight_NK.shape
+    return f"{num_outputs}x{num_inputs} {str(weight_NK.dtype).removeprefix('torch.')}"
+
+
+def _rows(bucket: int) -> str:
+    return f"{bucket}+" if bucket == BUCKETS[-1] else str(bucket)
+
+
+def _summary(choice: Choice) -> str:
+    """Such as "native-256-t0 from 1, onednn from 32 rows"."""
+    parts = []
+    num_rows = 1
+    for name, buckets in groupby(zip(choice.products, BUCKETS, strict=True), lambda pair: pair[0]):
+        parts.append(f"{name} from {num_rows}")
+        num_rows = [*buckets][-1][1] + 1
+    return ", ".join(parts) + " rows"

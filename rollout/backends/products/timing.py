@@ -1,0 +1,121 @@
+"""Timing products as a forward pass runs them: with weights that have left the caches.
+
+Shape letters: T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product as passes
+
+import torch
+from torch import Tensor
+
+from rollout.backends.products.candidates import LinearHandle, Product
+from rollout.backends.products.choice import BUCKETS, default_product, fastest_of
+
+BUDGET_S = 1.8
+_MAX_ROUNDS = 7
+_MAX_CONTENDERS = 4  # in each bucket, from the second round on
+# Of a large weight only so many numbers are multiplied: its first rows.
+_FEW_ROWS = 32
+_MAX_WEIGHTS_FOR_FEW_ROWS = 1 << 21
+_MAX_WEIGHTS = 1 << 20
+_READ_BETWEEN_BYTES = 32 << 20
+
+
+class Stopwatch:
+    """Times calls until its budget is used up, from the moment when it is made.
+
+    With one thread, what other processes take meanwhile is not counted.
+    """
+
+    def __init__(self, budget_s: float = BUDGET_S) -> None:
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._end = self._now() + budget_s
+
+    def is_over(self) -> bool:
+        """Whether the budget is used up."""
+        return self._now() >= self._end
+
+    def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
+        """Seconds of one product."""
+        start = self._now()
+        product(x_TK, handle)
+        return self._now() - start
+
+
+@torch.no_grad()
+def measure(
+    weights: Mapping[str, Tensor],
+    candidates: Sequence[Product],
+    stopwatch: Stopwatch,
+    model_bytes: int,
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Seconds for each of `weights`, by product and bucket, in interleaved rounds.
+
+    Rounds end with the stopwatch's budget; what was not reached by then is left empty. Between two
+    uses of a weight as much else is read as the model, of `model_bytes`, would read, or a cache
+    holds.
+    """
+    samples = [_Sample(weight_NK, candidates) for weight_NK in weights.values()]
+    read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4)
+    for index, bucket, product in passes(range(_MAX_ROUNDS), range(len(BUCKETS)), candidates):
+        contenders = [s for s in samples if s.is_contender(product, bucket, index)]
+        if index == 0 and product.kind != "native":
+            for sample in contenders:
+                product(*sample.arguments(product, bucket))  # builds what its library caches
+        if contenders:
+            read_between.sum()
+        for sample in contenders:
+            sample.time(product, bucket, stopwatch)
+        if stopwatch.is_over():
+            break
+    return dict(zip(weights, (sample.seconds for sample in samples), strict=True))
+
+
+class _Sample:
+    """The first rows of a weight, packed for each product that needs it, and their times."""
+
+    def __init__(self, weight_NK: Tensor, candidates: Sequence[Product]) -> None:
+        self._weight_NK = weight_NK.detach()
+        self._candidates = [product for product in candidates if product.suits(weight_NK)]
+        self._handles: dict[tuple[str, int], LinearHandle] = {}
+        self.seconds: dict[str, list[list[float]]] = {
+            product.name: [[] for _ in BUCKETS] for product in self._candidates
+        }
+
+    def is_contender(self, product: Product, bucket: int, index: int) -> bool:
+        """Whether the product takes part in round `index`: all that can do in the first one."""
+        num_rows = BUCKETS[bucket]
+        is_small = product.max_rows is None or num_rows <= product.max_rows
+        if product not in self._candidates or not is_small:
+            return False
+        fastest = fastest_of(bucket, self.seconds)[:_MAX_CONTENDERS]
+        is_default = product is default_product(num_rows, self._candidates)
+        return index == 0 or is_default or product.name in fastest
+
+    def arguments(self, product: Product, bucket: int) -> tuple[Tensor, LinearHandle]:
+        """What to call the product with."""
+        num_rows, num_inputs = BUCKETS[bucket], self._weight_NK.shape[1]
+        x_TK = torch.ones(num_rows, num_inputs, dtype=self._weight_NK.dtype)
+        return x_TK, self._handle(product, self._num_outputs(num_rows))
+
+    def time(self, product: Product, bucket: int, stopwatch: Stopwatch) -> None:
+        """One more time, for the whole weight."""
+        x_TK, handle = self.arguments(product, bucket)
+        share = handle.weight_NK.shape[0] / self._weight_NK.shape[0]
+        self.seconds[product.name][bucket].append(stopwatch.seconds(product, x_TK, handle) / share)
+
+    def _num_outputs(self, num_rows: int) -> int:
+        is_few = num_rows <= _FEW_ROWS
+        max_weights = _MAX_WEIGHTS_FOR_FEW_ROWS if is_few else _MAX_WEIGHTS
+        num_outputs, num_inputs = self._weight_NK.shape
+        return min(num_outputs, max(1, max_weights // num_inputs))
+
+    def _handle(self, product: Product, num_outputs: int) -> LinearHandle:
+        key = (product.name if product.packs else "", num_outputs)
+        if key not in self._handles:
+            self._handles[key] = LinearHandle(self._weight_NK[:num_outputs], None, [product])
+        return self._handles[key]

@@ -1,0 +1,69 @@
+"""Products with made-up speeds, and a stopwatch that reads those instead of the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rollout.backends.products.candidates import PLAIN, LinearHandle, Product
+from rollout.backends.products.choice import BUCKETS
+
+
+class PackedProduct(Product):
+    """Keeps a clone as its packed copy, and multiplies with that."""
+
+    packs = unpacks = True
+
+    def __init__(self, name: str) -> None:
+        self.name = self.kind = name
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        return weight_NK.detach().clone()
+
+    def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        assert handle.packed is not None
+        return x_TK @ handle.packed.T
+
+
+class StreamedProduct(Product):
+    """Needs no packed copy; of the kind that is the default for a few rows."""
+
+    kind = "native"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+PRODUCTS = [PLAIN, PackedProduct("onednn"), PackedProduct("mkl")]
+PRODUCTS += [StreamedProduct("native-a"), StreamedProduct("native-b")]
+
+
+@dataclass(slots=True)
+class FakeStopwatch:
+    """`speed(name, rows)` seconds for each call; over after `max_calls`."""
+
+    speed: Callable[[str, int], float]
+    max_calls: int = 1_000_000
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return len(self.calls) >= self.max_calls
+
+    def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
+        self.calls.append((product.name, x_TK.shape[0]))
+        return self.speed(product.name, x_TK.shape[0])
+
+
+def rounds(
+    speed: Callable[[str, int], float], num_rounds: int = 3, spread: float = 0.0
+) -> dict[str, list[list[float]]]:
+    """Seconds as `measure` returns them; each round is slower than the one before by `spread`."""
+    return {
+        product.name: [
+            [speed(product.name, rows) * (1 + spread * index) for index in range(num_rounds)]
+            for rows in BUCKETS
+        ]
+        for product in PRODUCTS
+    }

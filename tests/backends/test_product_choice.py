@@ -1,0 +1,96 @@
+"""The choice of products from measured seconds: a pure function."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.backends.products.choice import (
+    BUCKETS,
+    bucket_of,
+    choose,
+    choose_by_rule,
+)
+from tests.backends.fake_products import PRODUCTS, rounds
+
+
+def names_at(*rows: int, products: tuple[str, ...]) -> list[str]:
+    return [products[bucket_of(number)] for number in rows]
+
+
+def test_a_bucket_holds_the_rows_up_to_its_own_number() -> None:
+    rows = (1, 2, 3, 4, 5, 8, 9, 64, 65, 128, 129, 256, 257, 5000)
+    held_by = [BUCKETS[bucket_of(number)] for number in rows]
+    assert held_by == [1, 2, 4, 4, 8, 8, 16, 64, 128, 128, 256, 256, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ((), ["native-a", "native-a", "onednn", "onednn", "plain"]),
+        (("native-a", "native-b"), ["onednn", "onednn", "onednn", "onednn", "plain"]),
+        (("onednn",), ["native-a", "native-a", "plain", "plain", "plain"]),
+        (("native-a", "native-b", "onednn"), ["plain"] * 5),
+    ],
+)
+def test_the_rule_takes_native_then_onednn_then_plain(
+    missing: tuple[str, ...], expected: list[str]
+) -> None:
+    candidates = [product for product in PRODUCTS if product.name not in missing]
+    products = choose_by_rule(candidates).products
+    assert names_at(1, 16, 17, 128, 129, products=products) == expected
+
+
+def test_the_fastest_product_of_each_bucket_is_taken() -> None:
+    fastest = {1: "native-b", 8: "native-a", 64: "mkl", 128: "mkl", 256: "plain"}
+    choice = choose(rounds(lambda name, rows: 1 if fastest.get(rows) == name else 2), PRODUCTS)
+    assert names_at(1, 8, 64, 128, 256, products=choice.products) == list(fastest.values())
+    assert choice.microseconds[0] == 1e6
+
+
+def test_only_one_packed_copy_is_wanted_and_it_is_the_better_one_over_all_buckets() -> None:
+    """MKL is the fastest at 32 rows, oneDNN at 64 and 128."""
+
+    def speed(name: str, rows: int) -> float:
+        fastest = {32: "mkl", 64: "onednn", 128: "onednn"}.get(rows, "plain")
+        return {fastest: 1.0, "plain": 1.2}.get(name, 1.5)
+
+    products = choose(rounds(speed), PRODUCTS).products
+    assert names_at(16, 32, 64, 128, products=products) == ["plain", "plain", "onednn", "onednn"]
+
+
+def test_no_packed_copy_is_wanted_where_it_is_nowhere_faster() -> None:
+    choice = choose(rounds(lambda name, rows: 2 if name in ("onednn", "mkl") else 1), PRODUCTS)
+    assert set(choice.products) == {"native-a", "plain"}
+
+
+@pytest.mark.parametrize(
+    ("gain", "spread", "num_rounds", "is_taken"),
+    [
+        (0.05, 0.0, 3, True),
+        (0.01, 0.0, 3, False),  # less than any measurement can tell
+        (0.05, 0.07, 3, False),  # the two fastest rounds are further apart
+        (0.05, 0.0, 1, False),  # one round says nothing of the noise
+        (0.15, 0.0, 1, True),
+    ],
+)
+def test_a_challenger_replaces_the_default_only_beyond_the_noise(
+    gain: float, spread: float, num_rounds: int, is_taken: bool
+) -> None:
+    seconds = rounds(lambda name, rows: 1 - gain if name == "native-b" else 1, num_rounds, spread)
+    choice = choose(seconds, PRODUCTS)
+    assert choice.products[0] == ("native-b" if is_taken else "native-a")
+
+
+def test_a_bucket_that_was_not_reached_keeps_the_default() -> None:
+    seconds = rounds(lambda name, rows: 1 if name == "mkl" else 2)
+    seconds = {name: [*buckets[:-2], [], []] for name, buckets in seconds.items()}
+    choice = choose(seconds, PRODUCTS)
+    # oneDNN, the default of 128 rows, would need a packed copy of its own.
+    assert choice.products == ("mkl",) * 7 + ("plain",) * 2
+    assert choice.microseconds[-2:] == (None, None)
+
+
+def test_a_product_that_was_not_timed_is_never_taken() -> None:
+    seconds = rounds(lambda name, rows: 1 if name == "mkl" else 2)
+    del seconds["mkl"]
+    assert "mkl" not in choose(seconds, PRODUCTS).products

@@ -1,0 +1,253 @@
+"""Measuring once, keeping the choices, and doing without where that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.backends.ops.cpu import CpuOps
+from rollout.backends.products.cache import ChoiceCache
+from rollout.backends.products.choice import BUCKETS
+from rollout.backends.products.selection import ProductSelection
+from rollout.backends.products.timing import Stopwatch
+from rollout.errors import ConfigError
+from tests.backends.fake_products import PRODUCTS, FakeStopwatch
+
+MACHINE: dict[str, str | int] = {"cpu": "this one"}
+WEIGHT = torch.arange(24 * 32.0).view(24, 32) / 100
+WIDE = torch.ones(64, 32)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the choices are kept: an empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / "cache" / "rollout" / "products"
+
+
+def mkl_is_fastest(name: str, rows: int) -> float:
+    return 1.0 if name == "mkl" else 2.0
+
+
+def selection(
+    stopwatch: FakeStopwatch, switch: str = "1", machine: dict[str, str | int] = MACHINE
+) -> ProductSelection:
+    start: Callable[[], Any] = lambda: stopwatch  # noqa: E731
+    return ProductSelection(PRODUCTS, switch, ChoiceCache(machine), start)
+
+
+def names(products: ProductSelection, weight: Tensor = WEIGHT) -> set[str]:
+    return {product.name for product in products.products_for(weight)}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def measured_choices() -> set[str]:
+    stopwatch = FakeStopwatch(mkl_is_fastest)
+    products = selection(stopwatch)
+    products.measure([WEIGHT])
+    assert stopwatch.calls
+    return names(products)
+
+
+def test_each_shape_is_measured_once_and_then_read_from_the_file() -> None:
+    first, second, third = (FakeStopwatch(mkl_is_fastest) for _ in range(3))
+    selection(first).measure([WEIGHT, WEIGHT.clone()])
+    again = selection(second)
+    again.measure([WEIGHT])
+    assert (names(again), second.calls) == ({"mkl"}, [])
+    more = selection(third)
+    more.measure([WEIGHT, WIDE])
+    assert len(third.calls) == len(first.calls) > 0
+    assert names(more) == names(more, WIDE) == {"mkl"}
+    assert names(selection(third), WIDE) == {"mkl"}
+
+
+def test_an_engine_of_another_machine_has_a_file_of_its_own(folder: Path) -> None:
+    other = FakeStopwatch(lambda name, rows: 1.0)
+    assert measured_choices() == {"mkl"}
+    products = selection(other, machine={"cpu": "another"})
+    products.measure([WEIGHT])
+    assert other.calls
+    assert len([*folder.iterdir()]) == 2
+
+
+def test_every_product_is_timed_in_the_first_round_and_losers_in_no_other() -> None:
+    stopwatch = FakeStopwatch(lambda name, rows: 1.0 + [p.name for p in PRODUCTS].index(name))
+    selection(stopwatch).measure([WEIGHT])
+    assert {name for name, _ in stopwatch.calls} == {product.name for product in PRODUCTS}
+    # The four fastest go on; native-a and not native-b, for it is the default of a few rows.
+    assert stopwatch.calls.count(("native-b", 1)) == 1
+    assert stopwatch.calls.count(("native-a", 1)) == stopwatch.calls.count(("mkl", 1)) > 1
+
+
+def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
+    products = selection(FakeStopwatch(lambda name, rows: 1.0, max_calls=3))
+    products.measure([WEIGHT])
+    assert names(products) == {"native-a", "onednn", "plain"}
+
+
+def test_what_was_timed_once_is_measured_again_by_the_next_engine() -> None:
+    num_calls = len(PRODUCTS) * len(BUCKETS)
+    hasty, second = FakeStopwatch(mkl_is_fastest, num_calls), FakeStopwatch(mkl_is_fastest)
+    products = selection(hasty)
+    products.measure([WEIGHT])
+    assert names(products) == {"mkl"}
+    selection(second).measure([WEIGHT])
+    assert second.calls
+
+
+def test_a_stopwatch_ends_with_its_budget() -> None:
+    assert Stopwatch(budget_s=0.0).is_over()
+    assert not Stopwatch(budget_s=1e6).is_over()
+
+
+def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:
+    measured_choices()
+    stopwatch = FakeStopwatch(mkl_is_fastest)
+    products = selection(stopwatch, "0")
+    products.measure([WEIGHT])
+    assert stopwatch.calls == []
+    assert names(products) == {"native-a", "onednn", "plain"}
+
+
+@pytest.mark.parametrize(
+    ("switch", "expected"),
+    [("plain", "plain"), ("mkl", "mkl"), ("native", "native-a"), ("native-b", "native-b")],
+)
+def test_a_product_is_forced_by_its_name_or_its_kind(switch: str, expected: str) -> None:
+    stopwatch = FakeStopwatch(mkl_is_fastest)
+    products = selection(stopwatch, switch)
+    products.measure([WEIGHT])
+    assert (names(products), stopwatch.calls) == ({expected}, [])
+
+
+def test_a_name_of_no_product_is_refused_with_the_legal_ones() -> None:
+    with pytest.raises(ConfigError, match=r"ROLLOUT_TUNE='openvino'.*'onednn'"):
+        selection(FakeStopwatch(mkl_is_fastest), "openvino")
+
+
+def of_another_machine(text: str) -> str:
+    return text.replace("this one", "another")
+
+
+def truncated(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def of_unknown_products(text: str) -> str:
+    return text.replace('"mkl"', '"cublas"')
+
+
+def of_negative_times(text: str) -> str:
+    content = json.loads(text)
+    (choice,) = content["choices"].values()
+    choice["microseconds"][0] = -1.0
+    return json.dumps(content)
+
+
+def of_few_buckets(text: str) -> str:
+    content = json.loads(text)
+    (choice,) = content["choices"].values()
+    choice["products"].pop()
+    return json.dumps(content)
+
+
+def another_kind(text: str) -> str:
+    return "[1, 2]"
+
+
+def without_choices(text: str) -> str:
+    return json.dumps({"machine": MACHINE, "choices": [1]})
+
+
+SPOILT = [of_another_machine, truncated, of_unknown_products, of_negative_times, of_few_buckets]
+SPOILT += [another_kind, without_choices]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_spoilt_file_costs_one_warning_and_is_written_anew(
+    spoil: Callable[[str], str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured_choices()
+    (file,) = folder.iterdir()
+    good = file.read_text()
+    file.write_text(spoil(good))
+    assert measured_choices() == {"mkl"}
+    (warning,) = warnings_in(caplog)
+    assert file.name in warning
+    assert file.read_text() == good
+    assert [*folder.iterdir()] == [file]
+
+
+def test_bytes_that_are_no_text_cost_one_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured_choices()
+    (file,) = folder.iterdir()
+    file.write_bytes(b"\xff\xfe\x00")
+    assert measured_choices() == {"mkl"}
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(tempfile, "tempdir", str(blocked))
+    assert measured_choices() == {"mkl"}
+    (warning,) = warnings_in(caplog)
+    assert "OSError" in warning
+
+
+def test_tuned_handles_follow_the_choice_with_another_packed_copy() -> None:
+    stopwatch = FakeStopwatch(mkl_is_fastest)
+    ops = CpuOps(selection(stopwatch))
+    weight, x = WEIGHT.clone(), torch.ones(3, 32)
+    handle = ops.prepare_linear(weight)
+    assert handle.packing is not None
+    assert handle.packing.name == "onednn"
+    ops.tune([handle])
+    assert handle.packing.name == "mkl"
+    torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
+    weight.mul_(2)
+    ops.refresh(handle)
+    torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
+
+
+def test_the_choice_is_logged_in_one_line_and_explained_in_a_table(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    ops = CpuOps(
+        selection(FakeStopwatch(lambda name, rows: 1e-5 * (2 - (name == "mkl") * (rows > 8))))
+    )
+    ops.tune([ops.prepare_linear(WEIGHT)])
+    (line,) = (r.getMessage() for r in caplog.records)
+    assert "1 of 1 shapes measured" in line
+    assert "24x32 float32: native-a from 1, mkl from 9 rows" in line
+    table = [row.split() for row in ops.explain().splitlines()]
+    assert table[1:3] == [
+        ["24x32", "float32", "1", "native-a", "20"],
+        ["24x32", "float32", "2", "native-a", "20"],
+    ]
+    assert table[-1] == ["24x32", "float32", "256+", "mkl", "10"]
+
+
+def test_choices_by_rule_are_explained_without_times() -> None:
+    ops = CpuOps(selection(FakeStopwatch(mkl_is_fastest), "0"))
+    ops.tune([ops.prepare_linear(WEIGHT)])
+    assert ops.explain().splitlines()[1].split()[-3:] == ["native-a", "not", "measured"]

@@ -1,0 +1,121 @@
+"""Contract of a matrix product on a CPU, over every product of this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.backends.native.kernels import Kernels
+from rollout.backends.native.library import load_library
+from rollout.backends.ops.cpu import CpuOps
+from rollout.backends.products.cache import ChoiceCache
+from rollout.backends.products.candidates import available_products
+from rollout.backends.products.selection import ProductSelection
+
+HINTS = ("t0", "t1", "t2", "nta", "none")
+PRODUCTS = ("plain", "onednn", "mkl", *(f"native-{b}-{h}" for b in (256, 512) for h in HINTS))
+
+all_products = pytest.mark.parametrize("name", PRODUCTS)
+
+
+def ops_with(name: str) -> CpuOps:
+    """The operations with this product forced; the test is skipped where it does not exist."""
+    library = load_library() if name.startswith("native") else None
+    products = available_products(None if library is None else Kernels(library))
+    if name not in [product.name for product in products]:
+        pytest.skip(f"no {name} on this machine")
+    return CpuOps(ProductSelection(products, name, ChoiceCache({})))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_product(ops: CpuOps, x: Tensor, weight: Tensor, handle: object) -> None:
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(ops.linear(x, handle).double(), expected, rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
+
+
+@all_products
+@given(
+    num_rows=st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 128, 129, 300]),
+    has_bias=st.booleans(),
+    num_inputs=st.sampled_from([1, 8, 33, 48, 160]),
+    num_outputs=st.sampled_from([1, 2, 7, 8, 41, 257]),
+)
+def test_it_is_the_product_with_the_transposed_weight(
+    name: str, num_rows: int, has_bias: bool, num_inputs: int, num_outputs: int
+) -> None:
+    ops = ops_with(name)
+    weight, bias = randn(num_outputs, num_inputs), randn(num_outputs, seed=1)
+    x = randn(num_rows, num_inputs, seed=2)
+    handle = ops.prepare_linear(weight, bias if has_bias else None)
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    result = ops.linear(x, handle)
+    assert result.shape == (num_rows, num_outputs)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@all_products
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
+    ops, weight = ops_with(name), randn(24, 32)
+    handle = ops.prepare_linear(weight)
+    assert_product(ops, randn(num_rows, 40)[:, :32], weight, handle)
+    assert_product(ops, randn(32, num_rows).T, weight, handle)
+
+
+@all_products
+def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
+    ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
+    old, new = weight.clone(), randn(24, 32, seed=2)
+    handle = ops.prepare_linear(weight)
+    staged = ops.stage(handle, [new[:10], new[10:]])
+    assert_product(ops, x, old, handle)
+    before = ops.packed(handle)
+    weight.copy_(new)
+    ops.refresh(handle, staged)
+    assert_product(ops, x, new, handle)
+    if before is not None:
+        assert torch.equal(ops.unpack(before), old)
+    weight.copy_(old)
+    ops.refresh(handle, before)
+    assert_product(ops, x, old, handle)
+
+
+@all_products
+def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> None:
+    ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
+    handle = ops.prepare_linear(weight)
+    ops.release(handle)
+    assert ops.packed(handle) is None
+    weight.mul_(3)
+    assert_product(ops, x, weight, handle)
+    ops.refresh(handle)
+    assert_product(ops, x, weight, handle)
+
+
+@all_products
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtype) -> None:
+    ops, weight, x = ops_with(name), randn(24, 32).to(dtype), randn(5, 32, seed=1).to(dtype)
+    result = ops.linear(x, ops.prepare_linear(weight))
+    assert result.dtype == dtype
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.05)
+
+
+@all_products
+def test_it_is_the_same_on_several_threads(name: str) -> None:
+    weight, x = randn(3000, 512), randn(6, 512, seed=1)
+    ops = ops_with(name)
+    handle = ops.prepare_linear(weight)
+    alone = ops.linear(x, handle)
+    torch.set_num_threads(3)
+    try:
+        torch.testing.assert_close(ops.linear(x, handle), alone, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_num_threads(1)
