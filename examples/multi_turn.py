@@ -135,15 +135,19 @@ def check(batch: TrainingBatch, logprobs_BT: torch.Tensor, tokenizer: SumTokeniz
     )
 
 
-async def train() -> None:
-    """A few steps; the engine generates while the trainer computes."""
-    tokenizer = SumTokenizer()
+def tiny_policy(tokenizer: SumTokenizer) -> Qwen3ForCausalLM:
+    """A model with random weights, the same each time."""
     torch.manual_seed(0)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.15)
-    policy = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=tokenizer.vocab_size, eos_token_id=None, **shape, **heads)
-    )
+    config = Qwen3Config(vocab_size=tokenizer.vocab_size, eos_token_id=None, **shape, **heads)
+    return Qwen3ForCausalLM(config)
+
+
+async def train() -> None:
+    """A few steps; the engine generates while the trainer computes."""
+    tokenizer = SumTokenizer()
+    policy = tiny_policy(tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     config = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_size_gb=0.02)
     with LLM(policy, tokenizer, config) as llm:
