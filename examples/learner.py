@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -16,9 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from examples.settings import AlgorithmSettings, TrainerSettings
 from rollout.errors import ConfigError
 from trainer_hooks import (
-    PolicyLossConfig,
     RolloutBatch,
     gae_advantages,
     group_advantages,
@@ -29,84 +28,9 @@ from trainer_hooks import (
     token_rewards,
     value_loss,
 )
-from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 
 CRITIC_FILE = "critic.pt"
 Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """`gamma`, `lam`: of generalised advantage estimation. `clip_range`: how far a value may move
-    in one update. `warmup_steps`: first steps that train the critic alone.
-    """
-
-    learning_rate: float
-    gamma: float
-    lam: float
-    clip_range: float
-    warmup_steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmSettings:
-    """Sizes of a step, how rewards become advantages, and the loss.
-
-    `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
-    `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
-    `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
-    and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
-    it was sampled on, is of another version.
-    `critic`: advantages come from a critic (PPO); None takes those of groups.
-    `made_for`: the kind of loss from which these settings deviate on purpose; they are refused with
-    another kind.
-    """
-
-    groups_per_step: int
-    group_size: int
-    num_minibatches: int
-    temperature: float
-    max_new_tokens: int
-    shuffle_rewards: bool
-    decoupled: bool
-    loss: PolicyLossConfig
-    advantage_normalization: AdvantageNormalization | None = None
-    advantage_baseline: AdvantageBaseline | None = None
-    critic: CriticSettings | None = None
-    made_for: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.made_for not in (None, self.loss.kind):
-            raise ConfigError(
-                f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
-                f"{self.made_for!r}; choose its group, algorithm={self.loss.kind}, or set "
-                "algorithm.made_for=null to keep them"
-            )
-        self.loss.advantages(self.advantage_normalization, self.advantage_baseline)
-        if self.loss.correction.needs_proximal and not self.decoupled:
-            raise ConfigError(
-                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
-                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
-            )
-        if self.critic is not None and (self.group_size != 1 or self.loss.kind != "ppo"):
-            raise ConfigError(
-                f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
-                f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """AdamW with linear warm-up and decay, and how often a run is saved."""
-
-    num_steps: int
-    learning_rate: float
-    final_learning_rate_fraction: float
-    warmup_steps: int
-    betas: tuple[float, float]
-    max_grad_norm: float
-    checkpoint_interval: int
-    num_threads: int
 
 
 class Critic(nn.Module):

@@ -9,7 +9,6 @@ import math
 import string
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,7 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import LLM, ConfigError, InferenceConfig, RolloutError, SamplingParams
+from examples.settings import ModelSettings, TaskSettings, WarmupSettings
+from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
 from trainer_hooks import PromptItem, ThreadedLLM, WeightSync, evaluate, generation_phase
 from trainer_hooks.prompt_sources import ReasoningGymPrompts
 
@@ -28,49 +28,6 @@ MAX_SEEDS = 1_000
 NUM_PROMPTS = 50_000  # of the training, and as many of the warm-up
 END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<end>", "<pad>", "<unknown>"
 IGNORED = -100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSettings:
-    """reasoning-gym's palindrome_generation: how many letters, and how many items are held out."""
-
-    min_length: int
-    max_length: int
-    dataset_seed: int
-    num_held_out: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Shape of the policy, a Qwen3 decoder with tied embeddings and random weights."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupSettings:
-    """Supervised warm-up with AdamW, until sampled answers score `target_reward`."""
-
-    target_reward: float
-    learning_rate: float
-    batch_size: int
-    max_steps: int
-    first_check: int  # step of the first measurement of the sampled reward
-    check_interval: int  # steps between two measurements
-    check_prompts: int
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 1 or self.check_interval < 1:
-            raise ConfigError(
-                f"max_steps={self.max_steps} and check_interval={self.check_interval} of the "
-                "warm-up must be 1 or more; for none set target_reward=0 and max_steps=1"
-            )
 
 
 class PalindromeTask:

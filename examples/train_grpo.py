@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -32,18 +32,16 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from examples.learner import AlgorithmSettings, Learner, TrainerSettings
+from examples.learner import Learner
 from examples.palindromes import (
-    ModelSettings,
     PalindromeTask,
-    TaskSettings,
-    WarmupSettings,
     build_policy,
     build_tokenizer,
     warm_up,
 )
+from examples.settings import JobSettings
 from examples.summary import summarise, summary_table
-from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
+from rollout import LLM, AsyncLLM, SamplingParams
 from trainer_hooks import (
     AsyncRolloutProducer,
     MetricsLogger,
@@ -61,9 +59,6 @@ from trainer_hooks import (
 )
 from trainer_hooks.jobs import (
     Dashboard,
-    LoggerSettings,
-    ProducerSettings,
-    WeightSyncSettings,
     open_logger,
     run_hydra_job,
     set_aside,
@@ -82,36 +77,6 @@ from trainer_hooks.metrics import (
 
 INTERRUPTED_EXIT_CODE = 130
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSettings:
-    """conf/train_grpo.yaml: `seeds` runs with seeds `seed`, `seed` + 1, ..., one after another.
-
-    `run_name`: the directory of the job under outputs/train_grpo.
-    `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
-    process. `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
-    """
-
-    run_name: str
-    num_engines: int
-    seed: int
-    seeds: int
-    resume: Literal["auto", "never"]
-    engine: InferenceConfig
-    model: ModelSettings
-    task: TaskSettings
-    warmup: WarmupSettings
-    algorithm: AlgorithmSettings
-    trainer: TrainerSettings
-    logger: LoggerSettings
-    producer: ProducerSettings
-    weight_sync: WeightSyncSettings
-
-    @property
-    def title(self) -> str:
-        """What is trained, for people."""
-        return "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
 
 
 def run_job(settings: JobSettings) -> None:

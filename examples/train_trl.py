@@ -25,7 +25,8 @@ import torch
 from hydra import compose, initialize_config_module
 
 from examples.palindromes import PalindromeTask, build_policy, build_tokenizer, warm_up
-from examples.train_grpo import JobSettings, sampling_params
+from examples.settings import JobSettings
+from examples.train_grpo import sampling_params
 from rollout import LLM, ConfigError
 from trainer_hooks.jobs import load_dataclass
 from trainer_hooks.trl_rollouts import TRLRollouts

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import conf
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
 from trainer_hooks.jobs import (
@@ -109,7 +109,7 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 
 JOB = """
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from trainer_hooks.jobs import run_hydra_job, wandb_names
 
 def report(settings):

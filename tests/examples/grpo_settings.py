@@ -7,7 +7,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from trainer_hooks.jobs.config_loading import load_dataclass
 from trainer_hooks.jobs.hydra_job import checked_overrides
 

@@ -16,8 +16,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from examples.learner import AlgorithmSettings
-from examples.train_grpo import JobSettings
+from examples.settings import AlgorithmSettings, JobSettings
 from rollout import ConfigError
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss

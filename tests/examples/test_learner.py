@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from examples.learner import Learner, learning_rate_at
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from tests.examples.grpo_settings import tiny_settings
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import RolloutBatch, collate_rollouts

@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("transformers")
 
-from examples.palindromes import NUM_PROMPTS, PalindromeTask, TaskSettings, build_tokenizer
+from examples.palindromes import NUM_PROMPTS, PalindromeTask, build_tokenizer
+from examples.settings import TaskSettings
 from trainer_hooks import PromptItem
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
 from examples.palindromes import PalindromeTask, build_policy, build_tokenizer
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from examples.train_grpo import JobSettings
+from examples.settings import JobSettings
 from rollout.errors import ConfigError
 from trainer_hooks.jobs import DataSettings, checked_overrides, config_hints, load_dataclass
 from trainer_hooks.jobs.config_loading import dataclass_of, init_field_types
