@@ -27,10 +27,7 @@ STEPS_PER_LIFE = 3
 
 
 def start_job(directory: Path, num_steps: int, *arguments: str) -> PacedJob:
-    settings = (
-        *("num_engines=2", "weight_sync=in_flight"),
-        *("producer.max_staleness_versions=1", "producer.shuffle=false"),
-    )
+    settings = ("num_engines=2", "weight_sync=in_flight", "producer.max_staleness_versions=1")
     return PacedJob(directory, *settings, f"trainer.num_steps={num_steps}", *arguments)
 
 
