@@ -25,10 +25,11 @@ def cpu_backend(memory_kind: str) -> Backend:
     """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
-    ops: Ops = CpuOps()
-    attention: AttentionBackend = TorchSdpaAttention(ops)
     library = load_library()
-    if library is not None:
+    if library is None:
+        ops: Ops = CpuOps()
+        attention: AttentionBackend = TorchSdpaAttention(ops)
+    else:
         kernels = Kernels(library)
         ops = NativeOps(kernels)
         attention = NativePagedAttention(kernels, ops)

@@ -53,6 +53,7 @@ def test_the_switch_turns_to_torch(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("ROLLOUT_NATIVE", "0")
+    monkeypatch.setenv("ROLLOUT_TUNE", "0")
     backend = cpu_backend("device")
     assert type(backend.ops) is CpuOps
     assert type(backend.attention) is TorchSdpaAttention

@@ -33,7 +33,7 @@ from tests.tiny_models import (
 Weights = dict[str, Tensor]
 Source = Callable[[Weights], Any]
 PARAMS = SamplingParams(num_tokens_to_generate=8, seed=2, return_log_probs=True)
-# The packed product runs from 13 rows on: the last prompt shows which packed copies serve.
+# The packed product runs from 17 rows on: the last prompt shows which packed copies serve.
 LENGTHS = (9, 20)
 LATER_LENGTH = 40
 NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
