@@ -67,9 +67,10 @@ def encode_value(value: Any) -> Any:
 
 def decode_value(encoded: Any) -> Any:
     """Return the value that `encode_value` wrote."""
-    if isinstance(encoded, dict) and encoded.keys() == _TENSOR_KEYS:
-        return decode_tensor(encoded)
-    return list(encoded) if isinstance(encoded, list) else encoded
+    if isinstance(encoded, list):
+        return list(encoded)
+    is_tensor = isinstance(encoded, dict) and encoded.keys() == _TENSOR_KEYS
+    return decode_tensor(encoded) if is_tensor else encoded
 
 
 def encode_top_n(top_n: TopN) -> list[list[list[Any]] | None]:
@@ -97,25 +98,40 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 
 @cache
+def _defaults(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the default values of a dataclass's fields, as far as one value serves them all."""
+    found = {field.name: field.default for field in dataclasses.fields(cls)}
+    return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
+
+
+@cache
 def _field_names(cls: type[Any]) -> Mapping[str, None]:
     """Return the names of a dataclass's fields, in their order. Looking them up is slow: cached."""
     return dict.fromkeys(field.name for field in dataclasses.fields(cls))
 
 
 def encode_fields(
-    instance: Any, codecs: Mapping[str, FieldCodec], without: Collection[str] = ()
+    instance: Any,
+    codecs: Mapping[str, FieldCodec],
+    without: Collection[str] = (),
+    *,
+    without_defaults: bool = False,
 ) -> dict[str, Any]:
-    """Return the encoded fields of a dataclass instance, except for those in `without`.
+    """Return the encoded fields of a dataclass instance, except for those in `without` and, if
+    `without_defaults`, those that `decode_fields` would give the same value.
 
     A field without a codec is encoded by VALUE.
     """
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
     stored = vars(instance)  # reading block hashes as an attribute would compute them
+    defaults = _defaults(key) if without_defaults else {}
     for name in _field_names(key):
         if name in without:
             continue
         value = stored[name] if name in stored else getattr(instance, name)
+        if name in defaults and value is defaults[name]:
+            continue
         encoded[name] = None if value is None else codecs.get(name, VALUE).encode(value)
     return encoded
 

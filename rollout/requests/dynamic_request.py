@@ -273,13 +273,19 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return encoded
 
     def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Column]]:
-        """Return values per token as arrays, and before them the rest of what `serialize` returns.
+        """Return values per token as arrays, and before them the rest of what `serialize` returns,
+        without fields that have their defaults.
 
         `deserialize` reads the union of both.
         """
         found = {name: as_column(self.column(name)) for name in COLUMNS}
         columns = {name: column for name, column in found.items() if column is not None}
-        encoded = encode_fields(self, self._codecs, without={*columns, "event_add_engine"})
+        encoded = encode_fields(
+            self,
+            self._codecs,
+            without={*columns, "event_add_engine"},
+            without_defaults=True,
+        )
         return encoded, columns
 
 

@@ -33,6 +33,7 @@ MAX_RECORD_PLAIN_BYTES = 4 * MAX_PLAIN_BYTES
 _MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 
+@lru_cache(_MAX_CACHED_PARAMS)
 def pack_params(params: SamplingParams) -> bytes:
     """Return `params` as the bytes of a Sample."""
     return pack(params.serialize())
