@@ -6,8 +6,7 @@ Shape letters: T tokens, K in features, N out features.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from itertools import product as passes
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ def measure(
     """
     samples = [_Sample(weight_NK, candidates) for weight_NK in weights.values()]
     read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4)
-    for index, bucket, product in passes(range(_MAX_ROUNDS), range(len(BUCKETS)), candidates):
+    for index, bucket, product in _passes(candidates):
         contenders = [s for s in samples if s.is_contender(product, bucket, index)]
         if index == 0 and product.kind != "native":
             for sample in contenders:
@@ -73,6 +72,18 @@ def measure(
         if stopwatch.is_over():
             break
     return dict(zip(weights, (sample.seconds for sample in samples), strict=True))
+
+
+def _passes(candidates: Sequence[Product]) -> Iterator[tuple[int, int, Product]]:
+    """(round, bucket, product), every second round from the last bucket to the first.
+
+    So the budget does not end before the same buckets in every round.
+    """
+    buckets = range(len(BUCKETS))
+    for index in range(_MAX_ROUNDS):
+        for bucket in reversed(buckets) if index % 2 else buckets:
+            for product in candidates:
+                yield index, bucket, product
 
 
 class _Sample:
