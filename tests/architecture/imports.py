@@ -11,40 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 PRODUCT = ("rollout", "trainer_hooks")
 SCANNED = (*PRODUCT, "examples", "benchmarks")
 
-FLOORS: dict[str, float] = {
-    "examples": 12,
-    "benchmarks": 12,
-    "trainer_hooks.jobs": 11.5,  # before the library, whose modules never import it
-    "trainer_hooks": 11,
-    "rollout.apis": 10,
-    "rollout.serve": 9,
-    "rollout.coordinator": 8,
-    "rollout.engine": 7,
-    "rollout.runner": 6,
-    "rollout.models": 5,
-    "rollout.layers": 4,
-    "rollout.kv": 4,
-    "rollout.record_text": 4,
-    "rollout.scheduling": 4,
-    "rollout.journal": 4,
-    "rollout.config": 3,
-    "rollout.generated_text": 3,
-    "rollout.backends": 3,
-    "rollout.blocks": 3,
-    "rollout.requests": 3,
-    "rollout.parallel": 2,
-    "rollout.step": 2,
-    "rollout.child_process": 2,
-    "rollout.sampling_params": 1,
-    "rollout.version_spans": 1,
-    "rollout.text": 1,
-    "rollout.telemetry": 1,
-    "rollout.lazy_names": 1,
-    "rollout.errors": 0,
-    "rollout.keyword_hints": 0,
+# By package, the longest names first: a module belongs to the first entry that it lies in.
+FLOORS: dict[str, int] = {
+    name: int(floor)
+    for floor, name in sorted(
+        (
+            line.split()
+            for line in (ROOT / "docs" / "floors.txt").read_text(encoding="utf-8").splitlines()
+            if not line.startswith("#")
+        ),
+        key=lambda entry: -len(entry[1]),
+    )
 }
 # rollout/__init__.py lists the public names: above every package of rollout, below trainer_hooks.
 PUBLIC_DOOR = "rollout"
