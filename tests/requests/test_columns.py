@@ -134,3 +134,7 @@ def test_a_column_holds_the_same_numbers_or_there_is_none(values):
         or all(type(v) is int and -(2**63) <= v < 2**63 for v in values)
     )
     assert (column is not None) == bool(is_simple)
+
+
+def test_integers_beyond_int64_have_no_column():
+    assert as_column([0, 2**63]) is None
