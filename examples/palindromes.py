@@ -9,7 +9,7 @@ import math
 import string
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -159,7 +159,9 @@ async def warm_up(
     Raises RolloutError if `max_steps` do not reach the target.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
-    prompts, latest, start_s = iter(task.prompts(seed, is_warmup=True)), -math.inf, time.time()
+    # Again from the first one, where a long warm-up has had them all.
+    prompts = chain.from_iterable(repeat(task.prompts(seed, is_warmup=True)))
+    latest, start_s = -math.inf, time.perf_counter()
     with LLM(policy, tokenizer, engine) as llm:
         async with ThreadedLLM(llm) as threaded:
             for step in range(1, settings.max_steps + 1):
@@ -174,7 +176,7 @@ async def warm_up(
                     async with generation_phase(threaded, WeightSync(threaded), policy):
                         metrics = await evaluate(threaded, sampled, task.reward, params)
                     row["warmup/reward"] = latest = metrics["eval/reward"]
-                yield {**row, "timing_s/warmup": time.time() - start_s}
+                yield {**row, "timing_s/warmup": time.perf_counter() - start_s}
                 if latest >= settings.target_reward:
                     return
     raise RolloutError(

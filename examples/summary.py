@@ -26,11 +26,14 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
 
     def total(name: str) -> float:
-        return sum(row.get(name, 0.0) for row in steps)
+        return sum(row[name] for row in steps)
+
+    def seconds(name: str) -> float:  # not every way to run spends time on each
+        return sum(row.get(f"timing_s/{name}", 0.0) for row in steps)
 
     first = fmean(row["reward"] for row in steps[:WINDOW_STEPS])
     last = fmean(row["reward"] for row in steps[-WINDOW_STEPS:])
-    generate_s = total("timing_s/generate") or total("timing_s/step")
+    generate_s = seconds("generate") or seconds("step")
     return {
         "seed": seed,
         "warmup_steps": warmup[-1]["warmup/step"],
@@ -48,7 +51,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
         "prefilled_tokens": growth([row["engine/num_prefill_tokens"] for row in steps]),
         "tokens_per_s": total("completions/num_tokens") / generate_s,
         "warmup_s": warmup[-1]["timing_s/warmup"],
-        **{f"{name}_s": total(f"timing_s/{name}") for name in TIMES},
+        **{f"{name}_s": seconds(name) for name in TIMES},
         "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
     }
 

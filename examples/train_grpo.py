@@ -125,8 +125,8 @@ async def train(directory: Path, settings: JobSettings, seed: int) -> None:
         checkpoint = await begin(directory, settings, seed, task)
     learner = Learner.load(checkpoint, settings.algorithm, settings.trainer)
     state = read_trainer_state(checkpoint)
-    if state.step:  # before the first step the optimizer is a new one
-        load_checkpoint(checkpoint, learner.optimizer)
+    # Also of step 0: a run that is killed before its next checkpoint does all again as it did.
+    load_checkpoint(checkpoint, learner.optimizer)
     view = Dashboard(Console(quiet=not settings.logger.console))
     with (
         stop_on_interrupt() as stop,
@@ -143,7 +143,15 @@ async def train(directory: Path, settings: JobSettings, seed: int) -> None:
             make_producer(llm, settings, seed, task, tokenizer, state) as producer,
         ):
             loop = TrainingLoop(
-                directory, settings, tokenizer, learner, llm, producer, versions, logger, batches
+                directory=directory,
+                settings=settings,
+                tokenizer=tokenizer,
+                learner=learner,
+                llm=llm,
+                producer=producer,
+                versions=versions,
+                logger=logger,
+                batches=batches,
             )
             await loop.run(state.step, stop)
             async with generation_phase(llm):
@@ -258,7 +266,7 @@ async def greedy_reward(
     return {"eval/greedy_reward": metrics["eval/reward"]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:
     """The loop: take a batch, train on it, push the weights, log, and save now and then."""
 

@@ -199,6 +199,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--compare", type=int, default=6)
     arguments = parser.parse_args()
-    with initialize_config_module(config_module="conf", version_base="1.3"):
-        demo = load_dataclass(JobSettings, compose("train_grpo"))
-    print(json.dumps(run_job(demo, arguments.steps, arguments.compare), indent=2))
+    try:
+        with initialize_config_module(config_module="conf", version_base="1.3"):
+            demo = load_dataclass(JobSettings, compose("train_grpo"))
+        print(json.dumps(run_job(demo, arguments.steps, arguments.compare), indent=2))
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error

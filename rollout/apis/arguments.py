@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from typing import Any
 
 from rollout.config import CONFIG_HINTS, InferenceConfig
+from rollout.coordinator.client.submission import Prompt
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.keyword_hints import hint_of
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 
-Prompt = str | Sequence[int]
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
 # Iterable, but no lists of token ids.

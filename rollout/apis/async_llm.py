@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollout.apis.arguments import Prompt, SamplingArgument, as_groups, config_with
+from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments
 from rollout.apis.results import (
     Results,
@@ -26,6 +26,7 @@ from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.protocol.token_runs import TokenRun
@@ -91,8 +92,8 @@ class AsyncLLM:
         config = config_with(
             inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
-        self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version)
-        self._publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
+        publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
+        self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, publisher)
         for_engine = {
             "model": without_shards(model, config.dtype),
             "tokenizer": self.tokenizer,
@@ -132,7 +133,8 @@ class AsyncLLM:
         finite are refused is for the config of the engines. Raises CoordinatorLostError.
         """
         llm = cls.__new__(cls)
-        llm._set_up(tokenizer_of(None, tokenizer), seed, 0, curve)
+        publisher = WeightPublisher(reject_non_finite=False)
+        llm._set_up(tokenizer_of(None, tokenizer), seed, 0, publisher, curve)
         llm.address = address_of(address)
         await llm.start()
         return llm
@@ -142,12 +144,13 @@ class AsyncLLM:
         tokenizer: Tokenizer | None,
         seed: int | None,
         weights_version: int,
+        publisher: WeightPublisher,
         curve: CurveKeys | None = None,
     ) -> None:
         self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
         self._fleet = None
-        self._publisher = WeightPublisher(reject_non_finite=False)
+        self._publisher = publisher
         self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None

@@ -15,7 +15,7 @@ from rollout.backends.limits import num_usable_cpus
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import LOOPBACK, CoordinatorLostError
+from rollout.coordinator.dealer import CoordinatorLostError, listening_host
 from rollout.coordinator.routing.policies import find_policy
 from rollout.coordinator.security import CurveKeys, remove_private_address
 from rollout.errors import ConfigError
@@ -299,8 +299,7 @@ def coordinator_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy,
         "limits": CoordinatorLimits(orphan_deadline_s=orphan_deadline_s),
-        # Over TCP only if the user says where.
-        "host": LOOPBACK if host is None and port is not None else host,
+        "host": listening_host(host, port),
         **options,
     }
     policy = arguments["prefix_caching_coordinator_policy"]

@@ -12,9 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from rollout.apis.arguments import Prompt
 from rollout.apis.async_llm import AsyncLLM
 from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.client.submission import Prompt
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest

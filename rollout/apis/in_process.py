@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from rollout.apis.arguments import Prompt
 from rollout.apis.results import finished_request
 from rollout.config import InferenceConfig
+from rollout.coordinator.client.submission import Prompt
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError

@@ -16,12 +16,13 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from rollout.apis.arguments import Prompt, SamplingArgument, as_groups, config_with
+from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import Groups, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
 from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.coordinator.client.submission import Prompt
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState

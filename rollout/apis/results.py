@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rollout.apis.arguments import Prompt
+from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.record_text import add_text

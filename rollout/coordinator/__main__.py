@@ -15,7 +15,7 @@ from typing import Any
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import LOOPBACK
+from rollout.coordinator.dealer import listening_host
 from rollout.coordinator.security import server_keys_in
 from rollout.errors import RolloutError
 
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             None,
             given.data_parallel_size,
             inference_coordinator_port=given.port,
-            # Over TCP only if the user says where.
-            host=LOOPBACK if given.host is None and given.port is not None else given.host,
+            host=listening_host(given.host, given.port),
             advertise_host=given.advertise_host,
             curve=None if given.key is None else server_keys_in(given.key, given.client_key),
             insecure=given.insecure,

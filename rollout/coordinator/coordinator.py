@@ -266,10 +266,10 @@ class DataParallelInferenceCoordinator:
             except ProtocolError as fault:
                 failed.append((message, fault))
         num_sent = 0
-        for frame, num_frames in batched(frames, self._max_frame_bytes):
-            if not self._router.send(identity, frame, keeps=self._core.is_engine):
+        for frame, num_messages in batched(frames, self._max_frame_bytes):
+            if not self._router.send(identity, frame, num_messages, keeps=self._core.is_engine):
                 return [*failed, *((message, None) for message in sendable[num_sent:])]
-            num_sent += num_frames
+            num_sent += num_messages
         return failed
 
     # ---- the end

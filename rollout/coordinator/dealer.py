@@ -22,6 +22,12 @@ class CoordinatorLostError(RolloutError):
     is_transient = True
 
 
+def listening_host(host: str | None, port: int | None) -> str | None:
+    """Return where a coordinator listens: over TCP only if the user says where, by `host` or by
+    `port` alone, which is on loopback; None for a socket of this user."""
+    return LOOPBACK if host is None and port is not None else host
+
+
 def address_of(port_or_address: int | str) -> str:
     """Return the address of a port on loopback, or a full tcp:// or ipc:// address as it is. Raises
     ConfigError.

@@ -107,7 +107,7 @@ class Link:
         self._max_queued, self._give_up_s = max_queued, give_up_s
         self._waker = Waker()
         self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
-        self._outbox = Outbox(max_queued, max_frame_bytes)
+        self._outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
         self._goodbye: Disconnect | None = None
         self._arrived: list[Message] = []  # and is not in the inbox yet
@@ -196,7 +196,7 @@ class Link:
     def flush(self) -> None:
         """Send what is queued. Call it once per turn: small messages travel together, and a wake
         of the link's thread takes the interpreter from the owner's."""
-        self._waker.wake()
+        self._outbox.flush()
 
     def send(self, message: Message) -> None:
         """Queue one message, and flush."""

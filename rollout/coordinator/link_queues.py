@@ -13,7 +13,6 @@ from rollout.coordinator.protocol.messages import (
     Message,
     RegisterAck,
 )
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.errors import RolloutError
 
 
@@ -112,14 +111,15 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the socket, kept until the coordinator has them for sure. `put` and `close` are of
-    any thread, the rest is of the link's.
+    """Frames for the socket, kept until the coordinator has them for sure. `put` and `flush` are of
+    the owner's thread, `close` of any, the rest is of the link's, which `wake` calls.
     """
 
     def __init__(
-        self, max_frames: int | None, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+        self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
     ) -> None:
-        self._max_frames, self._max_frame_bytes = max_frames, max_frame_bytes
+        self._max_frames, self._max_frame_bytes, self._wake = max_frames, max_frame_bytes, wake
+        self._is_flush_due = False
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
         self._num_confirmed = 0  # of all that were ever sent
@@ -149,6 +149,13 @@ class Outbox:
                     "has run out must not go on"
                 )
             self._waiting.append(frame)
+        self._is_flush_due = True
+
+    def flush(self) -> None:
+        """Let what was put here since the last call be sent, if anything was."""
+        if self._is_flush_due:
+            self._is_flush_due = False
+            self._wake()
 
     def send_all(self, send: Callable[[bytes], bool]) -> None:
         """Give what waits to `send`, in order, small frames together, until one is not taken."""

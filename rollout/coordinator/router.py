@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -26,12 +27,20 @@ from rollout.errors import ConfigError, ProtocolError
 _LINGER_MS = 1000
 # Frames that wait for one slow peer in the socket; a client that is slower is told again later.
 _MAX_WAITING_FRAMES = 4096
-# Frames that wait here for one slow engine besides: as many as its own queue holds. Its lease says
-# whether it is alive; to be slow, or to get much at once, is no reason to give it up.
-_MAX_KEPT_FRAMES = 2**16
+# Messages that wait here for one slow engine besides: as many as its own queue holds. Its lease
+# says whether it is alive; to be slow, or to get much at once, is no reason to give it up.
+_MAX_KEPT_MESSAGES = 2**16
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 # As integers: their enumerations take longer to combine and convert than a frame to be sent.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Frames that wait for one peer, and how many messages each has. There is one at least."""
+
+    frames: deque[tuple[bytes, int]] = field(default_factory=deque)
+    num_messages: int = 0
 
 
 class Router:
@@ -50,7 +59,7 @@ class Router:
         """Bind; `port` None takes a free one. `host` None is a socket that only processes of this
         user can reach. Raises ConfigError if that cannot or must not be.
         """
-        self._kept: dict[bytes, deque[bytes]] = {}  # by identity; none is empty
+        self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         options = [
@@ -127,30 +136,38 @@ class Router:
             for single in frames:
                 yield identity, single
 
-    def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
-        """Whether it was taken: not if the peer is not there, or too many frames wait for it.
+    def send(
+        self,
+        identity: bytes,
+        frame: bytes,
+        num_messages: int = 1,
+        *,
+        keeps: Callable[[bytes], bool],
+    ) -> bool:
+        """Whether it was taken: not if the peer is not there, or too many messages wait for it.
 
-        `keeps`: of which identities that which the socket has no room for is kept for `flush`, and
-        what follows behind it.
+        `num_messages`: in the frame, which may be a Batch. `keeps`: of which identities that which
+        the socket has no room for is kept for `flush`, and what follows behind it.
         """
         kept = self._kept.get(identity)
         if kept is None:
             fault = self._try(identity, frame)
             if fault != zmq.EAGAIN or not keeps(identity):
                 return fault is None
-            kept = self._kept[identity] = deque()
-        if len(kept) >= _MAX_KEPT_FRAMES:
+            kept = self._kept[identity] = _Kept()
+        if kept.num_messages + num_messages > _MAX_KEPT_MESSAGES:
             return False
-        kept.append(frame)
+        kept.frames.append((frame, num_messages))
+        kept.num_messages += num_messages
         return True
 
     def flush(self) -> None:
         """Send of what is kept as much as there is room for. What is for a peer that has gone is
         dropped: the next message for it cannot be sent, which says so."""
-        for identity, frames in list(self._kept.items()):
+        for identity, kept in list(self._kept.items()):
             fault = None
-            while frames and (fault := self._try(identity, frames[0])) is None:
-                frames.popleft()
+            while kept.frames and (fault := self._try(identity, kept.frames[0][0])) is None:
+                kept.num_messages -= kept.frames.popleft()[1]
             if fault != zmq.EAGAIN:
                 del self._kept[identity]
 

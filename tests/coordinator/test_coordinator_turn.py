@@ -35,7 +35,9 @@ class ScriptedSocket:
             self.now += self.seconds_per_frame
             yield identity, encode(message)
 
-    def send(self, identity: bytes, frame: bytes, *, keeps: Callable[[bytes], bool]) -> bool:
+    def send(
+        self, identity: bytes, frame: bytes, num: int, *, keeps: Callable[[bytes], bool]
+    ) -> bool:
         self.sent.append((identity, keeps(identity)))
         return self.reaches_anybody
 

@@ -473,7 +473,7 @@ def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(even
 
 @given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
 def test_what_is_sent_is_kept_until_it_has_arrived(events):
-    outbox, lease, arrived, num_put = Outbox(1000), Lease(), [], 0
+    outbox, lease, arrived, num_put = Outbox(1000, 2**20, lambda: None), Lease(), [], 0
     lease.begin(1.0, 0.0)
     connection: list[object] = []  # frames and heartbeats on their way
     answers: list[int] = []
@@ -643,7 +643,7 @@ def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
         dealer = Dealer(context, router.address, waker, max_frame_bytes=2**20, curve=None)
         for end in (router.close, context.term, waker.close, dealer.close):
             last.callback(end)
-        outbox = Outbox(2)
+        outbox = Outbox(2, 2**20, lambda: None)
         outbox.put(b"first")
         outbox.send_all(dealer.send)
         dealer.socket.disconnect(router.address)  # as if it were lost, before any event says so

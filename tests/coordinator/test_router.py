@@ -84,11 +84,28 @@ def test_what_a_slow_client_is_sent_is_not_kept() -> None:
 def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "_MAX_KEPT_FRAMES", 8)
+    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 8)
     with router_and_peer() as (router, identity, _):
         sent = [router.send(identity, frame_of(i), keeps=everybody) for i in range(NUM_FRAMES)]
         assert sent == sorted(sent, reverse=True)
         assert not sent[-1]
+
+
+def test_what_is_kept_for_an_engine_counts_the_messages_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def num_sent(num_messages: int) -> int:
+        with router_and_peer() as (router, identity, _):
+            return sum(
+                router.send(identity, frame_of(i), num_messages, keeps=everybody)
+                for i in range(NUM_FRAMES)
+            )
+
+    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 0)
+    num_in_socket = num_sent(1)
+    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 64)
+    assert num_sent(1) == pytest.approx(num_in_socket + 64, abs=8)
+    assert num_sent(32) == pytest.approx(num_in_socket + 2, abs=8)
 
 
 def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:

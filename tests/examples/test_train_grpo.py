@@ -40,6 +40,7 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
     rows = training_rows(directory)
     assert [row["trainer/step"] for row in rows] == [1, 2, 3, 4]
     assert summary["stale_token_fraction"] > 0.0, "rollouts cross updates"
+    assert summary["max_staleness"] == 1, "the bound"
     assert {"reward_std", "kv_cache_staleness/mean", "timing_s/suspend"} <= set(rows[0])
     assert any(name.startswith("engine/") for name in rows[0])
     greedy = [row for row in read_jsonl(directory / "metrics.jsonl") if "eval/greedy_reward" in row]
@@ -132,7 +133,7 @@ def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
 
     run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=2, resume="auto"), seed=0)
     rows = [row for row in training_rows(directory) if "train/loss" in row]
-    assert rows
+    assert rows[-1]["trainer/step"] == 2
     assert all(row["train/kl"] > 0.0 for row in rows[1:])
     kept = AutoModelForCausalLM.from_pretrained(directory / "reference").lm_head.weight
     assert torch.equal(reference, kept)

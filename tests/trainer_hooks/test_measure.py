@@ -119,6 +119,16 @@ def test_rates_are_by_the_wall_of_the_step() -> None:
     assert metrics["timing_share/other"] == 1.0
 
 
+def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_some() -> None:
+    ticks = iter([0.0, 1.0, 3.0, 4.0])
+    account = TimeAccount(clock=lambda: next(ticks))
+    with account.spend("generate"):
+        pass
+    metrics = step_metrics(account.take(), num_generated_tokens=100, num_trained_tokens=40)
+    assert metrics["completions/tokens_per_s"] == 50.0
+    assert metrics["train/tokens_per_s"] == 10.0
+
+
 def test_every_metric_of_a_step_is_on_the_page() -> None:
     use = EngineUse()
     use.take(stats_of(0.0, 0))

@@ -19,10 +19,8 @@ from trainer_hooks.metrics import (
     ProgressView,
     read_jsonl,
     rollout_metrics,
-    timing_metrics,
 )
 from trainer_hooks.metrics.wandb_run import declare_axes
-from trainer_hooks.phase import PhaseTimings
 
 
 class FakeWandbRun:
@@ -71,19 +69,6 @@ def test_rows_that_are_not_whole_groups_are_refused() -> None:
     batch = collate_rollouts([finished_request([1], [2], versions=[0])], [1.0], train_version=0)
     with pytest.raises(ConfigError, match=r"1 rollouts.*group_size=2"):
         rollout_metrics(batch, group_size=2)
-
-
-def test_timing_metrics_name_every_part_of_a_step() -> None:
-    timings = PhaseTimings(update_s=1.0, resume_s=2.0, generate_s=4.0, suspend_s=5.0)
-    metrics = timing_metrics(timings, train_s=3.0, num_generated_tokens=100)
-    assert metrics["completions/tokens_per_s"] == 25.0
-    assert {name: value for name, value in metrics.items() if name.startswith("timing_s/")} == {
-        "timing_s/update": 1.0,
-        "timing_s/resume": 2.0,
-        "timing_s/train": 3.0,
-        "timing_s/generate": 4.0,
-        "timing_s/suspend": 5.0,
-    }
 
 
 def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
 from trainer_hooks.metrics.logger import MetricsLogger
-from trainer_hooks.metrics.measure import rollout_metrics, step_metrics, timing_metrics
+from trainer_hooks.metrics.measure import rollout_metrics, step_metrics
 from trainer_hooks.metrics.time_account import EngineUse, StepTimes, TimeAccount
 from trainer_hooks.metrics.wandb_run import start_wandb_run
 
@@ -21,5 +21,4 @@ __all__ = [
     "rollout_metrics",
     "start_wandb_run",
     "step_metrics",
-    "timing_metrics",
 ]

@@ -14,7 +14,6 @@ from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.metrics.histogram import histogram_columns
 from trainer_hooks.metrics.time_account import StepTimes
-from trainer_hooks.phase import PhaseTimings
 
 
 def rollout_metrics(
@@ -61,31 +60,19 @@ def rollout_metrics(
     return metrics
 
 
-def timing_metrics(
-    timings: PhaseTimings, train_s: float, num_generated_tokens: int
-) -> dict[str, float]:
-    """Where the seconds of one step went, and how fast it generated."""
-    return {
-        "completions/tokens_per_s": num_generated_tokens / max(timings.generate_s, 1e-9),
-        "timing_s/update": timings.update_s,
-        "timing_s/resume": timings.resume_s,
-        "timing_s/generate": timings.generate_s,
-        "timing_s/suspend": timings.suspend_s,
-        "timing_s/train": train_s,
-    }
-
-
 def step_metrics(
     times: StepTimes, *, num_generated_tokens: int, num_trained_tokens: int
 ) -> dict[str, float]:
-    """The time account of a step, and tokens per second of its whole wall time.
+    """The time account of a step, and its tokens per second.
 
-    For jobs whose engines generate while the trainer trains: neither has the wall to itself.
+    Generated ones are per second of the time spent on "generate". Where engines generate while the
+    trainer trains there is none, and they are per second of the whole step, as trained ones are.
     """
-    wall_s = max(times.wall_s, 1e-9)
+    metrics, wall_s = times.as_metrics(), max(times.wall_s, 1e-9)
     return {
-        **times.as_metrics(),
-        "completions/tokens_per_s": num_generated_tokens / wall_s,
+        **metrics,
+        "completions/tokens_per_s": num_generated_tokens
+        / (metrics.get("timing_s/generate") or wall_s),
         "train/tokens_per_s": num_trained_tokens / wall_s,
     }
 

@@ -386,8 +386,10 @@ class InferenceClient:
             raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        """Queue it. What is said in one turn of the event loop travels together."""
-        if self._link is None or self._loop is None or self._is_stopped:
+        """Queue it, unless nobody is there any more. What is said in one turn of the event loop
+        travels together."""
+        is_over = self._is_stopped or self._lost is not None
+        if self._link is None or self._loop is None or is_over:
             return
         self._link.queue(message)
         if not self._is_flush_due:

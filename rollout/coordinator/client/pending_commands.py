@@ -14,6 +14,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
+    command_name,
 )
 from rollout.errors import RolloutError
 
@@ -41,7 +42,7 @@ class PendingCommands:
         future.add_done_callback(lambda _: self._futures.pop(command_id, None))
         if command.deadline_s is not None:
             limit_s = command.deadline_s + self._grace_s
-            name = command.header.name if isinstance(command, Command) else "UPDATE_WEIGHTS"
+            name = command_name(command)
             error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
             timer = loop.call_later(limit_s, set_exception, future, error)
             future.add_done_callback(lambda _: timer.cancel())

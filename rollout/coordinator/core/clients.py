@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clients:
-    """The only writer of client sessions. `sessions`: by client id."""
+    """Makes and ends the sessions of clients. `sessions`: by client id."""
 
     def __init__(
         self,

@@ -264,9 +264,8 @@ class Dispatcher:
         """The engine of the policy's choice; that with the fewest requests if it has no room."""
         num_tokens = sum([request.num_tokens for request in requests])
         rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
-        for engine in self._with_room.values():
-            if engine.rank == rank:
-                return engine
+        if isinstance(rank, (int, np.integer)) and rank in self._with_room:
+            return self._with_room[int(rank)]
         if not self._is_policy_blamed:
             self._is_policy_blamed = True
             logger.error(

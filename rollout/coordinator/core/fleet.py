@@ -149,10 +149,6 @@ class Fleet:
         self.is_diverged = False
 
 
-def name_of(message: Command | UpdateWeights) -> str:
-    return message.header.name if isinstance(message, Command) else "UPDATE_WEIGHTS"
-
-
 def _require_readable(command: Command) -> None:
     release, only = command.arguments.get("release"), command.arguments.get("only")
     if release is not None and not (

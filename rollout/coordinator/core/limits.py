@@ -19,8 +19,8 @@ class CoordinatorLimits:
     command_deadline_s: of commands that name none.
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
     abort_grace_s: how long an aborted request waits for its engine's record.
-    commit_grace_s: least time engines have for a commit, once it is decided.
-    report_interval_tokens: most tokens of a request between two partial replies.
+    commit_grace_s: least time engines have for a commit, once it is decided, and for one step.
+    report_interval_tokens: most tokens of a request between two reports of its engine.
     max_client_requests: unfinished requests of one client; a client holds the others back.
     max_requests: unfinished requests and kept replies of all clients.
     max_client_request_bytes: of one client's unfinished requests, their prompts above all.

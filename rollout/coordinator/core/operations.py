@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from rollout.coordinator.core.fleet import EPOCH_COMMANDS, CommittedWeights, name_of
+from rollout.coordinator.core.fleet import EPOCH_COMMANDS, CommittedWeights
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.headers import Headers
@@ -25,6 +25,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     UpdateWeights,
     WireError,
+    command_name,
 )
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
 
@@ -49,7 +50,7 @@ class Operation:
     ) -> None:
         self.registry, self.context, self.fleet = registry, registry.context, registry.fleet
         self.client, self.message, self.deadline_at = client, message, deadline_at
-        self.name = name_of(message)
+        self.name = command_name(message)
         self.command_id = next(self.fleet.command_ids)
         self.outcome: Mapping[str, Any] | WireError | None = None
         self.members: dict[bytes, EngineSession] = {}

@@ -41,8 +41,8 @@ class _Registration:
 
 
 class Registry:
-    """The only writer of engine sessions. `engines`: by engine id. `departed`: those that left, for
-    the commands that wait for them; emptied by the core."""
+    """Makes and ends the sessions of engines. `engines`: by engine id. `departed`: those that left,
+    for the commands that wait for them; emptied by the core."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Registry:
             context.outbox.append((registration.identity, nack_of(None, refusal)))
             self._requests.requeue(registration.left, now)
             return
-        weights = self._weights_beside(message)
+        weights = self._take_fleet_weights(message)
         engine = EngineSession(
             engine_id=message.engine_id,
             identity=registration.identity,
@@ -190,8 +190,9 @@ class Registry:
         self._rank_of_engine[engine_id] = rank
         return rank
 
-    def _weights_beside(self, message: Register) -> CommittedWeights:
-        """What the fleet serves; the first engine says that, or what its checksum is."""
+    def _take_fleet_weights(self, message: Register) -> CommittedWeights:
+        """What the fleet serves. Changes `fleet.weights`: the first engine says what they are, or
+        what their checksum is."""
         fleet, checksum = self.fleet, message.weights_checksum
         weights = fleet.weights
         if weights is None:
@@ -309,16 +310,16 @@ class Registry:
     ) -> None:
         """The engine is out: its requests go to others. `suspects`: those that may be why; None for
         all that it may have been running. An engine that is told can come again."""
+        logger.log(
+            logging.INFO if suspects == () else logging.WARNING, "%s left: %s", engine, reason
+        )
         if suspects is None:
-            suspects, level = self.dispatcher.suspects(engine), logging.WARNING
-        else:
-            level = logging.WARNING if suspects else logging.INFO
-        logger.log(level, "%s left: %s", engine, reason)
+            suspects = self.dispatcher.suspects(engine)
         self.context.counters.num_engines_lost += 1
         if is_told:
             refusal = nack_of(None, RolloutError(f"{reason}; register again"))
             self.context.send(engine, refusal)
-        for request in self.dispatcher.suspects(engine) if suspects is None else suspects:
+        for request in suspects:
             request.lost_attempts |= {request.attempt}
         self._requests.requeue(self._end_session(engine, now), now)
 

@@ -207,9 +207,9 @@ class RequestLifecycle:
     def grace_passed(self, server_id: int, now: float) -> None:
         """An engine has not answered an abort in time: the client need not wait for it."""
         request = self._table.requests[server_id]
-        if request.engine is not None:
-            assert request.abort_error is not None, "only an aborted request has a grace period"
-            self.fail(request, request.abort_error)
+        assert request.abort_error is not None, "only an aborted request has a grace period"
+        # Also if its engine is just registering again, and would be given it back.
+        self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
         """Let its engine end it, so that its tokens are kept; without one it fails at once."""
@@ -237,8 +237,10 @@ class RequestLifecycle:
         if isinstance(message, AssignRequest):
             for sample in message.samples:
                 request = self._table.requests.get(sample.request_id)
-                if request is not None and request.engine is not None:
-                    self.fail(request, error)
+                if request is None or request.engine is None or request.attempt != sample.attempt:
+                    continue
+                self._table.withdraw(request.engine)
+                self.fail(request, error)
         elif isinstance(message, EngineReply) and isinstance(session, ClientSession):
             request = session.requests.get(message.request_id)
             if request is not None:

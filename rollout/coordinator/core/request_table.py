@@ -289,6 +289,10 @@ class RequestTable:
         request.engine = engine
         engine.requests[request.server_id] = request
 
+    def withdraw(self, engine: EngineSession) -> None:
+        """The engine was not told of one of the requests assigned to it: that took no credit."""
+        engine.num_assigned -= 1
+
     def requeue(self, request: Request) -> None:
         """Let an assigned request wait: its engine has it no more."""
         self._leave_engine(request)

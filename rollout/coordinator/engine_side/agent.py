@@ -194,10 +194,10 @@ class EngineAgent:
             return self._answer(message)
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
-    def poll(self) -> Sequence[Message]:
+    def poll(self, *, may_step: bool = True) -> Sequence[Message]:
         """Return the answers that have come about beside the steps. Raises as `handle`."""
-        waits_in_vain = [] if self.has_work else self._confirm_commit()
-        return [*waits_in_vain, *self._poll(), *self._credit()]
+        confirmed = [] if self.has_work and may_step else self._confirm_commit()
+        return [*confirmed, *self._poll(), *self._credit()]
 
     def _poll(self) -> Sequence[Message]:
         ended = self._updates.poll(self._clock())
@@ -241,7 +241,12 @@ class EngineAgent:
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
         told = [*votes, *self._requests.progress()]
-        if isinstance(message, Commit) and isinstance(answer, Ack) and self.has_work:
+        if (
+            isinstance(message, Commit)
+            and isinstance(answer, Ack)
+            and self.has_work
+            and self._last_step_s
+        ):
             self._committed = message, answer, time.perf_counter()
             return told
         return [*told, self._keep(message, answer)]
@@ -254,7 +259,7 @@ class EngineAgent:
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None
-        if stepped and self._last_step_s:  # else there is no step to compare it with
+        if stepped:
             more_s = time.perf_counter() - ended_at - self._last_step_s
             stall_s = answer.result["stall_seconds"] + max(0.0, more_s)
             result = {**answer.result, "stall_seconds": stall_s}

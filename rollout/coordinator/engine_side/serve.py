@@ -26,9 +26,11 @@ def serve(agent: EngineAgent, link: Link) -> None:
         while not agent.is_shut_down:
             runs = agent.has_work and link.may_step()
             for message in link.receive(0.0 if runs else agent.max_idle_s):
-                _send_all(agent, link, agent.handle(message))
-            _send_all(agent, link, agent.poll())
-            if not (agent.has_work and link.may_step()):
+                _queue_all(agent, link, agent.handle(message))
+            may_step = link.may_step()
+            _queue_all(agent, link, agent.poll(may_step=may_step))
+            link.flush()
+            if not (agent.has_work and may_step):
                 continue
             try:
                 outbox = agent.step()
@@ -40,15 +42,15 @@ def serve(agent: EngineAgent, link: Link) -> None:
                 _logger.exception("a step failed; its requests are queued again")
                 continue
             num_failures = 0
-            _send_all(agent, link, outbox)
+            _queue_all(agent, link, outbox)
+            link.flush()
     finally:
         agent.close()
 
 
-def _send_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
+def _queue_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
     for message in messages:
         try:
             link.queue(message)
         except ProtocolError as error:
-            _send_all(agent, link, agent.instead_of(message, error))
-    link.flush()
+            _queue_all(agent, link, agent.instead_of(message, error))

@@ -201,7 +201,7 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     rank: its place, small integers. state: the one to enter before it gets work.
     lease_s: stop stepping when the coordinator was not heard for so long. heartbeat_s: how often to
     send one. progress_deadline_s: a step count that stands still for so long, with work to do, is
-    death. report_interval_tokens: most tokens of a request between two partial replies.
+    death. report_interval_tokens: most tokens of a request between two reports (Progress).
     weights: where to get `weights_version`, None if the engine serves it. session: names this
     registration in the engine's Credit.
     """
@@ -385,6 +385,11 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag=77):
     version: Version | None = None
     in_flight: bool = False
     deadline_s: Seconds | None = None
+
+
+def command_name(message: Command | UpdateWeights) -> str:
+    """Return the name of the message's header."""
+    return message.header.name if isinstance(message, Command) else Headers.UPDATE_WEIGHTS.name
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag=78):

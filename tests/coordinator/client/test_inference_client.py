@@ -144,7 +144,7 @@ def leaving_no_warning() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             yield
-            gc.collect(0)
+            gc.collect()
     finally:
         gc.enable()
 
@@ -866,7 +866,7 @@ def test_futures_that_nobody_looks_at_warn_nobody():
         client.add_request([1], PARAMS)
         await heard(router, Command, 4)
         await asyncio.sleep(0.1)
-        gc.collect(0)
+        gc.collect()
 
     run(politely(script), test)
 

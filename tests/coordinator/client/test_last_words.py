@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,10 @@ from tests.coordinator.scripted_router import BOUND_S, ScriptedRouter
 
 
 def test_answers_that_come_together_with_the_goodbye_are_taken() -> None:
+    reports: list[dict[str, Any]] = []
+
     async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
         with ScriptedRouter() as router:
             async with InferenceClient(router.address) as client:
                 order, unanswered = client.shutdown_engines(), client.pause_engines()
@@ -41,5 +45,7 @@ def test_answers_that_come_together_with_the_goodbye_are_taken() -> None:
                     await asyncio.wait_for(request, BOUND_S)
                 with pytest.raises(CoordinatorLostError, match="shut down"):
                     await asyncio.wait_for(unanswered, BOUND_S)
+                await asyncio.sleep(0.05)  # the reply's acknowledgement would be due, to nobody
 
     asyncio.run(work())
+    assert reports == []

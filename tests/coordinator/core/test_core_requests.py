@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 from msgspec import structs
 
+from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
+    COMMAND_TYPES,
     AbortRequest,
     AssignRequest,
     Attempt,
@@ -391,6 +393,47 @@ def test_an_assignment_too_large_to_send_fails_its_requests() -> None:
     fleet.run()
     assert all(asked.replies[0].error is not None for asked in client.asked.values())
     assert not engine.held
+
+
+def test_assignments_that_are_never_sent_take_no_credit() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine(max_requests=8)
+    fleet.run()
+    for _ in range(30):
+        out = fleet.core.handle(client.identity, client.submission([3]), fleet.now)
+        ((identity, message),) = [one for one in out if isinstance(one[1], AssignRequest)]
+        fault = ProtocolError("too large")
+        fleet.route(fleet.core.undelivered(identity, message, fault, fleet.now))
+        fleet.run()
+    fleet.send(client, client.submission([3]))
+    fleet.run()
+    fleet.finish()
+    (reply,) = client.asked[30].replies
+    assert not reply.is_failed
+
+
+def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_command() -> None:
+    fleet = FakeFleet()
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine(ignores={"PAUSE"})
+    fleet.send(client, client.submission([99]))
+    fleet.run()
+    assert first.held
+    fleet.send(client, COMMAND_TYPES[Headers.PAUSE](command_id=1))
+    fleet.run()
+    fleet.send(client, AbortRequest(attempts=(Attempt(request_id=0),)))
+    fleet.run(client)
+    fleet.redial(first)  # the abort was on its way over the former connection
+    fleet.run()
+    fleet.pass_time(LIMITS.abort_grace_s)
+    fleet.run()
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert "aborted" in str(reply.error.message)
+    fleet.pass_time(LIMITS.command_deadline_s)
+    fleet.run()
+    assert first.rank is not None
+    assert not first.held
+    assert not assignments(second)
 
 
 def test_a_coordinator_that_was_stopped_does_not_take_its_peers_for_dead() -> None:
