@@ -42,7 +42,7 @@ class NativePagedAttention(TorchSdpaAttention):
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
             return super().attend(q_THD, k_TGD, v_TGD, layer, batch)
-        out_THD = torch.empty(q_THD.shape)
+        out_THD = torch.empty(q_THD.shape, dtype=torch.float32)
         query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
         context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
         num_tokens, num_kv_heads, head_dim = k_TGD.shape

@@ -37,7 +37,7 @@ class NativeOps(CpuOps):
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
         if not _is_heads(x) or weight.dtype != torch.float32:
             return super().rms_norm(x, weight, eps)
-        out = torch.empty(x.shape)
+        out = torch.empty(x.shape, dtype=torch.float32)
         pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
         heads = x.shape[1] if x.dim() == 3 else 1
         self._kernels.rms_norm(*pointers, x.shape[0], heads, x.shape[-1], x.stride(0), eps)
@@ -70,7 +70,7 @@ class NativeOps(CpuOps):
         return self._rotate(q_THD, cos_TD, sin_TD), self._rotate(k_TGD, cos_TD, sin_TD)
 
     def _rotate(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        out_THD = torch.empty(x_THD.shape)
+        out_THD = torch.empty(x_THD.shape, dtype=torch.float32)
         self._kernels.rotary(
             *(out_THD.data_ptr(), x_THD.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr()),
             *(*x_THD.shape, x_THD.stride(0)),
@@ -82,7 +82,7 @@ class NativeOps(CpuOps):
         size = gate_up.shape[-1] // 2
         if not _is_plain(gate_up) or size % _LANES:
             return super().silu_mul(gate_up)
-        out = torch.empty((*gate_up.shape[:-1], size))
+        out = torch.empty((*gate_up.shape[:-1], size), dtype=torch.float32)
         self._kernels.silu_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
         return out
 
@@ -120,7 +120,7 @@ class NativeOps(CpuOps):
         """Raw log-probs of the targets and the top-n; as `sampling.score`."""
         num_rows, vocabulary = logits_PV.shape
         logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
-        logprobs_P = torch.empty(num_rows)
+        logprobs_P = torch.empty(num_rows, dtype=torch.float32)
         top_ids_PN, top_logprobs_PN = _empty_top(num_rows, vocabulary, top_n)
         args = ScoringArgs(
             logits=logits_PV.data_ptr(),
@@ -182,7 +182,8 @@ def _empty_top(num_rows: int, vocabulary: int, top_n: int) -> tuple[Tensor | Non
     assert top_n <= vocabulary, f"top_n={top_n} of {vocabulary}"
     if not top_n:
         return None, None
-    return torch.empty(num_rows, top_n, dtype=torch.int64), torch.empty(num_rows, top_n)
+    ids_N = torch.empty(num_rows, top_n, dtype=torch.int64)
+    return ids_N, torch.empty(num_rows, top_n, dtype=torch.float32)
 
 
 def _empty_result(num_rows: int, vocabulary: int, sampling: SamplingBatch) -> SampleResult:
@@ -190,7 +191,7 @@ def _empty_result(num_rows: int, vocabulary: int, sampling: SamplingBatch) -> Sa
     return SampleResult(
         token_ids_S=torch.empty(num_rows, dtype=torch.int64),
         is_finite_S=torch.empty(num_rows, dtype=torch.bool),
-        logprobs_S=torch.empty(num_rows) if sampling.any_logprobs else None,
+        logprobs_S=torch.empty(num_rows, dtype=torch.float32) if sampling.any_logprobs else None,
         top_ids_SN=top_ids_SN,
         top_logprobs_SN=top_logprobs_SN,
     )

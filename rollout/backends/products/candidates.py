@@ -149,7 +149,7 @@ class NativeProduct(Product):
         num_tokens, num_inputs = x_TK.shape
         weight_NK, bias_N = handle.weight_NK, handle.bias_N
         num_outputs = weight_NK.shape[0]
-        y_TN = torch.empty(num_tokens, num_outputs)
+        y_TN = torch.empty(num_tokens, num_outputs, dtype=torch.float32)
         args = LinearArgs(
             *(y_TN.data_ptr(), x_TK.data_ptr(), weight_NK.data_ptr()),
             None if bias_N is None else bias_N.data_ptr(),
@@ -166,7 +166,7 @@ class NativeProduct(Product):
 def available_products(kernels: Kernels | None) -> list[Product]:
     """All products of this machine; the first one of a kind is its default variant."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
-    probe_NK = torch.zeros(1, 16)
+    probe_NK = torch.zeros(1, 16, dtype=torch.float32)
     return [product for product in products if product.suits(probe_NK)]
 
 

@@ -59,7 +59,7 @@ def measure(
     holds.
     """
     samples = [_Sample(weight_NK, candidates) for weight_NK in weights.values()]
-    read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4)
+    read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4, dtype=torch.float32)
     for index, bucket, product in _passes(candidates):
         contenders = [s for s in samples if s.is_contender(product, bucket, index)]
         if index == 0 and product.kind != "native":
