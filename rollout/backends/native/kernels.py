@@ -17,6 +17,10 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
 _SIGNATURES = {
     "linear": "pii",
+    "pack_float": "ppiiiii",
+    "pack_half": "ppiiiii",
+    "unpack_float": "ppiiiii",
+    "unpack_half": "ppiiiii",
     "rms_norm": "pppiiiif",
     "add_rms_norm": "pppppiif",
     "rotary": "ppppiiii",
@@ -48,12 +52,12 @@ class AttentionArgs(ctypes.Structure):
 
 
 class LinearArgs(ctypes.Structure):
-    """struct linear of linear.c."""
+    """struct linear of linear.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "locality")),
+        *((name, c_int64) for name in ("lanes", "is_half", "accumulate")),
     )
 
 

@@ -33,11 +33,11 @@ def bucket_of(num_rows: int) -> int:
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
-    """The rule without measurements: to 16 rows native, to 128 oneDNN, then plain.
+    """The rule without measurements: native; without it to 128 rows oneDNN, then plain.
 
-    Where a kind is missing, the next one takes its place. `candidates` hold the plain one.
+    `candidates` hold the plain one.
     """
-    kinds = ["native"] * (num_rows <= 16) + ["onednn"] * (num_rows <= 128)
+    kinds = ["native"] + ["onednn"] * (num_rows <= 128)
     for kind in kinds:
         for product in candidates:
             if product.kind == kind:
