@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _SIGNATURES = {
     "sample_rows": "ppii",
     "score_rows": "ppii",
     "fingerprint": "ppiiiii",
+    "decoder_forward": "pp",
+    "decoder_tokens_at_once": "",
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
     "linear_max_lanes": "",
@@ -48,6 +50,43 @@ class AttentionArgs(ctypes.Structure):
             (name, c_int64)
             for name in ("block_stride", "block_size", "tokens", "heads", "kv_heads", "dim")
         ),
+    )
+
+
+class WeightArgs(ctypes.Structure):
+    """struct weight of decoder.c."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64))
+
+
+class LayerArgs(ctypes.Structure):
+    """struct layer of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, WeightArgs) for name in ("qkv", "output", "gate_up", "down")),
+        ("cache", c_void_p),
+    )
+
+
+class DecoderArgs(ctypes.Structure):
+    """struct decoder of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "embedding", "final_norm", "cos", "sin")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "lanes", "is_half")),
+        ("eps", c_double),
+    )
+
+
+class PassArgs(ctypes.Structure):
+    """struct pass of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
+        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "scratch")),
+        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads")),
+        ("attention", AttentionArgs),
     )
 
 
@@ -89,7 +128,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in arguments]
-            function.restype = c_int64 if name.endswith(("_bytes", "_lanes")) else None
+            function.restype = c_int64 if name.endswith(("_bytes", "_lanes", "_at_once")) else None
             setattr(self, name, function)
         self.version = Path(library._name).stem  # of the sources, the compiler and the CPU
         self._pool: ThreadPoolExecutor | None = None

@@ -48,9 +48,14 @@ PLAIN = Product()
 
 
 class LinearHandle:
-    """A linear layer's weight, at most one packed copy of it, and a product for each bucket."""
+    """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    __slots__ = ("bias_N", "chosen", "packed", "packing", "products", "weight_NK")
+    `generation` counts how often the packed copy or the products have changed.
+    """
+
+    __slots__ = (
+        *("bias_N", "chosen", "generation", "packed", "packing", "products", "weight_NK"),
+    )
 
     def __init__(
         self, weight_NK: Tensor, bias_N: Tensor | None, products: Sequence[Product]
@@ -58,6 +63,7 @@ class LinearHandle:
         self.weight_NK, self.bias_N = weight_NK, bias_N
         self.packing: Product | None = None
         self.packed: Any = None
+        self.generation = 0
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
@@ -67,6 +73,7 @@ class LinearHandle:
         self.chosen, self.packing = tuple(products), packing
         if is_packed:
             self.products = self.chosen
+            self.generation += 1
         else:
             self.release()
             self.refresh()
@@ -76,10 +83,12 @@ class LinearHandle:
         if staged is None and self.packing is not None:
             staged = self.packing.pack(self.weight_NK)
         self.packed, self.products = staged, self.chosen
+        self.generation += 1
 
     def release(self) -> None:
         """Drop the packed copy; until `refresh`, the plain product stands in."""
         self.packed = None
+        self.generation += 1
         self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
 
 
@@ -172,13 +181,13 @@ class NativeProduct(Product):
     def __init__(self, kernels: Kernels, lanes: int) -> None:
         self.name = f"native-{32 * lanes}"
         self._kernels = kernels
-        self._lanes = lanes
+        self.lanes = lanes
 
     def suits(self, weight_NK: Tensor) -> bool:
         return weight_NK.is_cpu and weight_NK.dtype in (torch.float32, torch.bfloat16)
 
     def pack(self, weight_NK: Tensor) -> NativeWeight:
-        return NativeWeight(self._kernels, weight_NK.detach().contiguous(), self._lanes)
+        return NativeWeight(self._kernels, weight_NK.detach().contiguous(), self.lanes)
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         x_TK = x_TK.float()
@@ -191,7 +200,7 @@ class NativeProduct(Product):
         args = LinearArgs(
             *(y_TN.data_ptr(), x_TK.data_ptr(), panels_PKW.data_ptr()),
             None if bias_N is None else bias_N.data_ptr(),
-            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self._lanes),
+            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
             *(panels_PKW.dtype == torch.bfloat16, False),
         )
 
