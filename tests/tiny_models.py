@@ -46,7 +46,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, std: float = 0.2, **chan
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 12,
+        "head_dim": 16,
         "max_position_embeddings": MAX_LENGTH,
         "bos_token_id": None,
         "eos_token_id": None,
