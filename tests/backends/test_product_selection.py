@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
 from rollout.errors import ConfigError
 from tests.backends.fake_products import PRODUCTS, FakeStopwatch
+from tests.processes import PROCESSES
 
 MACHINE: dict[str, str | int] = {"cpu": "this one"}
 WEIGHT = torch.arange(24 * 32.0).view(24, 32) / 100
@@ -32,6 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / "cache" / "rollout" / "products"
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The kept choices, without locks."""
+    return [*folder.glob("*.json")]
 
 
 def mkl_is_fastest(name: str, rows: int) -> float:
@@ -80,7 +89,65 @@ def test_an_engine_of_another_machine_has_a_file_of_its_own(folder: Path) -> Non
     products = selection(other, machine={"cpu": "another"})
     products.measure([WEIGHT])
     assert other.calls
-    assert len([*folder.iterdir()]) == 2
+    assert len(files_in(folder)) == 2
+
+
+def start_engine(folder: Path, own: int, start: Barrier, results: Connection) -> None:
+    """Measure a weight that all engines have and one of its own; each finds another speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        stopwatch = FakeStopwatch(lambda name, rows: 1.0 if name == PRODUCTS[own].name else 2.0)
+        products = selection(stopwatch)
+        own_weight = torch.ones(24 + 8 * (own + 1), 32)
+        start.wait(60.0)  # all have read the empty file
+        products.measure([WEIGHT, own_weight])
+        results.send((names(products), names(products, own_weight)))
+
+
+def test_engines_that_start_together_go_on_with_the_same_choices(tmp_path: Path) -> None:
+    count = len(PRODUCTS)
+    start, folder = PROCESSES.Barrier(count), tmp_path / "cache"
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        PROCESSES.Process(target=start_engine, args=(folder, own, start, results))
+        for own, (_, results) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    found = []
+    for receiver, _ in pipes:
+        assert receiver.poll(60.0)
+        found.append(receiver.recv())
+    for process in processes:
+        process.join(60.0)
+    shared = [names_of_shared for names_of_shared, _ in found]
+    assert shared == [shared[0]] * count
+    (file,) = files_in(folder / "rollout" / "products")
+    kept = {key: {*c["products"]} for key, c in json.loads(file.read_text())["choices"].items()}
+    of_own = {f"{24 + 8 * (own + 1)}x32 float32": found[own][1] for own in range(count)}
+    assert kept == of_own | {"24x32 float32": shared[0]}
+
+
+def test_a_choice_that_another_engine_saved_meanwhile_replaces_the_own() -> None:
+    fast, slow = FakeStopwatch(mkl_is_fastest), FakeStopwatch(lambda name, rows: 1.0)
+    late = selection(slow)
+    selection(fast).measure([WEIGHT])
+    late.measure([WEIGHT])
+    assert slow.calls
+    assert names(late) == {"mkl"}
+
+
+def test_a_file_that_cannot_be_locked_costs_one_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert measured_choices() == {"mkl"}
+    (warning,) = warnings_in(caplog)
+    assert "without a lock" in warning
+    assert len(files_in(folder)) == 1
 
 
 def test_every_product_is_timed_in_the_first_round_and_losers_in_no_other() -> None:
@@ -181,21 +248,21 @@ def test_a_spoilt_file_costs_one_warning_and_is_written_anew(
     spoil: Callable[[str], str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured_choices()
-    (file,) = folder.iterdir()
+    (file,) = files_in(folder)
     good = file.read_text()
     file.write_text(spoil(good))
     assert measured_choices() == {"mkl"}
     (warning,) = warnings_in(caplog)
     assert file.name in warning
     assert file.read_text() == good
-    assert [*folder.iterdir()] == [file]
+    assert {*folder.iterdir()} == {file, file.with_suffix(".lock")}
 
 
 def test_bytes_that_are_no_text_cost_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured_choices()
-    (file,) = folder.iterdir()
+    (file,) = files_in(folder)
     file.write_bytes(b"\xff\xfe\x00")
     assert measured_choices() == {"mkl"}
     assert len(warnings_in(caplog)) == 1

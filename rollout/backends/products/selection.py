@@ -92,10 +92,10 @@ class ProductSelection:
         candidates = [*self._candidates.values()]
         seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
         found = {key: choose(seconds[key], candidates) for key in unknown}
-        self._measured |= found
         # What a slow or busy machine could not finish is measured again by the next engine.
         kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
-        self._cache.save(kept, self._candidates)
+        # Another engine may have saved a choice while this one measured; both use that one.
+        self._measured |= found | self._cache.save(kept, self._candidates)
 
 
 def _key(weight_NK: Tensor) -> str:
