@@ -11,7 +11,14 @@ from torch import Tensor
 
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import PLAIN, Product
-from rollout.backends.products.choice import BUCKETS, Choice, choose, choose_by_rule, is_reliable
+from rollout.backends.products.choice import (
+    BUCKETS,
+    Choice,
+    choosable,
+    choose,
+    choose_by_rule,
+    is_reliable,
+)
 from rollout.backends.products.timing import Stopwatch, measure
 from rollout.errors import ConfigError
 
@@ -89,7 +96,7 @@ class ProductSelection:
         return Choice(products=(next(forced, PLAIN.name),) * len(BUCKETS))
 
     def _measure(self, unknown: dict[str, Tensor], model_bytes: int) -> None:
-        candidates = [*self._candidates.values()]
+        candidates = choosable([*self._candidates.values()])
         seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
         found = {key: choose(seconds[key], candidates) for key in unknown}
         # What a slow or busy machine could not finish is measured again by the next engine.
