@@ -289,19 +289,34 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     assert "OSError" in warning
 
 
-def test_tuned_handles_follow_the_choice_with_another_packed_copy() -> None:
-    stopwatch = FakeStopwatch(tiled_is_fastest)
-    ops = CpuOps(selection(stopwatch))
+def test_a_handle_is_plain_until_it_is_tuned_and_then_follows_the_choice() -> None:
+    ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest)))
     weight, x = WEIGHT.clone(), torch.ones(3, 32)
     handle = ops.prepare_linear(weight)
-    assert handle.packing is not None
-    assert handle.packing.name == "onednn"
+    assert ops.packed(handle) is None
+    torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
     ops.tune([handle])
+    assert handle.packing is not None
     assert handle.packing.name == "tiled"
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
     weight.mul_(2)
     ops.refresh(handle)
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
+
+
+@pytest.mark.parametrize("switch", ["1", "0", "tiled"])
+def test_a_weight_is_packed_once_when_an_engine_starts(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = []
+    for product in PRODUCTS:
+        if product.packs:
+            monkeypatch.setattr(product, "pack", lambda w: packed.append(w) or w.clone())
+    ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest), switch))
+    handles = [ops.prepare_linear(torch.ones(3000, 1000)) for _ in range(2)]
+    ops.tune(handles)
+    whole = [weight for weight in packed if weight.shape[0] == 3000]  # samples are measured
+    assert [w.data_ptr() for w in whole] == [handle.weight_NK.data_ptr() for handle in handles]
 
 
 def test_the_choice_is_logged_in_one_line_and_explained_in_a_table(
