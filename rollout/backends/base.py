@@ -32,12 +32,13 @@ class Ops(Protocol):
     """Device operations used by the layers, the sampler and weight updates."""
 
     def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
-        """A handle for `linear`. It may hold a packed copy, which `refresh` brings up to date."""
+        """A handle for `linear`, which refers to the weight. Nothing is packed before `tune`."""
         ...
 
     def tune(self, handles: Iterable[Any]) -> None:
         """Choose how `linear` computes for these handles, all of a model; it may take seconds.
 
+        Handles may then hold packed copies of their weights, which `refresh` brings up to date.
         Handles that are not tuned work as well. The choice never changes afterwards.
         """
         ...

@@ -6,13 +6,27 @@ import logging
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]  # the platform is no Unix
+
+_LOCK_RETRY_S = 0.01
 
 logger = logging.getLogger(__name__)
 
 
 def private_folder(name: str) -> Path:
-    """A folder that only this user can write. OSError if there is none."""
+    """The folder `name` in the user's cache directory, else in the temporary one; it is made.
+
+    Only this user can write it. Raises OSError if there is no such folder.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     candidates = (
         Path(home) / "rollout" / name,
@@ -29,7 +43,7 @@ def private_folder(name: str) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Another process sees all of the new content, or the old file."""
+    """Replace the file at `path`: others see the whole old content or the new. Raises OSError."""
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -37,6 +51,36 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive_lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Keep out all other processes and threads that lock the file at `path`; it is made, and stays.
+
+    Raises OSError where files cannot be locked, TimeoutError (an OSError) if another holder does
+    not release the lock within `timeout_s`.
+    """
+    if fcntl is None:
+        raise OSError("this platform has no flock")
+    with path.open("ab") as file:
+        _wait_for_lock(file, timeout_s)
+        try:
+            yield
+        finally:
+            # Closing is not enough: a child that was forked meanwhile has the file open, too.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _wait_for_lock(file: IO[bytes], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"{file.name} stayed locked for {timeout_s} s") from error
+        time.sleep(_LOCK_RETRY_S)
 
 
 def _is_private(folder: Path) -> bool:

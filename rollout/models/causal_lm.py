@@ -68,7 +68,7 @@ class CausalLM(nn.Module):
         return model
 
     def prepare(self, backend: Backend) -> None:
-        """Bind the backend into every layer. The weights must be there: handles may pack them."""
+        """Bind the backend into every layer. The weights must be there: tuning may pack them."""
         for module in self.modules():
             if isinstance(module, BackendLayer):
                 module.bind(backend)

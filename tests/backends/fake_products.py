@@ -14,10 +14,11 @@ from rollout.backends.products.choice import BUCKETS
 class PackedProduct(Product):
     """Keeps a clone as its packed copy, and multiplies with that."""
 
-    packs = unpacks = True
+    packs = True
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, unpacks: bool) -> None:
         self.name = self.kind = name
+        self.unpacks = unpacks
 
     def pack(self, weight_NK: Tensor) -> Tensor:
         return weight_NK.detach().clone()
@@ -36,7 +37,8 @@ class StreamedProduct(Product):
         self.name = name
 
 
-PRODUCTS = [PLAIN, PackedProduct("onednn"), PackedProduct("mkl")]
+PRODUCTS = [PLAIN, PackedProduct("onednn", unpacks=True), PackedProduct("tiled", unpacks=True)]
+PRODUCTS += [PackedProduct("mkl", unpacks=False)]
 PRODUCTS += [StreamedProduct("native-a"), StreamedProduct("native-b")]
 
 

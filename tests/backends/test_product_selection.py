@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from torch import Tensor
 
 from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.products.cache import ChoiceCache
-from rollout.backends.products.choice import BUCKETS
+from rollout.backends.products.choice import BUCKETS, choosable
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
 from rollout.errors import ConfigError
 from tests.backends.fake_products import PRODUCTS, FakeStopwatch
+from tests.processes import PROCESSES
 
 MACHINE: dict[str, str | int] = {"cpu": "this one"}
 WEIGHT = torch.arange(24 * 32.0).view(24, 32) / 100
@@ -34,8 +38,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "rollout" / "products"
 
 
-def mkl_is_fastest(name: str, rows: int) -> float:
-    return 1.0 if name == "mkl" else 2.0
+def files_in(folder: Path) -> list[Path]:
+    """The kept choices, without locks."""
+    return [*folder.glob("*.json")]
+
+
+def tiled_is_fastest(name: str, rows: int) -> float:
+    return 1.0 if name == "tiled" else 2.0
 
 
 def selection(
@@ -54,7 +63,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def measured_choices() -> set[str]:
-    stopwatch = FakeStopwatch(mkl_is_fastest)
+    stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch)
     products.measure([WEIGHT])
     assert stopwatch.calls
@@ -62,34 +71,101 @@ def measured_choices() -> set[str]:
 
 
 def test_each_shape_is_measured_once_and_then_read_from_the_file() -> None:
-    first, second, third = (FakeStopwatch(mkl_is_fastest) for _ in range(3))
+    first, second, third = (FakeStopwatch(tiled_is_fastest) for _ in range(3))
     selection(first).measure([WEIGHT, WEIGHT.clone()])
     again = selection(second)
     again.measure([WEIGHT])
-    assert (names(again), second.calls) == ({"mkl"}, [])
+    assert (names(again), second.calls) == ({"tiled"}, [])
     more = selection(third)
     more.measure([WEIGHT, WIDE])
     assert len(third.calls) == len(first.calls) > 0
-    assert names(more) == names(more, WIDE) == {"mkl"}
-    assert names(selection(third), WIDE) == {"mkl"}
+    assert names(more) == names(more, WIDE) == {"tiled"}
+    assert names(selection(third), WIDE) == {"tiled"}
 
 
 def test_an_engine_of_another_machine_has_a_file_of_its_own(folder: Path) -> None:
     other = FakeStopwatch(lambda name, rows: 1.0)
-    assert measured_choices() == {"mkl"}
+    assert measured_choices() == {"tiled"}
     products = selection(other, machine={"cpu": "another"})
     products.measure([WEIGHT])
     assert other.calls
-    assert len([*folder.iterdir()]) == 2
+    assert len(files_in(folder)) == 2
+
+
+def start_engine(folder: Path, own: int, start: Barrier, results: Connection) -> None:
+    """Measure a weight that all engines have and one of its own; each finds another speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        fastest = choosable(PRODUCTS)[own].name
+        stopwatch = FakeStopwatch(lambda name, rows: 1.0 if name == fastest else 2.0)
+        products = selection(stopwatch)
+        own_weight = torch.ones(24 + 8 * (own + 1), 32)
+        start.wait(60.0)  # all have read the empty file
+        products.measure([WEIGHT, own_weight])
+        results.send((names(products), names(products, own_weight)))
+
+
+def test_engines_that_start_together_go_on_with_the_same_choices(tmp_path: Path) -> None:
+    count = len(choosable(PRODUCTS))
+    start, folder = PROCESSES.Barrier(count), tmp_path / "cache"
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        PROCESSES.Process(target=start_engine, args=(folder, own, start, results))
+        for own, (_, results) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    found = []
+    for receiver, _ in pipes:
+        assert receiver.poll(60.0)
+        found.append(receiver.recv())
+    for process in processes:
+        process.join(60.0)
+    shared = [names_of_shared for names_of_shared, _ in found]
+    assert shared == [shared[0]] * count
+    (file,) = files_in(folder / "rollout" / "products")
+    kept = {key: {*c["products"]} for key, c in json.loads(file.read_text())["choices"].items()}
+    of_own = {f"{24 + 8 * (own + 1)}x32 float32": found[own][1] for own in range(count)}
+    assert kept == of_own | {"24x32 float32": shared[0]}
+
+
+def test_a_choice_that_another_engine_saved_meanwhile_replaces_the_own() -> None:
+    fast, slow = FakeStopwatch(tiled_is_fastest), FakeStopwatch(lambda name, rows: 1.0)
+    late = selection(slow)
+    selection(fast).measure([WEIGHT])
+    late.measure([WEIGHT])
+    assert slow.calls
+    assert names(late) == {"tiled"}
+
+
+def test_a_file_that_cannot_be_locked_costs_one_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert measured_choices() == {"tiled"}
+    (warning,) = warnings_in(caplog)
+    assert "without a lock" in warning
+    assert len(files_in(folder)) == 1
 
 
 def test_every_product_is_timed_in_the_first_round_and_losers_in_no_other() -> None:
     stopwatch = FakeStopwatch(lambda name, rows: 1.0 + [p.name for p in PRODUCTS].index(name))
     selection(stopwatch).measure([WEIGHT])
-    assert {name for name, _ in stopwatch.calls} == {product.name for product in PRODUCTS}
+    names_of_timed = {name for name, _ in stopwatch.calls}
+    assert names_of_timed == {product.name for product in PRODUCTS} - {"mkl"}
     # The four fastest go on; native-a and not native-b, for it is the default of a few rows.
     assert stopwatch.calls.count(("native-b", 1)) == 1
-    assert stopwatch.calls.count(("native-a", 1)) == stopwatch.calls.count(("mkl", 1)) > 1
+    assert stopwatch.calls.count(("native-a", 1)) == stopwatch.calls.count(("tiled", 1)) > 1
+
+
+def test_a_product_whose_copy_cannot_be_unpacked_is_neither_timed_nor_taken() -> None:
+    stopwatch = FakeStopwatch(lambda name, rows: 1.0 if name == "mkl" else 2.0)
+    products = selection(stopwatch)
+    products.measure([WEIGHT])
+    assert "mkl" not in {name for name, _ in stopwatch.calls} | names(products)
 
 
 def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
@@ -99,11 +175,11 @@ def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
 
 
 def test_what_was_timed_once_is_measured_again_by_the_next_engine() -> None:
-    num_calls = len(PRODUCTS) * len(BUCKETS)
-    hasty, second = FakeStopwatch(mkl_is_fastest, num_calls), FakeStopwatch(mkl_is_fastest)
+    num_calls = len(choosable(PRODUCTS)) * len(BUCKETS)
+    hasty, second = FakeStopwatch(tiled_is_fastest, num_calls), FakeStopwatch(tiled_is_fastest)
     products = selection(hasty)
     products.measure([WEIGHT])
-    assert names(products) == {"mkl"}
+    assert names(products) == {"tiled"}
     selection(second).measure([WEIGHT])
     assert second.calls
 
@@ -115,7 +191,7 @@ def test_a_stopwatch_ends_with_its_budget() -> None:
 
 def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:
     measured_choices()
-    stopwatch = FakeStopwatch(mkl_is_fastest)
+    stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch, "0")
     products.measure([WEIGHT])
     assert stopwatch.calls == []
@@ -127,7 +203,7 @@ def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:
     [("plain", "plain"), ("mkl", "mkl"), ("native", "native-a"), ("native-b", "native-b")],
 )
 def test_a_product_is_forced_by_its_name_or_its_kind(switch: str, expected: str) -> None:
-    stopwatch = FakeStopwatch(mkl_is_fastest)
+    stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch, switch)
     products.measure([WEIGHT])
     assert (names(products), stopwatch.calls) == ({expected}, [])
@@ -135,7 +211,7 @@ def test_a_product_is_forced_by_its_name_or_its_kind(switch: str, expected: str)
 
 def test_a_name_of_no_product_is_refused_with_the_legal_ones() -> None:
     with pytest.raises(ConfigError, match=r"ROLLOUT_TUNE='openvino'.*'onednn'"):
-        selection(FakeStopwatch(mkl_is_fastest), "openvino")
+        selection(FakeStopwatch(tiled_is_fastest), "openvino")
 
 
 def of_another_machine(text: str) -> str:
@@ -147,7 +223,7 @@ def truncated(text: str) -> str:
 
 
 def of_unknown_products(text: str) -> str:
-    return text.replace('"mkl"', '"cublas"')
+    return text.replace('"tiled"', '"cublas"')
 
 
 def of_negative_times(text: str) -> str:
@@ -181,23 +257,23 @@ def test_a_spoilt_file_costs_one_warning_and_is_written_anew(
     spoil: Callable[[str], str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured_choices()
-    (file,) = folder.iterdir()
+    (file,) = files_in(folder)
     good = file.read_text()
     file.write_text(spoil(good))
-    assert measured_choices() == {"mkl"}
+    assert measured_choices() == {"tiled"}
     (warning,) = warnings_in(caplog)
     assert file.name in warning
     assert file.read_text() == good
-    assert [*folder.iterdir()] == [file]
+    assert {*folder.iterdir()} == {file, file.with_suffix(".lock")}
 
 
 def test_bytes_that_are_no_text_cost_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured_choices()
-    (file,) = folder.iterdir()
+    (file,) = files_in(folder)
     file.write_bytes(b"\xff\xfe\x00")
-    assert measured_choices() == {"mkl"}
+    assert measured_choices() == {"tiled"}
     assert len(warnings_in(caplog)) == 1
 
 
@@ -208,24 +284,39 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     monkeypatch.setattr(tempfile, "tempdir", str(blocked))
-    assert measured_choices() == {"mkl"}
+    assert measured_choices() == {"tiled"}
     (warning,) = warnings_in(caplog)
     assert "OSError" in warning
 
 
-def test_tuned_handles_follow_the_choice_with_another_packed_copy() -> None:
-    stopwatch = FakeStopwatch(mkl_is_fastest)
-    ops = CpuOps(selection(stopwatch))
+def test_a_handle_is_plain_until_it_is_tuned_and_then_follows_the_choice() -> None:
+    ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest)))
     weight, x = WEIGHT.clone(), torch.ones(3, 32)
     handle = ops.prepare_linear(weight)
-    assert handle.packing is not None
-    assert handle.packing.name == "onednn"
+    assert ops.packed(handle) is None
+    torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
     ops.tune([handle])
-    assert handle.packing.name == "mkl"
+    assert handle.packing is not None
+    assert handle.packing.name == "tiled"
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
     weight.mul_(2)
     ops.refresh(handle)
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
+
+
+@pytest.mark.parametrize("switch", ["1", "0", "tiled"])
+def test_a_weight_is_packed_once_when_an_engine_starts(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = []
+    for product in PRODUCTS:
+        if product.packs:
+            monkeypatch.setattr(product, "pack", lambda w: packed.append(w) or w.clone())
+    ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest), switch))
+    handles = [ops.prepare_linear(torch.ones(3000, 1000)) for _ in range(2)]
+    ops.tune(handles)
+    whole = [weight for weight in packed if weight.shape[0] == 3000]  # samples are measured
+    assert [w.data_ptr() for w in whole] == [handle.weight_NK.data_ptr() for handle in handles]
 
 
 def test_the_choice_is_logged_in_one_line_and_explained_in_a_table(
@@ -233,21 +324,21 @@ def test_the_choice_is_logged_in_one_line_and_explained_in_a_table(
 ) -> None:
     caplog.set_level(logging.INFO)
     ops = CpuOps(
-        selection(FakeStopwatch(lambda name, rows: 1e-5 * (2 - (name == "mkl") * (rows > 8))))
+        selection(FakeStopwatch(lambda name, rows: 1e-5 * (2 - (name == "tiled") * (rows > 8))))
     )
     ops.tune([ops.prepare_linear(WEIGHT)])
     (line,) = (r.getMessage() for r in caplog.records)
     assert "1 of 1 shapes measured" in line
-    assert "24x32 float32: native-a from 1, mkl from 9 rows" in line
+    assert "24x32 float32: native-a from 1, tiled from 9 rows" in line
     table = [row.split() for row in ops.explain().splitlines()]
     assert table[1:3] == [
         ["24x32", "float32", "1", "native-a", "20"],
         ["24x32", "float32", "2", "native-a", "20"],
     ]
-    assert table[-1] == ["24x32", "float32", "256+", "mkl", "10"]
+    assert table[-1] == ["24x32", "float32", "256+", "tiled", "10"]
 
 
 def test_choices_by_rule_are_explained_without_times() -> None:
-    ops = CpuOps(selection(FakeStopwatch(mkl_is_fastest), "0"))
+    ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest), "0"))
     ops.tune([ops.prepare_linear(WEIGHT)])
     assert ops.explain().splitlines()[1].split()[-3:] == ["native-a", "not", "measured"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -31,6 +33,13 @@ def computable(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if is_interpreted(name) and dtype == torch.bfloat16 else dtype
 
 
+def tuned_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A handle of these operations, as an engine prepares it."""
+    handle = ops.prepare_linear(weight, bias)
+    ops.tune([handle])
+    return handle
+
+
 def assert_near(actual: Tensor, expected_f64: Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     tolerance = TOLERANCE[dtype]
@@ -55,7 +64,7 @@ def test_linear_is_the_product_with_the_transposed_weight(
     ops = OPS[name]()
     weight, bias = randn(out_features, in_features), randn(out_features, seed=1)
     x = randn(rows, in_features, seed=2)
-    handle = ops.prepare_linear(weight, bias if has_bias else None)
+    handle = tuned_handle(ops, weight, bias if has_bias else None)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     torch.testing.assert_close(ops.linear(x, handle).double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -63,7 +72,7 @@ def test_linear_is_the_product_with_the_transposed_weight(
 @pytest.mark.parametrize("rows", [1, 16, 200])
 def test_refresh_follows_an_in_place_change_of_the_weight(ops: Ops, rows: int) -> None:
     weight, x = randn(24, 32), randn(rows, 32, seed=1)
-    handle = ops.prepare_linear(weight)
+    handle = tuned_handle(ops, weight)
     ops.linear(x, handle)
     weight.mul_(-2.0)
     ops.refresh(handle)
@@ -72,7 +81,7 @@ def test_refresh_follows_an_in_place_change_of_the_weight(ops: Ops, rows: int) -
 
 def test_linear_takes_weights_of_a_module_that_requires_gradients(ops: Ops) -> None:
     layer = torch.nn.Linear(32, 24)
-    handle = ops.prepare_linear(layer.weight, layer.bias)
+    handle = tuned_handle(ops, layer.weight, layer.bias)
     x = randn(4, 32)
     with torch.inference_mode():
         torch.testing.assert_close(ops.linear(x, handle), layer(x), rtol=1e-5, atol=1e-5)
@@ -81,7 +90,7 @@ def test_linear_takes_weights_of_a_module_that_requires_gradients(ops: Ops) -> N
 @pytest.mark.parametrize("rows", [1, 5])
 def test_linear_works_in_bfloat16(ops: Ops, rows: int) -> None:
     weight, x = randn(24, 32, dtype=torch.bfloat16), randn(rows, 32, seed=1, dtype=torch.bfloat16)
-    result = ops.linear(x, ops.prepare_linear(weight))
+    result = ops.linear(x, tuned_handle(ops, weight))
     torch.testing.assert_close(
         result.double(), x.double() @ weight.double().T, rtol=0.02, atol=0.05
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
-from rollout.backends.products.candidates import LinearHandle, available_products
-from rollout.backends.products.choice import bucket_of
+from rollout.backends.products.candidates import PLAIN, LinearHandle, available_products
+from rollout.backends.products.choice import BUCKETS, bucket_of
 from rollout.backends.products.selection import SWITCH, ProductSelection
 
 
@@ -27,11 +27,11 @@ class CpuOps(ReferenceOps):
         self._products = default_selection() if products is None else products
 
     def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> LinearHandle:  # type: ignore[override]
-        """A handle with the products known for such a weight, and the packed copy they need."""
-        return LinearHandle(weight_NK, bias_N, self._products.products_for(weight_NK))
+        """A handle with the plain product, until `tune` chooses others and packs what they need."""
+        return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS))
 
     def tune(self, handles: Iterable[LinearHandle]) -> None:  # type: ignore[override]
-        """Measure products for the handles' weights, if they are not known, and take the best."""
+        """Measure unknown shapes, then give each handle its best products and packed copy."""
         handles = list(handles)
         self._products.measure(handle.weight_NK for handle in handles)
         for handle in handles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import torch
 
 from rollout.backends.native.library import cpu_identity
 from rollout.backends.products.choice import BUCKETS, Choice
-from rollout.backends.user_cache import private_folder, write_atomically
+from rollout.backends.user_cache import exclusive_lock, private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the file and of how it is measured
+_FORMAT = 2  # of the file and of how it is measured
+_LOCK_TIMEOUT_S = 5.0  # holders need milliseconds; one that is stopped must not stop all others
 
 
 def describe_machine(kernels_version: str) -> dict[str, str | int]:
@@ -59,14 +61,36 @@ class ChoiceCache:
             return {}
         return file.choices
 
-    def save(self, choices: Mapping[str, Choice], product_names: Collection[str]) -> None:
-        """Add to what other processes have written meanwhile."""
-        kept = self.load(product_names) | dict(choices)
-        file = _File(machine=self._machine, choices=dict(sorted(kept.items())))
+    def save(
+        self, choices: Mapping[str, Choice], product_names: Collection[str]
+    ) -> dict[str, Choice]:
+        """Add choices to the file. Returns them together with those that the file has already.
+
+        For a key that the file has, its choice stays. So engines that start together, which measure
+        the same keys at the same time, all go on with the choice of the first that saves.
+        """
+        merged = dict(choices)
         try:
-            write_atomically(self._path(), msgspec.json.format(msgspec.json.encode(file)))
+            path = self._path()
+            with ExitStack() as stack:
+                self._lock(path, stack)
+                kept = self.load(product_names)
+                merged |= kept
+                if merged != kept:
+                    write_atomically(path, self._encode(merged))
         except OSError as error:
             self._warn("are not kept", error)
+        return merged
+
+    def _lock(self, path: Path, stack: ExitStack) -> None:
+        try:
+            stack.enter_context(exclusive_lock(path.with_suffix(".lock"), _LOCK_TIMEOUT_S))
+        except OSError as error:
+            self._warn("are kept without a lock", error)
+
+    def _encode(self, choices: Mapping[str, Choice]) -> bytes:
+        file = _File(machine=self._machine, choices=dict(sorted(choices.items())))
+        return msgspec.json.format(msgspec.json.encode(file))
 
     def _path(self) -> Path:
         return private_folder("products") / self._name

@@ -50,14 +50,23 @@ def choose_by_rule(candidates: Sequence[Product]) -> Choice:
     return Choice(products=tuple(default_product(rows, candidates).name for rows in BUCKETS))
 
 
+def choosable(candidates: Sequence[Product]) -> list[Product]:
+    """The products that `choose` may take: all whose packed copy, if they need one, unpacks.
+
+    With other packed copies an update would keep two more copies of the weights: the packed ones
+    of the new weights, and plain ones of the old weights, to go back to.
+    """
+    return [product for product in candidates if product.unpacks or not product.packs]
+
+
 def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
-    """The fastest product of each bucket, where all share one packed copy, or need none.
+    """The fastest choosable product of each bucket, where all share one packed copy, or need none.
 
     Of the packed copies, and of none, the one is taken for which the sum of the buckets' times,
     each relative to the fastest product of its bucket, is smallest; none if the sums are equal.
     Within a bucket a product must beat the default one by more than the noise.
     """
-    candidates = [product for product in candidates if product.name in seconds]
+    candidates = [product for product in choosable(candidates) if product.name in seconds]
     options = []
     for packing in (None, *(product for product in candidates if product.packs)):
         allowed = [product for product in candidates if not product.packs or product is packing]

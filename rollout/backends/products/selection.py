@@ -11,7 +11,14 @@ from torch import Tensor
 
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import PLAIN, Product
-from rollout.backends.products.choice import BUCKETS, Choice, choose, choose_by_rule, is_reliable
+from rollout.backends.products.choice import (
+    BUCKETS,
+    Choice,
+    choosable,
+    choose,
+    choose_by_rule,
+    is_reliable,
+)
 from rollout.backends.products.timing import Stopwatch, measure
 from rollout.errors import ConfigError
 
@@ -89,13 +96,13 @@ class ProductSelection:
         return Choice(products=(next(forced, PLAIN.name),) * len(BUCKETS))
 
     def _measure(self, unknown: dict[str, Tensor], model_bytes: int) -> None:
-        candidates = [*self._candidates.values()]
+        candidates = choosable([*self._candidates.values()])
         seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
         found = {key: choose(seconds[key], candidates) for key in unknown}
-        self._measured |= found
         # What a slow or busy machine could not finish is measured again by the next engine.
         kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
-        self._cache.save(kept, self._candidates)
+        # Another engine may have saved a choice while this one measured; both use that one.
+        self._measured |= found | self._cache.save(kept, self._candidates)
 
 
 def _key(weight_NK: Tensor) -> str:
