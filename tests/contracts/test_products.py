@@ -121,6 +121,7 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
 ) -> None:
     ops, weight = ops_with(name), randn(300, 96).to(dtype)
     handle = ops.prepare_linear(weight, randn(300, seed=1).to(dtype))
+    ops.tune([handle])
     x = randn(400, 96, seed=2).to(dtype)
     together = ops.linear(x, handle)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 64, 333):
