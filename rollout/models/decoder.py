@@ -71,7 +71,6 @@ class DecoderLayer(nn.Module):
         x_TE, residual_TE = self.post_attention_layernorm.add(x_TE, residual_TE)
         return self.mlp(x_TE), residual_TE
 
-
     def parts(self) -> DecoderLayerParts:
         """What a fused decoder needs of this layer."""
         attention = self.self_attn

@@ -150,9 +150,7 @@ def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         model = prepared(replace(SPEC, qk_norm=True), native_backend(monkeypatch))
     decode = data.draw(st.lists(st.integers(0, 60), max_size=8))
-    prefill = data.draw(
-        st.lists(st.tuples(st.integers(0, 40), st.integers(2, 40)), max_size=3)
-    )
+    prefill = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(2, 40)), max_size=3))
     rows = [(old, 1) for old in decode] + prefill or [(0, 1)]
     num_tokens = sum(new for _, new in rows)
     kept = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=6))

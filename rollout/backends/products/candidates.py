@@ -53,9 +53,7 @@ class LinearHandle:
     `generation` counts how often the packed copy or the products have changed.
     """
 
-    __slots__ = (
-        *("bias_N", "chosen", "generation", "packed", "packing", "products", "weight_NK"),
-    )
+    __slots__ = (*("bias_N", "chosen", "generation", "packed", "packing", "products", "weight_NK"),)
 
     def __init__(
         self, weight_NK: Tensor, bias_N: Tensor | None, products: Sequence[Product]
