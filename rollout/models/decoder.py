@@ -6,6 +6,8 @@ Hugging Face checkpoints, because the paths of modules are the names of their we
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -112,7 +114,7 @@ class Decoder(nn.Module):
         """What a fused decoder needs; the layers must be bound to a backend."""
         return DecoderParts(
             embedding_VE=self.embed_tokens.weight,
-            layers=[layer.parts() for layer in self.layers],
+            layers=[cast(DecoderLayer, layer).parts() for layer in self.layers],
             final_norm_E=self.norm.weight,
             eps=self.spec.rms_norm_eps,
             num_heads=self.spec.num_heads,

@@ -174,7 +174,8 @@ def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
         together = fused(model, batch_of(rows, kept, caches(SPEC)))
     finally:
         torch.set_num_threads(1)
-    assert alone is not None and together is not None
+    assert alone is not None
+    assert together is not None
     assert torch.equal(alone, together)
 
 
