@@ -115,6 +115,7 @@ def graph_engine(
             attention=attention or HostlessAttention(),
             memory=memory or backend.memory,
             executor=made[0],
+            fuse_decoder=None,
         )
 
     monkeypatch.setattr("rollout.engine.build.create_backend", create_backend)
