@@ -137,8 +137,9 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     tree = ast.parse(source)
     alone = _left_alone(tree)
     for place, node in enumerate(ast.walk(tree)):
-        other = None if id(node) in alone else changed(node)
-        if other is not None:
+        if id(node) in alone or not isinstance(node, (ast.expr, ast.stmt)):
+            continue
+        if (other := changed(node)) is not None:
             before, after = (ast.unparse(part).partition("\n")[0] for part in (node, other))
             yield Mutant(path=path, line=node.lineno, place=place, before=before, after=after)
 
