@@ -116,6 +116,12 @@ def test_no_test_begins_once_the_budget_is_spent(tree) -> None:
     assert fate(tree, tests) == KILLED
 
 
+def test_what_is_marked_as_long_comes_last(tree) -> None:
+    long = "import pytest\n\n@pytest.mark.timeout(600)" + BUSY_TEST.replace("import time", "")
+    tests = "import time\n" + long + FAILING_TEST
+    assert fate(tree, tests, budget_s=BUSY_S / 2) == KILLED
+
+
 def test_a_failure_counts_although_it_spends_the_budget(tree) -> None:
     assert fate(tree, FAILING_TEST, budget_s=0.0) == KILLED
 
