@@ -227,7 +227,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
 def test_a_slow_start_is_told_about_and_has_a_deadline(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_processes, "_REMIND_S", 0.01)
+    monkeypatch.setattr(fleet_processes, "REMIND_S", 0.01)
     with pytest.raises(ConfigError, match=r"did not start within 0.5 s"):
         AsyncLLM(directory(), None, CONFIG, start_timeout_s=0.5)
     assert re.search(
