@@ -158,6 +158,11 @@ class Link:
         """Of the latest connection; to look at, it is the link's thread's."""
         return self._dealer.socket
 
+    @property
+    def num_unconfirmed(self) -> int:
+        """Frames that the coordinator may not have yet."""
+        return self._outbox.num_kept
+
     def wait_registered(self, timeout_s: float) -> None:
         """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if
         nobody answers. Dialling goes on in either case.

@@ -40,7 +40,7 @@ class KVCache:
         self._layers: tuple[Tensor, ...] = ()
         self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
-        self._move = _copy_runs
+        self._move = copy_runs
         self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
 
     @property
@@ -153,9 +153,7 @@ class KVCache:
         self._layers = blocks.unbind(1)
 
 
-def _copy_runs(
-    targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds
-) -> None:
+def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
     """targets[target_ids] = sources[source_ids], in one copy per run of ids that rise in step.
 
     Returns when all bytes are there, also where one of the two is a device's.

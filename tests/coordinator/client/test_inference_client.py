@@ -24,6 +24,7 @@ from rollout.coordinator.client.inference_client import ClientStateError, Infere
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -554,16 +555,16 @@ def test_a_batch_with_a_malformed_prompt_is_not_sent_at_all():
 def test_an_interrupt_amid_a_batch_aborts_what_of_it_was_sent(monkeypatch):
     async def test(client, router):
         before = client.add_request([9], PARAMS)
-        send, num_sent = client._requests._send, 0
+        queue, num_sent = Link.queue, 0
 
-        def interrupted(message):
+        def interrupted(link, message):
             nonlocal num_sent
-            send(message)
+            queue(link, message)
             num_sent += 1
             if num_sent == 3:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(client._requests, "_send", interrupted)
+        monkeypatch.setattr(Link, "queue", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.add_groups([([i], [PARAMS] * 2) for i in range(1, 6)])
         await heard(router, AbortRequest)
@@ -874,11 +875,11 @@ def test_futures_that_nobody_looks_at_warn_nobody():
 def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline():
     limits = CoordinatorLimits()
     coordinators_grace_s = max(limits.commit_grace_s, limits.abort_grace_s)
-    assert coordinators_grace_s < inference_client._GRACE_S
+    assert coordinators_grace_s < inference_client.GRACE_S
 
 
 def test_what_is_never_answered_fails_soon_after_its_deadline(monkeypatch):
-    monkeypatch.setattr("rollout.coordinator.client.inference_client._GRACE_S", 0.1)
+    monkeypatch.setattr("rollout.coordinator.client.inference_client.GRACE_S", 0.1)
 
     async def test(client, router):
         command = client.pause_engines(deadline_s=0.1)

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from numpy.testing import assert_allclose
 
-from rollout import DynamicInferenceRequest, SamplingParams
+from rollout import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
@@ -90,10 +90,11 @@ def source_of(seed: int, checksum: str = "") -> WeightsSource:
 def make_agent(
     fetch: Callable[[WeightsSource], NamedTensors] = fetch,
     clock: Callable[[], float] = time.monotonic,
+    engine: DynamicInferenceEngine | None = None,
     **config: Any,
 ) -> EngineAgent:
     return EngineAgent(
-        tiny_engine(model(), **config),
+        engine or tiny_engine(model(), **config),
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=8,
