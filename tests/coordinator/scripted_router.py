@@ -55,11 +55,9 @@ def connect_ack(**changes: object) -> ConnectAck:
 def register_ack(**changes: object) -> RegisterAck:
     fields = {
         "coordinator_id": COORDINATOR_ID,
-        "rank": 0,
         "state": "RUNNING",
         "lease_s": LEASE_S,
         "heartbeat_s": HEARTBEAT_S,
-        "progress_deadline_s": 60.0,
         "report_interval_tokens": 1,
         "weights_version": 0,
     }

@@ -128,7 +128,7 @@ class EngineAgent:
             weights_checksum=self._updates.checksum,
             block_size_tokens=self._block_size,
             max_requests=self._max_requests,
-            running=tuple(self._requests.held()),
+            running=self._requests.held(),
             prepared_command_id=self._registered_vote,
         )
 

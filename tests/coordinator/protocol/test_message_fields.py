@@ -85,7 +85,6 @@ LEGAL = {
     "PlainMap": _PLAIN,
     "Samples": set(),
     "Attempts": _LIST,
-    "Register.running": _LIST,
     "TensorEntry.shape": _LIST | {"list of 16"},
     "WeightsSource.manifest": {"empty map"},
     "Sample.sampling_params": _BYTES,
@@ -137,7 +136,6 @@ EXAMPLES = [
     SOURCE,
     STATUS,
     wire.Attempt(request_id=1),
-    wire.RunningAttempt(request_id=1, attempt=2, num_tokens=3),
     wire.Connect(client_id=bytes(16)),
     wire.ConnectAck(
         coordinator_id=bytes(16), state="", data_parallel_size=2, weights_version=0, **SECONDS
@@ -152,9 +150,7 @@ EXAMPLES = [
     ),
     wire.RegisterAck(
         coordinator_id=bytes(16),
-        rank=0,
         state="paused",
-        progress_deadline_s=9.0,
         report_interval_tokens=8,
         weights_version=1,
         **SECONDS,
@@ -175,7 +171,7 @@ EXAMPLES = [
     wire.UpdateWeights(command_id=1, source=SOURCE),
     wire.Prepare(command_id=1, version=1, source=SOURCE),
     wire.Commit(command_id=1, version=1),
-    wire.Rollback(command_id=1, version=1),
+    wire.Rollback(command_id=1),
 ]
 MESSAGES = [example for example in EXAMPLES if isinstance(example, wire.Message)]
 FIELDS = [
