@@ -100,6 +100,8 @@ class FakeEngine:
     ended: dict[int, EngineReply] = field(default_factory=dict)
     prepared: Prepare | None = None
     has_entered: bool = False
+    is_in_step: bool = False  # its thread answers nothing, while heartbeats go on
+    to_answer: list[Message] = field(default_factory=list)  # what came amid the step
     num_steps: int = 0
     must_register: bool = False
     max_requests: int = 64
@@ -152,6 +154,12 @@ class FakeEngine:
                 held.num_reported = held.num_tokens
         return [*out, *self.credit()]
 
+    def end_step(self) -> list[Message]:
+        """End a step that has brought nothing; answers what came meanwhile."""
+        self.is_in_step, waiting = False, self.to_answer
+        self.num_steps, self.to_answer = self.num_steps + 1, []
+        return [answer for message in waiting for answer in self.receive(message)]
+
     def credit(self) -> list[Message]:
         """What it accepts, if that is more than it has said."""
         ahead = num_ahead(self.max_requests)
@@ -178,6 +186,9 @@ class FakeEngine:
 
     def receive(self, message: Message) -> list[Message]:
         self.seen.append(message)
+        if self.is_in_step:
+            self.to_answer.append(message)
+            return []
         answers = self._answers(message)
         return answers if self.must_register else [*answers, *self.credit()]
 

@@ -47,6 +47,7 @@ def connect_ack(**changes: object) -> ConnectAck:
         "weights_version": 3,
         "lease_s": 60.0,
         "heartbeat_s": HEARTBEAT_S,
+        "answer_grace_s": 15.0,
         "is_resumed": True,
     }
     return ConnectAck(**{**fields, **changes})

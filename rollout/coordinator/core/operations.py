@@ -291,12 +291,21 @@ class WeightCommit(Operation):
             ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
             self._refuse(f"no vote in time from rank {ranks}", now)
             return
-        for engine in self.stop_waiting_for_all(now):
+        # One that makes steps takes the commit between two of them, and confirms it after another.
+        longest_step_s = self.context.limits.progress_deadline_s
+        ends = {i: e.progress_at + longest_step_s for i, e in self.waiting.items() if e.is_stepping}
+        for engine in list(self.waiting.values()):
+            if now < ends.get(engine.engine_id, 0.0):
+                continue
+            self.stop_waiting(engine, now)
             reason = f"it did not commit version {self._version} in time"
             self.registry.remove(engine, reason, now, suspects=())
             self.members.pop(engine.engine_id)
             self.lost_ranks.append(engine.rank)
-        self.complete(now)
+        if self.waiting:
+            self.deadline_at = min(ends[engine_id] for engine_id in self.waiting)
+        else:
+            self.complete(now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
         """The checksum that source and members name, and what is wrong if they name several."""

@@ -252,10 +252,8 @@ class Registry:
         status = message.status
         if status is not None:
             before, engine.status = engine.status, status
-            has_work = status.num_waiting + status.num_running > 0
-            is_stepping = status.state == EngineState.RUNNING.name and has_work
             has_stepped = before is None or status.num_steps != before.num_steps
-            if has_stepped or not is_stepping or not engine.is_ready or engine.num_awaited:
+            if has_stepped or not engine.is_stepping or not engine.is_ready:
                 engine.progress_at = now
             if not engine.is_ready:
                 engine.weights_version = status.weights_version

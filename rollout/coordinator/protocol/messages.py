@@ -151,7 +151,8 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
-    long has vanished. heartbeat_s: how often it should send one. max_requests, max_request_bytes:
+    long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how long
+    after its deadline a request or command may still be answered. max_requests, max_request_bytes:
     the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
     is_resumed: this client was here before, and nothing of it is forgotten.
     """
@@ -163,6 +164,7 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     weights_version: Version
     lease_s: Seconds
     heartbeat_s: Seconds
+    answer_grace_s: Seconds
     max_requests: Count = 2**16
     max_request_bytes: Count = 2**30
     is_resumed: bool = False

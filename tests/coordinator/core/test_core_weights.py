@@ -13,8 +13,10 @@ from rollout.coordinator.protocol.messages import (
     Prepare,
     RegisterAck,
     Rollback,
+    UpdateWeights,
 )
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
+from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 
@@ -136,6 +138,49 @@ def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() 
         fleet.redial(engines[1])
         fleet.run()
         assert versions(engines) == [1, 1]
+
+
+def committing_amid_a_step() -> tuple[FakeFleet, FakeClient, list[FakeEngine], UpdateWeights]:
+    """A decided update of two engines. The first one is in a step with a request, and hears the
+    Commit only when that ends."""
+    fleet, client, engines = fleet_in("RUNNING", 2)
+    fleet.send(client, client.submission([99]))
+    fleet.run()
+    update = client.update(source_of(1), in_flight=True, deadline_s=1.0)
+    fleet.send(client, update)
+    fleet.run(client, engines[1])
+    fleet.move_one(engines[0])  # it votes yes
+    engines[0].is_in_step = True
+    fleet.run()
+    assert versions(engines) == [0, 1]
+    return fleet, client, engines, update
+
+
+def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> None:
+    fleet, client, engines, update = committing_amid_a_step()
+    step_s = LIMITS.progress_deadline_s - 2
+    assert step_s > 3 * LIMITS.commit_grace_s
+    fleet.pass_time(step_s)
+    engines[0].num_steps += 1  # it takes the commit, and begins the first step under it
+    fleet.pass_time(step_s)
+    assert list(fleet.core.ranks()) == [0, 1]
+    assert client.answer(update) is None
+    fleet.send(engines[0], *engines[0].end_step())
+    fleet.run()
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == []
+    assert versions(engines) == [1, 1]
+
+
+def test_an_engine_that_makes_no_step_for_the_progress_deadline_is_removed_amid_a_commit() -> None:
+    fleet, client, _, update = committing_amid_a_step()
+    fleet.pass_time(LIMITS.progress_deadline_s + 2)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [0]
 
 
 def test_votes_with_different_checksums_roll_all_back() -> None:

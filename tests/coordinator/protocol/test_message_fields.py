@@ -138,7 +138,12 @@ EXAMPLES = [
     wire.Attempt(request_id=1),
     wire.Connect(client_id=bytes(16)),
     wire.ConnectAck(
-        coordinator_id=bytes(16), state="", data_parallel_size=2, weights_version=0, **SECONDS
+        coordinator_id=bytes(16),
+        state="",
+        data_parallel_size=2,
+        weights_version=0,
+        answer_grace_s=1.0,
+        **SECONDS,
     ),
     wire.Register(
         engine_id=bytes(16),
