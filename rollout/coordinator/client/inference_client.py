@@ -124,7 +124,7 @@ class InferenceClient:
         )
         try:
             await asyncio.to_thread(self._link.wait_registered, timeout_s)
-        except BaseException:
+        except BaseException:  # a cancelled start must not leave the link's thread, either
             await self.aclose()
             raise
         self._take(self._link.receive())

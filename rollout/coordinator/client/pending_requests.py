@@ -92,7 +92,7 @@ class PendingRequests:
                 added.append([])
                 self._add(submission, added[-1])
             self._send_held()
-        except BaseException:  # also a KeyboardInterrupt
+        except BaseException:  # after a KeyboardInterrupt, too, nobody has the futures
             for future in (future for futures in added for future in futures):
                 future.cancel()
             raise
