@@ -50,11 +50,9 @@ MAX_STEPS = 500  # a round
 PARTS = ("schedule", "plan", "commit", "documents", "rest")
 _ENTRY = RegisterAck(
     coordinator_id=bytes(16),
-    rank=0,
     state="RUNNING",
     lease_s=1.0,
     heartbeat_s=0.1,
-    progress_deadline_s=10.0,
     report_interval_tokens=16,
     weights_version=0,
 )

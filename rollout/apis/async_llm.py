@@ -384,7 +384,7 @@ class AsyncLLM:
                 results = await self._order(
                     lambda client: client.update_weights(source, version, in_flight)
                 )
-            except BaseException:
+            except BaseException:  # a cancelled update is refused, too
                 await asyncio.to_thread(self._publisher.drop)
                 raise
             # In a thread: to return gigabytes to the system would keep streams waiting.
@@ -431,7 +431,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         try:
             await self.start()
-        except BaseException:
+        except BaseException:  # __aexit__ is not called then; processes would be left
             await self.shutdown()
             raise
         return self

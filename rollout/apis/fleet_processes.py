@@ -89,7 +89,7 @@ class FleetProcesses:
                 )
                 self._engines.append(process)
             self._await_start()
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too, nobody else knows the processes
             self.close(asked=False)
             raise
         self.address = str(self._coordinator.started.result())

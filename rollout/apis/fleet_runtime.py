@@ -41,7 +41,7 @@ class FleetRuntime:
         self._thread.start()
         try:
             self._do(self._llm.start())
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too, nobody else can end the thread
             self.shutdown()
             raise
 

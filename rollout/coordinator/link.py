@@ -129,7 +129,7 @@ class Link:
         self._redial_at = math.inf
         try:
             self._dealer = self._dial()
-        except BaseException:
+        except (ConfigError, zmq.ZMQError):
             self._waker.close()
             self.context.term()
             raise

@@ -82,7 +82,7 @@ class Router:
                 bound = resolve_host(host)
                 require_safe(host, bound, has_keys=curve is not None, insecure=insecure)
                 self._bind_tcp(bound, port, told_host(bound, advertise_host))
-        except BaseException:
+        except (ConfigError, zmq.ZMQError):
             self.close()
             raise
 

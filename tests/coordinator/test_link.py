@@ -436,7 +436,7 @@ def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
 def test_answers_to_nothing_that_was_asked_are_dropped():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
-        router.send(register_ack(rank=5), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
+        router.send(register_ack(), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
         assert received(link) == [ReplyAck(attempts=())]
         assert link.may_step()
 
