@@ -79,23 +79,32 @@ class DynamicInferenceEngine(Engine):
             max_blocks=-(-sizes.max_sequence_length // config.block_size_tokens),
             block_size=config.block_size_tokens,
         )
-        runner = ModelRunner(causal_lm, backend, kv, builder)
+        runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=builder)
         scheduler = _scheduler(config, sizes)
-        counters = EngineCounters(config.metrics_writer, config.logging_step_interval)
+        counters = EngineCounters(
+            writer=config.metrics_writer, interval=config.logging_step_interval
+        )
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
         is_stable = backend.memory.has_stable_addresses
         suspension = Suspension(
-            *(scheduler, outputs, kv, weights, runner, config.kv_cache_management_mode),
+            scheduler=scheduler,
+            outputs=outputs,
+            kv=kv,
+            weights=weights,
+            runner=runner,
+            default_mode=config.kv_cache_management_mode,
             keeps_addresses=config.static_kv_memory_pointers and not is_stable,
         )
         return cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
             outputs=outputs,
-            pipeline=StepPipeline(scheduler, runner, outputs, counters),
+            pipeline=StepPipeline(
+                scheduler=scheduler, runner=runner, outputs=outputs, counters=counters
+            ),
             kv=kv,
             weights=weights,
             suspension=suspension,

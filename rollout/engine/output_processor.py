@@ -320,7 +320,7 @@ class OutputProcessor:
     def _end(self, request_id: int, kv_spans: VersionSpans, version: int, now: float) -> None:
         state = self._unfinished.pop(request_id)
         record, segment = state.record, state.segment
-        segment.kv_spans = kv_spans.copy()
+        segment.kv_spans = kv_spans
         for part in record.requests:
             part.complete()
         segment.generated_length = segment.num_generated_tokens

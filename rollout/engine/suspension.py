@@ -29,13 +29,13 @@ class Suspension:
 
     def __init__(
         self,
+        *,
         scheduler: Scheduler,
         outputs: OutputProcessor,
         kv: KVCache,
         weights: ServedWeights,
         runner: ModelRunner,
         default_mode: KVCacheManagementMode,
-        *,
         keeps_addresses: bool,
     ) -> None:
         self._scheduler, self._outputs = scheduler, outputs
@@ -116,6 +116,13 @@ class Suspension:
         if only is not None and only not in OWNERS:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
         return only is None or all(owner == only for owner in self._to_restore)
+
+    def drop_unused_copies(self) -> None:
+        """Free the host copies of blocks that no request uses any more. O(blocks of the pool)."""
+        if self._kv.num_offloaded_bytes:
+            # No later request may find a block whose bytes are freed now.
+            self._scheduler.kv_cache_manager.free_unused_blocks()
+            self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
 
     def status(self) -> MemoryStatus:
         """Return where the memory of both owners is now."""

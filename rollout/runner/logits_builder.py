@@ -93,7 +93,12 @@ class _Lists:
 
 
 class LogitsBuilder:
-    """The only writer of how each row changes its logits. Rows that change none cost nothing."""
+    """Knows for each row how its request changes the model's logits before a token is drawn: by
+    biases, allowed ids, penalties, and by `min_tokens`, which forbids the tokens that would end it.
+
+    `set_row` records this when a request takes a row. `build` returns the arrays with which the
+    device changes the logits of one step. Rows that leave their logits as they are cost nothing.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.rows: dict[int, _Row] = {}  # those that change their logits

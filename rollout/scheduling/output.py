@@ -26,18 +26,6 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerCounts:
-    """Requests by phase, and blocks. An indexed block may be in use or not."""
-
-    num_waiting: int
-    num_running: int
-    num_paused: int
-    num_blocks_used: int
-    num_blocks_indexed: int
-    num_blocks_total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
     """A request that ends with this step: by "stop" or "length", or by `error` with "error".
 

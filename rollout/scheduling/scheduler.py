@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import MemoryForecast, length_draw
-from rollout.scheduling.output import SchedulerCounts, SchedulerOutput, StepUpdate
+from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.queue import RequestQueue
 from rollout.scheduling.running import RunningRequests
@@ -23,6 +23,7 @@ from rollout.scheduling.sequence import Phase, Sequence, request_id_of
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
+from rollout.telemetry import SchedulerCounts
 from rollout.version_spans import VersionSpans
 
 # Every so many admissions, the request that has waited longest is next, whatever its priority.
@@ -123,10 +124,6 @@ class Scheduler:
         sequence = self.requests[request_id]
         self._finish(sequence)
         return sequence.kv_spans.copy()
-
-    def blocks_of(self, request_id: int) -> list[int]:
-        """The request's blocks, also those it shares."""
-        return self.requests[request_id].table.blocks.copy()
 
     def running_ids(self) -> list[int]:
         """The requests that have rows: they neither wait nor have ended."""
