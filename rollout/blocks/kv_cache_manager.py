@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
@@ -44,8 +43,10 @@ class KVCacheManager:
     """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
 
     Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
-    holds them. A block is free, in use by one or more requests, or unused: without a user, but kept
-    in the index until its space is needed. A freed block is taken again last.
+    holds them. A block is free, in use by one or more requests, or unused: without a user, but in
+    the index until its space is needed. `free_blocks` has the free ones. The block that was freed
+    last is taken first, so that a load that repeats touches the same memory again. An unused block
+    that requests may still share is taken only if no other is left, the longest unused one first.
 
     A full block can be shared by requests that begin with the same tokens. By default it enters the
     index only if it and all blocks before it were written entirely under one weights version, and
@@ -71,7 +72,7 @@ class KVCacheManager:
         self.reuse_across_versions = reuse_across_versions
         self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
         self._max_age_versions = max_age_versions
-        self._free_blocks = deque(range(1, num_blocks + 1))
+        self.free_blocks = list(range(num_blocks, 0, -1))  # the next one last
         self._num_users = array("i", bytes(4 * (num_blocks + 1)))
         self._free_rows = list(range(1, num_rows + 1))
         self._is_row_taken = [False] * (num_rows + 1)
@@ -81,11 +82,11 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated: the free ones and the unused ones."""
-        return len(self._free_blocks) + self.prefix_index.unused.num_blocks
+        return len(self.free_blocks) + self.prefix_index.unused.num_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free_blocks) - self.prefix_index.unused.num_blocks
+        return self.num_blocks - self.num_free_blocks
 
     @property
     def num_free_rows(self) -> int:
@@ -152,16 +153,20 @@ class KVCacheManager:
             assert self._num_users[block] > 0, f"block {block} is freed twice"
             self._num_users[block] -= 1
             if not self._num_users[block] and not self.prefix_index.release(block):
-                self._free_blocks.append(block)
+                self.free_blocks.append(block)
         table.num_shared = table.num_cached = 0
         table.is_cacheable = True
 
     def _take_block(self) -> int:
-        """Return a free block, or the longest unused one, with one user."""
-        if self._free_blocks:
-            block = self._free_blocks.popleft()
+        """Return a block, which has one user now. The caller has checked `num_free_blocks`.
+
+        Dropped blocks of the index go first: their memory has been written to, while free blocks
+        may never have been.
+        """
+        if self.prefix_index.num_dropped or not self.free_blocks:
+            block = self.prefix_index.give_up_oldest()
         else:
-            block = self.prefix_index.drop_oldest()
+            block = self.free_blocks.pop()
         self._num_users[block] = 1
         return block
 
@@ -236,15 +241,14 @@ class KVCacheManager:
 
     def begin_weights_version(self) -> None:
         """The weights have changed: blocks that only the old version could find are not found any
-        more. O(1): each is freed when its last user leaves, or when its space is needed.
+        more. O(1).
         """
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()
 
-    def free_unused_blocks(self) -> None:
-        """Free every block that is kept without a user."""
-        while self.prefix_index.unused.num_blocks:
-            self._free_blocks.append(self.prefix_index.drop_oldest())
+    def drop_unused_blocks(self) -> None:
+        """No request finds a block any more that has no user now: its KV may be lost. O(1)."""
+        self.prefix_index.drop_unused()
 
     def _oldest_version(self, version: int) -> int | None:
         """The oldest version whose KV may be reused under `version`; None for any."""

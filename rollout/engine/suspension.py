@@ -121,7 +121,7 @@ class Suspension:
         """Free the host copies of blocks that no request uses any more. O(blocks of the pool)."""
         if self._kv.num_offloaded_bytes:
             # No later request may find a block whose bytes are freed now.
-            self._scheduler.kv_cache_manager.free_unused_blocks()
+            self._scheduler.kv_cache_manager.drop_unused_blocks()
             self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
 
     def status(self) -> MemoryStatus:
@@ -161,7 +161,7 @@ class Suspension:
             requeued = self._scheduler.requeue_running()
             self._outputs.requeue(requeued)
             self._num_requeued += len(requeued)
-        self._scheduler.kv_cache_manager.free_unused_blocks()
+        self._scheduler.kv_cache_manager.drop_unused_blocks()
         if self._mode is _Mode.OFFLOAD:
             self._kv.offload(self._scheduler.kv_cache_manager.used_blocks())
         return self._kv.release()
