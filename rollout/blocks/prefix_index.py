@@ -210,7 +210,8 @@ class PrefixIndex:
         if entry is not None:
             self._remove_key(entry)
         self.unused.remove(block)
-        self.num_dropped = max(0, self.num_dropped - 1)
+        if self.num_dropped:
+            self.num_dropped -= 1
         return block
 
     def drop_unused(self) -> None:

@@ -15,15 +15,17 @@ from rollout.telemetry import MetricsWriter, SchedulerCounts, StepStats
 class SuspendReport:
     """What a suspend did.
 
-    mode: the KV mode that was used. bytes_released: device memory given back by this call.
-    bytes_kept: device memory still reserved. bytes_on_host: the copies that wait for resume.
-    *_by_owner: the same bytes for "kv_cache" and "weights". num_requests_requeued: requests that
-    lost their KV by this call.
+    mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
+    resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
+    written to take none. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
+    resume. *_by_owner: the same bytes for "kv_cache" and "weights". num_requests_requeued: requests
+    that lost their KV by this call.
     """
 
     mode: str
     seconds: float = 0.0
     bytes_released: int = 0
+    resident_bytes_released: int = 0
     bytes_kept: int = 0
     bytes_on_host: int = 0
     released_by_owner: Mapping[str, int] = field(default_factory=dict)

@@ -68,14 +68,17 @@ class Suspension:
             self.resume()
             self._mode = chosen
         released, num_requeued = dict.fromkeys(OWNERS, 0), self._num_requeued
+        num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
+            num_resident += self._weights.num_resident_bytes
             released[WEIGHTS] = self._weights.release(discard=discard)
             self._released.add(WEIGHTS)
         is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
             self._begin_release(KV_CACHE)
             self._mode = chosen
+            num_resident += 0 if chosen is _Mode.PERSIST else self._kv.num_resident_bytes
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
         status = self.status()
@@ -83,6 +86,7 @@ class Suspension:
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_released=sum(released.values()),
+            resident_bytes_released=min(num_resident, sum(released.values())),
             bytes_kept=sum(status.resident_bytes.values()),
             bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,

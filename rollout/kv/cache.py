@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.memory.residency import resident_bytes
 from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block
 
 BlockIds = Sequence[int] | NDArray[np.integer]
@@ -52,6 +53,13 @@ class KVCache:
     def is_resident(self) -> bool:
         """Whether the tensors exist, that is, not between `release` and `restore`."""
         return bool(self._layers)
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the cache that take memory now: a host gives pages to blocks that are written
+        to, a device to all. 0 while released.
+        """
+        return 0 if self._buffer is None else resident_bytes(self._buffer)
 
     @property
     def num_offloaded_bytes(self) -> int:

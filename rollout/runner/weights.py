@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
+from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.weight_update import (
@@ -255,6 +256,11 @@ class ServedWeights:
         return fetched
 
     # ---- memory
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the weights that take memory now; 0 while released."""
+        return resident_bytes(self._memory.restore(_BUFFER)) if self.is_resident else 0
 
     @property
     def num_bytes_on_host(self) -> int:
