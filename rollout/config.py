@@ -85,7 +85,7 @@ class InferenceConfig:
     """Config of one engine. Raises ConfigError, naming field, value and remedy; enums accept their
     string values, and sizes that end in gb are in GiB.
 
-    block_size_tokens: tokens of a KV block, a power of two.
+    block_size_tokens: tokens of a KV block, a power of two. None: 64 on a CPU, 256 on CUDA.
     buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
         full sequences need, whichever is least.
     paused_buffer_size_gb: what requests that find no block may hold while they are paused; those
@@ -136,7 +136,7 @@ class InferenceConfig:
     """
 
     # KV cache
-    block_size_tokens: int = 256
+    block_size_tokens: int | None = None
     buffer_size_gb: float | None = None
     paused_buffer_size_gb: float | None = None
     max_sequence_length: int | None = None
@@ -196,7 +196,7 @@ class InferenceConfig:
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, as_enum(name, kind, getattr(self, name)))
         n = self.block_size_tokens
-        if n < 1 or n & (n - 1):
+        if n is not None and (n < 1 or n & (n - 1)):
             nearest = 1 << max(0, round(math.log2(max(1, n))))
             raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
         for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):

@@ -394,6 +394,11 @@ class Engine:
     # ---- reports
 
     @property
+    def block_size_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self._scheduler.kv_cache_manager.block_size
+
+    @property
     def num_waiting(self) -> int:
         """The number of queued requests; `stats` reports more, and takes longer."""
         return len(self._scheduler.waiting)
