@@ -74,9 +74,7 @@ class DynamicInferenceEngine(Engine):
         causal_lm.prepare(backend)
         causal_lm.reserve_positions(sizes.max_sequence_length)
         kv = KVCache(backend, causal_lm.cache_spec(sizes.block_size), sizes.num_blocks)
-        runner = ModelRunner(
-            model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes)
-        )
+        runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes))
         scheduler = _scheduler(config, sizes)
         writer, interval = config.metrics_writer, config.logging_step_interval
         counters = EngineCounters(writer=writer, interval=interval)

@@ -38,7 +38,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
         self._buffer: Tensor | None = None
-        self._layers: tuple[Tensor, ...] = ()
+        # One tensor per layer in the attention backend's layout, new ones after each restore; none
+        # while released.
+        self.layers: tuple[Tensor, ...] = ()
         self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
         self._move = _copy_runs
@@ -52,7 +54,7 @@ class KVCache:
     @property
     def is_resident(self) -> bool:
         """Whether the tensors exist, that is, not between `release` and `restore`."""
-        return bool(self._layers)
+        return bool(self.layers)
 
     @property
     def num_resident_bytes(self) -> int:
@@ -71,28 +73,22 @@ class KVCache:
         """Ids of the blocks that wait in the host arena."""
         return list(self._arena_index)
 
-    @property
-    def layers(self) -> tuple[Tensor, ...]:
-        """One tensor per layer in the attention backend's layout; new ones after each restore."""
-        assert self._layers, "the KV cache is released"
-        return self._layers
-
     def data_ptrs(self) -> dict[str, int]:
         """Address of each layer's tensor, by name; empty while released."""
-        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self._layers)}
+        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
         """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
         if self._is_released:
             return 0
-        self._layers, self._buffer = (), None
+        self.layers, self._buffer = (), None
         num_bytes = self._memory.release(_BUFFER)
         self._is_released = True
         return num_bytes
 
     def restore(self) -> int:
         """Have the memory again, contents undefined. Returns bytes restored, 0 if resident."""
-        if self._layers:
+        if self.layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
         self._is_released = False
@@ -158,7 +154,7 @@ class KVCache:
     def _carve(self, buffer: Tensor) -> None:
         self._buffer = buffer
         blocks = buffer.view(self._spec.dtype).view(self._shape[0], -1, *self._shape[1:])
-        self._layers = blocks.unbind(1)
+        self.layers = blocks.unbind(1)
 
 
 def _copy_runs(

@@ -17,8 +17,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.planned_step import PlannedStep
-from rollout.scheduling.queue import RequestQueue
-from rollout.scheduling.running import RunningRequests
+from rollout.scheduling.queues import RequestQueue, RunningRequests
 from rollout.scheduling.sequence import Phase, Sequence, request_id_of
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
