@@ -15,7 +15,7 @@ ROOT_KEY = b""
 
 
 def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
-    """H(parent key, weights version, tokens): 128 bits of BLAKE2b.
+    """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b.
 
     Cryptographic, so that a hit needs no comparison of tokens. The chain makes it the key of the
     whole prefix that ends with this block.
@@ -148,7 +148,7 @@ class PrefixIndex:
         spans: VersionSpans,
         oldest_version: int | None,
     ) -> bool:
-        """Index a computed block that has a user. True if it is in the index afterwards.
+        """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
         Returns False, with nothing changed, if another block can be found under its key, or if its
         predecessor in the table (None for the first block) is not in the index. An unused block
@@ -180,15 +180,15 @@ class PrefixIndex:
         return True
 
     def use(self, block: int) -> None:
-        """A found block has one more user."""
+        """Record that one more request uses a block that it has found."""
         if block in self.unused:
             self.unused.remove(block)
             self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """The block's last user has left. Returns whether the block is kept for others to find.
+        """Record that the block's last user has left. Returns whether others may still find it.
 
-        Otherwise it is not in the index any more.
+        If not, it has left the index.
         """
         entry = self._by_block[block]
         if entry is None:

@@ -1,4 +1,4 @@
-"""The only wirer: from a model and a config to an engine that runs."""
+"""DynamicInferenceEngine.from_model: the only place where an engine's parts are made and wired."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEFAULT_MEMORY_FRACTION = 0.25
 
 
 class DynamicInferenceEngine(Engine):
-    """The engine, wired by `from_model`."""
+    """The engine that users make, by `from_model`."""
 
     @classmethod
     def from_model(
@@ -134,7 +134,7 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes
     block_size, paused_gb = block_size_of(config), config.paused_buffer_size_gb or 0.0
     spec = model.cache_spec(block_size)
     if config.buffer_size_gb is not None:
-        # In unified memory the buffer for paused requests is added.
+        # In unified memory, paused requests have their buffer beside that of the others.
         added_gb = paused_gb if config.unified_memory_level else 0.0
         num_blocks = num_blocks_in(backend.attention, spec, config.buffer_size_gb + added_gb)
     else:

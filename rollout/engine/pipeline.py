@@ -67,7 +67,7 @@ class FaultIsolation:
         return request_id if ran_alone_again else None
 
     def add_tokens(self, request_ids: Iterable[int]) -> None:
-        """Each of these requests has sampled one token."""
+        """Record that each of these requests has sampled one token."""
         for request_id in request_ids if self._suspects else ():
             suspect = self._suspects.get(request_id)
             if suspect is not None:
@@ -76,13 +76,14 @@ class FaultIsolation:
                     del self._suspects[request_id]
 
     def remove(self, request_id: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._suspects.pop(request_id, None)
 
 
 class StepPipeline:
-    """Keeps one plan in flight, or two with async scheduling: where the device lets the host run
-    ahead, the next step is scheduled and launched before the result of the running one is known.
+    """Schedules, launches and commits steps. One plan is in flight, or two with async scheduling:
+    where the device lets the host run ahead, the next step is scheduled and launched before the
+    result of the running one is known.
 
     A forward pass that raises sends the requests of the plans in flight back to the queue, with the
     tokens they have. If they fail again they run alone, one after the other. A request that fails
@@ -139,7 +140,7 @@ class StepPipeline:
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
-        """The request was removed from the scheduler."""
+        """Forget a request that was removed from the scheduler."""
         self._faults.remove(request_id)
 
     def _launch(self, alone: int | None, weights_version: int) -> bool:
@@ -223,6 +224,7 @@ class StepPipeline:
         self._outputs.fail(culprit, error, "error", kv_spans, weights_version)
 
     def _can_step_without_requests(self, weights_version: int) -> bool:
+        """Run a prefill and a decode step without any request. Returns False if one fails."""
         try:
             for plan in _scratch_plans(weights_version):
                 self._runner.launch(plan)()

@@ -162,13 +162,16 @@ class EngineCounters:
         self._write(stats.as_metrics())
 
     def add_ended(self, *, num_finished: int, num_failed: int) -> None:
+        """Count requests that were handed out."""
         self._commands.num_finished += num_finished
         self._commands.num_failed += num_failed
 
     def add_recomputed(self, num_requests: int) -> None:
+        """Count requests that are prefilled again because their KV is too old."""
         self._commands.num_recomputed_requests += num_requests
 
     def add_suspend(self, report: SuspendReport) -> None:
+        """Count a suspend and write its report."""
         self._commands.num_suspends += 1
         self._commands.suspend_seconds += report.seconds
         self._commands.suspended_bytes += report.bytes_released
@@ -176,11 +179,13 @@ class EngineCounters:
         self._write({f"engine/suspend/{name}": value for name, value in _numbers(report)})
 
     def add_resume(self, report: ResumeReport) -> None:
+        """Count a resume and write its report."""
         self._commands.resume_seconds += report.seconds
         self._commands.resumed_bytes += report.bytes_restored
         self._write({f"engine/resume/{name}": value for name, value in _numbers(report)})
 
     def add_update(self, report: WeightUpdateReport) -> None:
+        """Count a weight update and write its report."""
         self._commands.num_weight_updates += 1
         self._commands.update_seconds += report.seconds
         self._write({f"engine/update/{name}": value for name, value in _numbers(report)})
@@ -192,6 +197,7 @@ class EngineCounters:
         counts: SchedulerCounts,
         num_graph_captures: int,
     ) -> EngineStats:
+        """Return the totals, together with what the engine knows of the present."""
         return EngineStats(
             state=state,
             weights_version=weights_version,

@@ -24,7 +24,8 @@ class Suspension:
     PERSIST leaves the KV cache where it is. OFFLOAD copies the blocks in use to the host and
     releases the memory. RECOMPUTE releases it without a copy: requests in context go back to the
     queue and are prefilled again.
-    `keeps_addresses`: the KV has promised addresses, and its memory loses them with a release.
+    `keeps_addresses`: the config promises that the addresses of the KV stay, and its memory would
+    lose them when it is released. Only PERSIST is allowed then.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Suspension:
         """Release what `release` names and is not released yet: the KV under `mode`.
 
         None as `mode` takes that of the config. Weights are copied to the host first, unless
-        `discard`. What a failed attempt has left is restored before: everything if `is_first`, else
-        what is named. Raises ConfigError for an unknown owner, or a mode that would break a
-        promise. After any other exception `resume` restores everything, and a retry is legal.
+        `discard`. What an earlier, failed attempt has released is restored first: all of it if
+        `is_first`, else the owners in `release`. Raises ConfigError for an unknown owner, and for a
+        mode that would move KV whose addresses must stay. After any other exception `resume`
+        restores everything, and a retry is legal.
         """
         start = time.perf_counter()
         _check_owners(release, discard=discard)
@@ -95,7 +97,7 @@ class Suspension:
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore what is released, or the owner that `only` names. After an exception: retry."""
+        """Restore what is released, or the owner that `only` names. May be retried if it fails."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._to_restore)
         for owner in (WEIGHTS, KV_CACHE):
@@ -146,7 +148,7 @@ class Suspension:
     # ---- one owner
 
     def _begin_release(self, owner: str) -> None:
-        """From here on `resume` restores the owner."""
+        """Remember, before the release begins, that `resume` has to restore the owner."""
         if owner in self._to_restore:
             self._restore(owner)
         self._to_restore.append(owner)
@@ -159,6 +161,7 @@ class Suspension:
         return num_bytes
 
     def _release_kv(self) -> int:
+        """Release the KV cache as the mode says. Returns the number of bytes released."""
         if self._mode is _Mode.PERSIST:
             return 0
         if self._mode is _Mode.RECOMPUTE:
@@ -171,6 +174,7 @@ class Suspension:
         return self._kv.release()
 
     def _restore_kv(self) -> int:
+        """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
         num_bytes = self._kv.restore()

@@ -78,7 +78,7 @@ class KVCache:
         return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
+        """Give the memory back; contents are lost. Returns the bytes released, 0 if it had none."""
         if self._is_released:
             return 0
         self.layers, self._buffer = (), None
@@ -87,7 +87,7 @@ class KVCache:
         return num_bytes
 
     def restore(self) -> int:
-        """Have the memory again, contents undefined. Returns bytes restored, 0 if resident."""
+        """Reserve the memory again; contents are undefined. Returns its bytes, 0 if it is there."""
         if self.layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
@@ -95,7 +95,7 @@ class KVCache:
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
-        """Copy these blocks into the host arena, replacing what it held. Returns bytes copied."""
+        """Copy these blocks into the host arena, in place of its contents. Returns bytes copied."""
         self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
@@ -119,7 +119,7 @@ class KVCache:
     def discard(self, block_ids: BlockIds) -> int:
         """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
 
-        What is freed is whole pages: a little less than the blocks, until the last of them goes.
+        Whole pages are freed: a little less than the blocks, until the last block is forgotten.
         """
         num_freed = 0
         for block in block_ids:
@@ -160,9 +160,9 @@ class KVCache:
 def _copy_runs(
     targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds
 ) -> None:
-    """targets[target_ids] = sources[source_ids], in one copy per run of ids that rise in step.
+    """Copy sources[source_ids] to targets[target_ids]; consecutive ids need one copy together.
 
-    Returns when all bytes are there, also where one of the two is a device's.
+    Returns when all bytes are there, also if one of the two is on a device.
     """
     if len(target_ids) == 0:
         return

@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
 
 class WeightBackup:
-    """The weights as they are, to go back to if replacing them fails.
+    """A copy of the weights that serve now, from which they are restored if replacing them fails.
 
     It copies only what no packed copy holds: less than all weights where the backend packs them.
     """
@@ -48,7 +48,7 @@ class WeightBackup:
         self._packed: list[Any] = []
 
     def keep_packed(self) -> None:
-        """Hold the packed copies that serve now, which are about to be replaced."""
+        """Keep the packed copies that serve now and are about to be replaced."""
         self._packed = [layer.packed for layer in self._layers]
 
     @torch.no_grad()
@@ -141,7 +141,9 @@ class ServedWeights:
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. Raises WeightUpdateError, EngineStateError."""
+        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above the
+        current one, EngineStateError while the values are missing.
+        """
         self.require_values("set the generation epoch")
         self.version = next_version(self.version, version)
 

@@ -1,4 +1,4 @@
-"""Where a scheduler's requests are: RequestQueue has those that wait, RunningRequests those with rows."""
+"""A scheduler's requests: those that wait (RequestQueue) and those with rows (RunningRequests)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _Order = tuple[int, int]
 
 
 class RequestQueue:
-    """Sorted by `Sequence.order`, so that a preempted request comes back to its place. Adding,
-    removing and reading the head cost O(log n). Iteration is in no particular order.
+    """The requests that wait, sorted by `Sequence.order`, so that a preempted request comes back to
+    its place. Adding, removing and reading the head take O(log n). Iteration is in no particular
+    order.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class RequestQueue:
         return self._waiting[self._by_order[0]]
 
     def promote_longest_waiting(self) -> None:
-        """Move the request that arrived first to the head. It keeps the head's priority."""
+        """Move the request that arrived first to the head, with the priority of the old head."""
         while self._by_arrival[0][1] not in self._waiting:
             heapq.heappop(self._by_arrival)
         sequence, head = self._waiting[self._by_arrival[0][1]], self.head
@@ -50,6 +51,7 @@ class RequestQueue:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at its place."""
         order = sequence.order
         self._waiting[order] = sequence
         if sequence.group_id is not None:
@@ -58,6 +60,7 @@ class RequestQueue:
         heapq.heappush(self._by_arrival, (order[1], order))
 
     def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue."""
         del self._waiting[sequence.order]
         if sequence.group_id is not None:
             group = self._groups[sequence.group_id]
@@ -69,7 +72,7 @@ class RequestQueue:
             self._by_arrival = sorted((order[1], order) for order in self._waiting)
 
     def siblings(self, leader: Sequence) -> list[Sequence]:
-        """Waiting members of the leader's group, in order."""
+        """Return the waiting members of the leader's group, in order."""
         if leader.group_id is None:
             return []
         group = self._groups.get(leader.group_id, {})
@@ -77,7 +80,8 @@ class RequestQueue:
 
 
 class RunningRequests:
-    """Sorted by `Sequence.order`. Gives them the blocks of their next tokens, oldest first.
+    """The requests that have rows, sorted by `Sequence.order`. It gives them the blocks of their
+    next tokens, oldest first.
 
     When blocks run out, the newest request is preempted: its row and blocks are freed, and the
     scheduler queues it again. With `max_paused_blocks` above 0, a request that finds no block is
@@ -110,9 +114,10 @@ class RunningRequests:
         self._forecast.add(sequence)
 
     def finish(self, sequence: Sequence, *, has_stopped: bool) -> None:
-        """The sequence has ended. `has_stopped`: by itself, and not by a limit or an abort.
+        """Remove a sequence that has ended. Its row and blocks are free at once, or when no plan in
+        flight uses them any more.
 
-        Its row and blocks are free at once, or when no plan in flight uses them.
+        `has_stopped`: it ended by itself, and not by a limit or an abort.
         """
         self._remove(sequence, has_stopped=has_stopped)
         sequence.phase = Phase.FINISHED
@@ -120,7 +125,7 @@ class RunningRequests:
             self._free(sequence)
 
     def leave_flight(self, step: PlannedStep) -> None:
-        """The step is no longer in flight. Free what only waited for that."""
+        """Record that the step has left the flight, and free ended sequences that waited for it."""
         for sequence in step.sequences():
             sequence.num_in_flight -= 1
             if sequence.phase is Phase.FINISHED and not sequence.num_in_flight:
@@ -170,8 +175,8 @@ class RunningRequests:
         return runnable
 
     def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Give one sequence the blocks of its next tokens, whatever its place, and see that a row
-        is free for it if it waits. Others are preempted if they hold what it needs.
+        """Give one sequence the blocks of its next tokens, whatever its place. If it waits, a row
+        is free for it afterwards. Others are preempted if they hold what it needs.
         """
         has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
         has_blocks = has_row and self._allocate(sequence, step)
