@@ -208,7 +208,7 @@ class ReportingEngine:
         self._agent = EngineAgent(
             engine,
             engine_id=bytes(16),
-            block_size_tokens=config.block_size_tokens,
+            block_size_tokens=engine.block_size_tokens,
             max_requests=num_rows,
             fetch=lambda source: {},
         )

@@ -100,7 +100,7 @@ def tiny_engine(
         "materialize_only_last_token_logits": False,
     } | config
     if "buffer_size_gb" not in fields:
-        fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"])
+        fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"] or 64)
     if before_forward is not None:
         model = build_model(model)
         model.register_forward_pre_hook(lambda _, given: before_forward(given[0]))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from rollout.backends.limits import num_usable_cpus
+from rollout.backends.select import block_size_of
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
@@ -295,7 +296,7 @@ def coordinator_arguments(
     arguments = {
         "data_parallel_size": data_parallel_size,
         "inference_coordinator_port": port,
-        "block_size_tokens": config.block_size_tokens,
+        "block_size_tokens": block_size_of(config),
         "enable_prefix_caching": config.enable_prefix_caching,
         "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy,
         "limits": CoordinatorLimits(orphan_deadline_s=orphan_deadline_s),
