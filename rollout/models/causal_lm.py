@@ -84,7 +84,8 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
-        self.rotary.reserve(int(batch.context_lens.max()))
+        if batch.context_lens.max() > self.rotary.cos_PD.shape[0]:
+            self.rotary.reserve(int(batch.context_lens.max()))
         if self.fused is not None:
             fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)
             if fused_LE is not None:

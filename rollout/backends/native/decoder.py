@@ -23,8 +23,12 @@ from rollout.backends.native.kernels import (
     PassArgs,
     WeightArgs,
 )
-from rollout.backends.products.candidates import LinearHandle, NativeProduct
-from rollout.backends.products.choice import BUCKETS, bucket_of
+from rollout.backends.products.candidates import (
+    BUCKETS,
+    LinearHandle,
+    NativeProduct,
+    bucket_of,
+)
 
 _LANES = 8
 _MAX_HEAD_DIM = 256
@@ -56,7 +60,7 @@ class NativeDecoder:
             self._collect(cos_PD, sin_PD, batch.kv)
             self._seen = generation, addresses
         num_kept = batch.logit_indices_L.shape[0]
-        if not {bucket_of(batch.num_tokens), bucket_of(num_kept)} <= self._buckets:
+        if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
             return None
         out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
         self._forward(out_LE, batch)
@@ -93,7 +97,7 @@ class NativeDecoder:
         )
 
     def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
-        parts, num_tokens = self._parts, batch.num_tokens
+        parts, num_tokens = self._parts, batch.token_ids_T.shape[0]
         query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
         context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
         num_threads = torch.get_num_threads()

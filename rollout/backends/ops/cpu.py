@@ -15,8 +15,13 @@ from torch import Tensor
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
-from rollout.backends.products.candidates import PLAIN, LinearHandle, available_products
-from rollout.backends.products.choice import BUCKETS, bucket_of
+from rollout.backends.products.candidates import (
+    BUCKETS,
+    PLAIN,
+    LinearHandle,
+    available_products,
+    bucket_of,
+)
 from rollout.backends.products.selection import SWITCH, ProductSelection
 
 

@@ -16,20 +16,28 @@ from torch import Tensor
 
 from rollout.backends.native.kernels import Kernels, LinearArgs
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
+
 _PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
 _PROBED_ROWS = (1, 3, 64, 129)
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
+
+
+def bucket_of(num_rows: int) -> int:
+    """The index in BUCKETS of the smallest bucket that holds so many rows."""
+    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 class Product:
     """One way to compute a product. This one is torch's own, with the weight as it is stored.
 
     `kind` groups the variants of one implementation. `packs`: it needs a packed copy of the weight.
-    `unpacks`: `to_dense` of that copy gives the very weight.
+    `unpacks`: `to_dense` of that copy gives the very weight. `is_fused`: a pass in one call runs it
+    without Python.
     """
 
     name = kind = "plain"
-    packs = unpacks = False
+    packs = unpacks = is_fused = False
 
     def suits(self, weight_NK: Tensor) -> bool:
         """Whether it can multiply with this weight."""
@@ -174,7 +182,7 @@ class NativeProduct(Product):
     """
 
     kind = "native"
-    packs = unpacks = True
+    packs = unpacks = is_fused = True
 
     def __init__(self, kernels: Kernels, lanes: int) -> None:
         self.name = f"native-{32 * lanes}"

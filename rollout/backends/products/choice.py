@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout.backends.products.candidates import PLAIN, Product
+from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
 # By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 
@@ -25,11 +24,6 @@ class Choice:
 
     products: tuple[str, ...]
     microseconds: tuple[float | None, ...] = (None,) * len(BUCKETS)
-
-
-def bucket_of(num_rows: int) -> int:
-    """The index in BUCKETS of the smallest bucket that holds so many rows."""
-    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
