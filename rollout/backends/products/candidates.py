@@ -5,7 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from functools import cache
 from typing import Any
@@ -154,20 +154,18 @@ class NativeWeight:
         self.num_outputs, num_inputs = weight_NK.shape
         num_panels = -(-self.num_outputs // (2 * lanes))
         self.panels_PKW = torch.empty(num_panels, num_inputs, 2 * lanes, dtype=weight_NK.dtype)
-        self._reorder("pack", self.panels_PKW, weight_NK)
+        self._reorder(kernels.pack_weights, self.panels_PKW, weight_NK)
 
     def to_dense(self) -> Tensor:
         """The weight, [N, K]."""
         num_inputs, dtype = self.panels_PKW.shape[1], self.panels_PKW.dtype
         weight_NK = torch.empty(self.num_outputs, num_inputs, dtype=dtype)
-        self._reorder("unpack", weight_NK, self.panels_PKW)
+        self._reorder(self._kernels.unpack_weights, weight_NK, self.panels_PKW)
         return weight_NK
 
-    def _reorder(self, verb: str, target: Tensor, source: Tensor) -> None:
-        size = "half" if target.dtype == torch.bfloat16 else "float"
-        function = getattr(self._kernels, f"{verb}_{size}")
+    def _reorder(self, function: Callable[..., None], target: Tensor, source: Tensor) -> None:
         num_panels, num_inputs, width = self.panels_PKW.shape
-        shape = self.num_outputs, num_inputs, width
+        shape = self.num_outputs, num_inputs, width, target.itemsize
 
         def work(first: int, last: int) -> None:
             function(target.data_ptr(), source.data_ptr(), *shape, first, last)
