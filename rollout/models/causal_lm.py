@@ -73,8 +73,8 @@ class CausalLM(nn.Module):
             if isinstance(module, BackendLayer):
                 module.bind(backend)
         backend.ops.tune(layer.handle for layer in self.linear_layers().values())
-        if backend.fuse_decoder is not None:
-            self.fused = backend.fuse_decoder(self.model.parts())
+        fuse = backend.fuse_decoder
+        self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:
