@@ -356,7 +356,6 @@ MAMBA = MambaInferenceStateConfig(
 )
 REFUSED: dict[str, Callable[[str], None]] = {
     "unified_memory_level": refuses(1),
-    "deterministic": refuses(True),
     "num_cuda_graphs": refuses(0, 4),
     "cuda_graph_mixed_prefill_count": refuses(0, None),
     "use_cuda_graphs_for_non_decode_steps": refuses(False),
