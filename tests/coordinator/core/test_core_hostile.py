@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
 from rollout.coordinator.protocol.codec import encode
@@ -15,7 +16,7 @@ from rollout.coordinator.protocol.messages import (
     Register,
 )
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
-from tests.coordinator.message_strategies import FROM_CLIENTS, FROM_ENGINES, messages
+from tests.coordinator.message_strategies import FROM_CLIENTS, FROM_ENGINES, TYPES, messages
 
 
 def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
@@ -83,8 +84,7 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
         identity = b"%d" % number
         fleet.core.handle(identity, b"\xc1", fleet.now)
         fleet.core.handle(identity, EngineReply(request_id=1, record=b""), fleet.now)
-    core = fleet.core
-    assert len(core._logged) == len(core._answered_at) == LIMITS.max_noted_peers
+    assert [len(noted) for noted in fleet.parts["Recent"]] == [LIMITS.max_noted_peers] * 2
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
 
 
@@ -97,7 +97,14 @@ def test_a_stranger_is_told_so_once_in_each_heartbeat() -> None:
     assert told == [1, 0, 0, 1, 0]
 
 
-def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
-    core = FakeFleet().core
-    assert set(core._from_client) == FROM_CLIENTS
-    assert set(core._from_engine) == FROM_ENGINES
+@pytest.mark.parametrize("kind", TYPES)
+def test_of_a_peer_each_message_that_it_may_send_is_taken_and_no_other(
+    kind: type[Message], caplog: pytest.LogCaptureFixture
+) -> None:
+    for role, allowed in (("client", FROM_CLIENTS), ("engine", FROM_ENGINES)):
+        fleet = FakeFleet()
+        peer = getattr(fleet, role)()
+        fleet.run()
+        caplog.clear()
+        fleet.core.handle(peer.identity, find(messages(kind), lambda _: True), fleet.now)
+        assert ("which it may not" in caplog.text) == (kind not in allowed)
