@@ -158,7 +158,7 @@ def measure_contest(
             continue
         try:
             seconds[name] = run(device, model, workload, sizes)
-        except Exception as error:
+        except Exception as error:  # it is told with the peer; the other peers are measured
             errors[name] = f"{type(error).__name__}: {error}"
         device.give_back_unused()
     return _judged(workload, seconds, errors)
