@@ -24,7 +24,12 @@ from typing import Any
 import rollout
 from benchmarks.gpu_shapes import NEAR_NOTHING
 from benchmarks.one_thread import restart_with_one_thread
-from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout import (
+    DynamicInferenceEngine,
+    InferenceConfig,
+    KVCacheManagementMode,
+    SamplingParams,
+)
 from rollout.models import CausalLM
 
 PACKAGE_FOLDER = Path(rollout.__file__).parent
@@ -59,7 +64,7 @@ def decoding_engine() -> DynamicInferenceEngine:
         num_threads=1,
         max_requests=NUM_ROWS + 1,
         max_sequence_length=256,
-        kv_cache_management_mode="persist",
+        kv_cache_management_mode=KVCacheManagementMode.PERSIST,
     )
     engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
     for row in range(NUM_ROWS):

@@ -201,7 +201,8 @@ def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_r
 
 
 def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
-    poller, latencies = zmq.Poller(), []
+    poller = zmq.Poller()
+    latencies: list[float] = []
     num_open = sum(client.num_left for client in clients)
     start = time.monotonic()
     for client in clients:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from multiprocessing.connection import Connection
+from typing import Any
 
 from benchmarks.coordinator_load import (
     PARAMS,
@@ -87,7 +88,7 @@ async def _real_clients(pipe: Connection, address: str, num_clients: int) -> Non
 
 
 async def _ask(client: InferenceClient, num_requests: int, latencies: list[float]) -> None:
-    tokens = prompt()
+    tokens: Any = prompt()  # an array is sent as it is
     for _ in range(num_requests):
         start = time.monotonic()
         await client.add_request(tokens, PARAMS)

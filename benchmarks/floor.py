@@ -102,7 +102,7 @@ def _products(linears: list[Linear], ops: Ops) -> dict[str, list[Product]]:
         "torch": [_plain(weight) for weight in weights],
         "engine": [_engine(handle, ops) for handle in handles],
     }
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if torch.backends.mkldnn.is_available():
         kinds["oneDNN packed"] = [_packed(weight) for weight in weights]
     return kinds
 

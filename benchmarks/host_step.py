@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -50,11 +50,9 @@ MAX_STEPS = 500  # a round
 PARTS = ("schedule", "plan", "commit", "documents", "rest")
 _ENTRY = RegisterAck(
     coordinator_id=bytes(16),
-    rank=0,
     state="RUNNING",
     lease_s=1.0,
     heartbeat_s=0.1,
-    progress_deadline_s=10.0,
     report_interval_tokens=16,
     weights_version=0,
 )
@@ -80,6 +78,10 @@ class Stopwatch:
             return result
 
         return timed
+
+    def watch(self, owner: object, name: str, part: str) -> None:
+        """Put a timed method in place of the owner's own."""
+        setattr(owner, name, self.wrap(part, getattr(owner, name)))
 
     def take(self) -> dict[str, int]:
         """What was measured, and start anew."""
@@ -131,11 +133,11 @@ class DecodingEngine:
     def _put_watch_in(self) -> None:
         watch, engine = self.stopwatch, self._engine
         scheduler, outputs, pipeline = engine._scheduler, engine._outputs, engine._pipeline
-        pipeline._runner = NoModel()
-        scheduler.schedule = watch.wrap("schedule", scheduler.schedule)
-        scheduler.update_from_output = watch.wrap("commit", scheduler.update_from_output)
-        outputs.process_outputs = watch.wrap("documents", outputs.process_outputs)
-        engine.step = watch.wrap("rest", engine.step)
+        pipeline._runner = cast(Any, NoModel())
+        watch.watch(scheduler, "schedule", "schedule")
+        watch.watch(scheduler, "update_from_output", "commit")
+        watch.watch(outputs, "process_outputs", "documents")
+        watch.watch(engine, "step", "rest")
 
     def step(self) -> None:
         """One more token for every row."""
@@ -144,13 +146,13 @@ class DecodingEngine:
     def run(self, num_steps: int) -> dict[str, float]:
         """Microseconds a row by part, over `num_steps` steps."""
         build = PlannedStep.build_plan
-        PlannedStep.build_plan = self.stopwatch.wrap("plan", build)
+        self.stopwatch.watch(PlannedStep, "build_plan", "plan")
         try:
             self.stopwatch.take()
             for _ in range(num_steps):
                 self.step()
         finally:
-            PlannedStep.build_plan = build
+            PlannedStep.build_plan = build  # type: ignore[method-assign]
         num_row_steps = num_steps * self.num_rows
         return {part: ns / num_row_steps / 1e3 for part, ns in self.stopwatch.take().items()}
 
@@ -201,12 +203,12 @@ class ReportingEngine:
         )
         self._watch = Stopwatch()
         engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
-        engine._pipeline._runner = NoModel()
-        engine.step = self._watch.wrap("rest", engine.step)
+        engine._pipeline._runner = cast(Any, NoModel())
+        self._watch.watch(engine, "step", "rest")
         self._agent = EngineAgent(
             engine,
             engine_id=bytes(16),
-            block_size_tokens=config.block_size_tokens,
+            block_size_tokens=engine.block_size_tokens,
             max_requests=num_rows,
             fetch=lambda source: {},
         )
@@ -266,7 +268,7 @@ def measure_reports(num_rows: int, num_steps: int) -> list[dict[str, Any]]:
 def as_text(results: dict[str, Any]) -> str:
     """A table with a row per case."""
     machine = results["machine"]
-    columns = ("rows", "log-probs", *PARTS, "total")
+    columns: tuple[str, ...] = ("rows", "log-probs", *PARTS, "total")
     lines = [
         f"{machine['cpu']}, one thread, Python {machine['python']}: us a row of a decode step",
         "".join(f"{column:>11}" for column in columns),

@@ -1,9 +1,9 @@
 """Matrix products of a model's weights: what the engine chose against every other product here.
 
 `python -m benchmarks.products` prints the engine's own table and, for each shape and number of
-rows, CPU microseconds of what was chosen, their ratio to the fastest product of all, and to what
-fixed limits (12 rows for the compiled kernel, 128 for oneDNN) would take. A round is one pass over
-the model's weights with each product; ratios are medians of those within a round.
+rows, CPU microseconds of what was chosen, their ratio to the fastest product of all, and to the
+fastest of torch's libraries. A round is one pass over the model's weights with each product; ratios
+are medians of those within a round.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ ROWS = (1, 8, 16, 64, 256)
 NUM_ROUNDS = {1: 25, 8: 21, 16: 15, 64: 9, 256: 5}
 # By product, then by shape: the CPU seconds of each round.
 Seconds = dict[str, dict[str, list[float]]]
-
-
-def fixed_limits(num_rows: int, names: set[str]) -> str:
-    """The product that constants of one machine would take."""
-    if num_rows <= 12 and "native-256-nta" in names:
-        return "native-256-nta"
-    return "onednn" if 1 < num_rows <= 128 and "onednn" in names else "plain"
 
 
 class Contest:
@@ -97,22 +90,24 @@ def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
 def add_rows(table: Table, contest: Contest, num_rows: int) -> None:
     """One row for each shape, and one for all weights together."""
     seconds = contest.play(num_rows)
-    fixed = fixed_limits(num_rows, {*contest.products})
-    sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "fixed")}
+    sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "library")}
     for shape, product in contest.chosen(num_rows).items():
         candidates = {name: rounds[shape] for name, rounds in seconds.items() if shape in rounds}
         chosen = candidates[product]
-        best = max(candidates, key=lambda name: ratio(chosen, candidates[name]))
-        for role, rounds in (("chosen", chosen), ("best", candidates[best])):
+        best, *rest = sorted(candidates, key=lambda name: statistics.median(candidates[name]))
+        library = next(n for n in (best, *rest) if contest.products[n].kind != "native")
+        shown = {"chosen": chosen, "best": candidates[best], "library": candidates[library]}
+        for role, rounds in shown.items():
             sums[role] = [a + b for a, b in zip(sums[role], rounds, strict=True)]
-        sums["fixed"] = [a + b for a, b in zip(sums["fixed"], candidates[fixed], strict=True)]
         table.add_row(
-            *(shape, str(num_rows), product, f"{1e6 * statistics.median(chosen):.0f}", best),
-            *(f"{ratio(chosen, candidates[name]):.2f}" for name in (best, fixed)),
+            *(shape, str(num_rows), product, f"{1e6 * statistics.median(chosen):.0f}"),
+            *(best, f"{ratio(chosen, candidates[best]):.2f}"),
+            *(library, f"{ratio(chosen, candidates[library]):.2f}"),
         )
     table.add_row(
-        *("all", str(num_rows), "", f"{1e6 * statistics.median(sums['chosen']):.0f}", ""),
-        *(f"{ratio(sums['chosen'], sums[role]):.2f}" for role in ("best", "fixed")),
+        *("all", str(num_rows), "", f"{1e6 * statistics.median(sums['chosen']):.0f}"),
+        *("", f"{ratio(sums['chosen'], sums['best']):.2f}"),
+        *("", f"{ratio(sums['chosen'], sums['library']):.2f}"),
         end_section=True,
     )
 
@@ -127,7 +122,8 @@ def main() -> None:
     model.prepare(backend)
     print(backend.ops.explain())
     contest = Contest([layer.weight.detach() for layer in model.linear_layers().values()])
-    table = Table("weights", "rows", "chosen", "us", "best", "chosen/best", "chosen/fixed limits")
+    columns = ("weights", "rows", "chosen", "us", "best", "chosen/best")
+    table = Table(*columns, "best library", "chosen/library")
     for num_rows in ROWS:
         add_rows(table, contest, num_rows)
     Console(width=110).print(table)

@@ -24,10 +24,10 @@ import rollout
 from benchmarks.host_step import DecodingEngine
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams
-from rollout.config import InferenceConfig
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.engine.output_processor import RequestState
 
+BLOCK_SIZE = 64
 NUM_CHECKPOINTS = 20
 TOKENS_PER_CHECKPOINT = 8
 _SCHEDULING = str(Path(rollout.__file__).parent / "scheduling" / "*")
@@ -95,7 +95,7 @@ def _record(prompt_len: int, num_checkpoints: int) -> DynamicInferenceRequestRec
             request_id=0,
             prompt_tokens=torch.arange(prompt_len),
             sampling_params=SamplingParams(num_tokens_to_generate=1024),
-            block_size_tokens=InferenceConfig().block_size_tokens,
+            block_size_tokens=BLOCK_SIZE,
             enable_prefix_caching=True,
         )
     )

@@ -90,9 +90,10 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def write(results: dict[str, Any], arguments: argparse.Namespace) -> Path:
     """Write page, JSON and plot; returns the path of the page."""
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    folder: Path = arguments.output
+    folder.mkdir(parents=True, exist_ok=True)
     stem = f"{results['date']}-suspend-resume-{kind(results['machine'])}"
-    page = arguments.output / f"{stem}.md"
+    page = folder / f"{stem}.md"
     page.write_text(as_markdown(results))
     page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
     draw(results, arguments.plot)

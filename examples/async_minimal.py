@@ -5,8 +5,10 @@ python examples/async_minimal.py [--in-process] [--suspend]
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -22,18 +24,20 @@ from trainer_hooks import (
     token_logprobs,
 )
 
-BATCH_GROUPS, GROUP_SIZE, NUM_STEPS, VOCAB_SIZE = 16, 8, 40, 16
+BATCH_GROUPS, GROUP_SIZE, NUM_STEPS = 16, 8, 40
 # Rollouts end with the longest sequence: a prompt of one token and six more.
-ENGINE = dict(max_sequence_length=7, num_threads=1)
+ENGINE: dict[str, Any] = dict(max_sequence_length=7, num_threads=1)
 
 
-def reward(prompts, completion_ids) -> list[float]:
+def reward(
+    prompts: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+) -> list[float]:
     """The share of generated tokens that are one more than the token before."""
     rollouts = [[*prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
     return [sum(b == a + 1 for a, b in pairwise(r)) / (len(r) - 1) for r in rollouts]
 
 
-async def train(llm, policy, suspend: bool) -> None:
+async def train(llm: AsyncLLM | ThreadedLLM, policy: Qwen3ForCausalLM, suspend: bool) -> None:
     """Without `suspend` the engine generates the next batches while this one is trained on."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     weight_sync, prompts = WeightSync(llm, in_flight=not suspend), [[token] for token in range(8)]
@@ -59,12 +63,12 @@ async def train(llm, policy, suspend: bool) -> None:
 
 async def main(in_process: bool = False, suspend: bool = False) -> None:
     torch.manual_seed(0)
-    shape = dict(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    policy = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+    shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    policy = Qwen3ForCausalLM(Qwen3Config(vocab_size=16, **shape, **heads))
     if in_process:
-        with LLM(policy, **ENGINE) as llm:
-            async with ThreadedLLM(llm) as threaded:
+        with LLM(policy, **ENGINE) as direct:
+            async with ThreadedLLM(direct) as threaded:
                 await train(threaded, policy, suspend)
     else:
         async with AsyncLLM(policy, **ENGINE) as llm:

@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.settings import AlgorithmSettings, TrainerSettings
+from examples.settings import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
 from rollout.errors import ConfigError
 from trainer_hooks import (
     RolloutBatch,
+    TrainerState,
     gae_advantages,
     group_advantages,
     has_reward_spread,
+    load_checkpoint,
     policy_loss,
     token_entropies,
     token_logprobs,
@@ -34,10 +36,11 @@ Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
 
 
 class Critic(nn.Module):
-    """A trunk as the policy's, and a head that says what a prefix is worth."""
+    """A trunk like the policy's, and a head that says what a prefix is worth."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: PreTrainedModel, settings: CriticSettings) -> None:
         super().__init__()
+        self.settings = settings
         self.trunk = copy.deepcopy(policy.base_model)
         self.head = nn.Linear(policy.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -48,6 +51,28 @@ class Critic(nn.Module):
         hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
         values_BT = self.head(hidden_BTE).squeeze(-1)
         return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
+
+    @torch.no_grad()
+    def columns(self, batch: RolloutBatch) -> Columns:
+        """Whitened advantages, and what the critic's own loss needs."""
+        old_values_BT = self(batch.tokens_BT)
+        logprobs_BT = batch.behaviour_logprobs_BT
+        # With a coefficient of 0 this is the reward on the last generated token, and 0 elsewhere.
+        rewards_BT = token_rewards(batch.rewards_B, logprobs_BT, logprobs_BT, batch.mask_BT, 0.0)
+        advantages_BT, returns_BT = gae_advantages(
+            rewards_BT,
+            old_values_BT,
+            batch.mask_BT,
+            gamma=self.settings.gamma,
+            lam=self.settings.lam,
+        )
+        trained = advantages_BT[batch.mask_BT]
+        whitened_BT = (advantages_BT - trained.mean()) / trained.std().clamp(min=1e-6)
+        return {
+            "advantages_BT": whitened_BT,
+            "old_values_BT": old_values_BT,
+            "returns_BT": returns_BT,
+        }
 
 
 class Learner:
@@ -69,35 +94,41 @@ class Learner:
         groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
         self.critic = None
         if algorithm.critic is not None:
-            self.critic = Critic(policy)
+            self.critic = Critic(policy, algorithm.critic)
             rate = algorithm.critic.learning_rate
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
 
     @classmethod
-    def load(
-        cls, checkpoint: Path, algorithm: AlgorithmSettings, trainer: TrainerSettings
-    ) -> Learner:
-        """The policy and critic of a checkpoint; the reference policy of its run, from beside it.
+    def load(cls, checkpoint: Path, settings: JobSettings) -> tuple[Learner, TrainerState]:
+        """The learner and the state of a checkpoint, with the random states as it was saved.
 
-        Raises ConfigError if the loss has a KL term and the run began without one.
+        The reference policy is read from beside the checkpoints.
+        Raises ConfigError if the run of the checkpoint had another model, no reference policy or
+        another optimizer.
         """
-        reference = None
-        if algorithm.loss.kl_coefficient > 0.0:
-            saved = checkpoint.parents[1] / "reference"
-            if not saved.exists():
-                raise ConfigError(
-                    f"algorithm.loss.kl_coefficient={algorithm.loss.kl_coefficient} needs the "
-                    f"reference policy {saved}, which a run that began with 0 does not have; start "
-                    "over with resume=never"
-                )
-            reference = AutoModelForCausalLM.from_pretrained(saved).requires_grad_(False)
         policy = AutoModelForCausalLM.from_pretrained(checkpoint)
-        learner = cls(policy, algorithm, trainer, reference)
+        for name, wanted in asdict(settings.model).items():
+            if (saved := getattr(policy.config, name)) != wanted:
+                raise ConfigError(
+                    f"model.{name}={wanted}, but the policy in {checkpoint} has {saved}; resume "
+                    "with the settings that the run began with, or start one with another run_name"
+                )
+        reference, coefficient = None, settings.algorithm.loss.kl_coefficient
+        if coefficient > 0.0:
+            path = checkpoint.parents[1] / "reference"
+            if not path.exists():
+                raise ConfigError(
+                    f"algorithm.loss.kl_coefficient={coefficient} needs the reference policy "
+                    f"{path}, which a run that began with 0 does not have; start over with "
+                    "resume=never"
+                )
+            reference = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+        learner = cls(policy, settings.algorithm, settings.trainer, reference)
         if learner.critic is not None and (checkpoint / CRITIC_FILE).exists():
-            saved_critic = torch.load(checkpoint / CRITIC_FILE, weights_only=True)
-            learner.critic.load_state_dict(saved_critic)
-        return learner
+            weights = torch.load(checkpoint / CRITIC_FILE, weights_only=True)
+            learner.critic.load_state_dict(weights)
+        return learner, load_checkpoint(checkpoint, learner.optimizer)
 
     def save_pretrained(self, save_directory: str) -> None:
         """A transformers directory of the policy, with the critic in a file of its own."""
@@ -110,20 +141,22 @@ class Learner:
 
         The rows of `batch` are groups in turn; `step` counts from 1 and sets the learning rate.
         """
-        columns, kept_B = self._critic_columns(batch) if self.critic else self._groups(batch)
-        rate = learning_rate_at(step, self._trainer)
-        critic = self._algorithm.critic
-        trains_policy = critic is None or step > critic.warmup_steps
+        rate, critic = learning_rate_at(step, self._trainer), self.critic
+        if critic is None:
+            columns, kept_B = self._groups(batch)
+        else:
+            columns, kept_B = critic.columns(batch), ~batch.rewards_B.isnan()
+        trains_policy = critic is None or step > critic.settings.warmup_steps
         self.optimizer.param_groups[0]["lr"] = rate if trains_policy else 0.0
         order = kept_B.nonzero().flatten()
         order = order[torch.randperm(len(order))]
-        chunks = [rows for rows in order.chunk(self._algorithm.num_minibatches) if len(rows)]
         parts = []
-        for rows in chunks:
-            part = batch.select(rows)
-            own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
-            # All of them before the first minibatch changes the policy.
-            parts.append((part, own, self._fixed_logprobs(part)))
+        for rows in order.chunk(self._algorithm.num_minibatches):
+            if len(rows):
+                part = batch.select(rows)
+                own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
+                # All of them before the first minibatch changes the policy.
+                parts.append((part, own, self._fixed_logprobs(part)))
         reports = [self._minibatch_step(*part) for part in parts]
         trained_BT = batch.mask_BT & kept_B[:, None]
         names = dict.fromkeys(name for report in reports for name in report)
@@ -133,7 +166,7 @@ class Learner:
             "train/num_tokens": int(trained_BT.sum()),
             "train/num_stale_tokens": int((batch.policy_lag_BT[trained_BT] >= 1).sum()),
         }
-        if self.critic is None:
+        if critic is None:
             metrics["train/zero_variance_fraction"] = 1.0 - float(kept_B.float().mean())
         return metrics
 
@@ -151,32 +184,6 @@ class Learner:
         advantages_B1 = group_advantages(rewards_PG, *how).view(-1, 1)
         kept_B = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
         return {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_B
-
-    def _critic_columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
-        """Whitened advantages and the critic's targets; kept are the rollouts that did not fail."""
-        settings = self._algorithm.critic
-        assert self.critic is not None
-        assert settings is not None
-        with torch.no_grad():
-            old_values_BT = self.critic(batch.tokens_BT)
-        logprobs_BT = batch.behaviour_logprobs_BT
-        # With a coefficient of 0 this is the reward on the last generated token, and 0 elsewhere.
-        rewards_BT = token_rewards(batch.rewards_B, logprobs_BT, logprobs_BT, batch.mask_BT, 0.0)
-        advantages_BT, returns_BT = gae_advantages(
-            rewards_BT,
-            old_values_BT,
-            batch.mask_BT,
-            gamma=settings.gamma,
-            lam=settings.lam,
-        )
-        trained = advantages_BT[batch.mask_BT]
-        advantages_BT = (advantages_BT - trained.mean()) / trained.std().clamp(min=1e-6)
-        columns = {
-            "advantages_BT": advantages_BT,
-            "old_values_BT": old_values_BT,
-            "returns_BT": returns_BT,
-        }
-        return columns, ~batch.rewards_B.isnan()
 
     @torch.no_grad()
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
@@ -198,7 +205,7 @@ class Learner:
         }
 
     def _minibatch_step(
-        self, batch: RolloutBatch, columns: Columns, fixed: Mapping[str, torch.Tensor]
+        self, batch: RolloutBatch, columns: Columns, fixed: Columns
     ) -> dict[str, float]:
         # Padding is on the right, where no token of a causal model attends to it.
         logits_BTV = self.policy(batch.tokens_BT).logits
@@ -212,25 +219,28 @@ class Learner:
             policy_lag_BT=batch.policy_lag_BT,
             kv_lag_BT=batch.kv_lag_BT,
             entropies_BT=token_entropies(logits_BTV, temperature),
-            **fixed,
+            proximal_logprobs_BT=fixed.get("proximal_logprobs_BT"),
+            reference_logprobs_BT=fixed.get("reference_logprobs_BT"),
         )
-        if self.critic is not None and self._algorithm.critic is not None:
+        trained: list[nn.Module] = [self.policy]
+        if self.critic is not None:
             critic_loss, critic_metrics = value_loss(
                 self.critic(batch.tokens_BT),
                 columns["old_values_BT"],
                 columns["returns_BT"],
                 batch.mask_BT,
-                clip_range=self._algorithm.critic.clip_range,
+                clip_range=self.critic.settings.clip_range,
             )
             loss, metrics = loss + critic_loss, {**metrics, **critic_metrics}
+            trained.append(self.critic)
         self.optimizer.zero_grad()
         loss.backward()  # policy and critic share no parameter
-        max_norm = self._trainer.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
-        if self.critic is not None:
-            nn.utils.clip_grad_norm_(self.critic.parameters(), max_norm)
+        norms = [
+            nn.utils.clip_grad_norm_(model.parameters(), self._trainer.max_grad_norm)
+            for model in trained
+        ]
         self.optimizer.step()
-        return {**metrics, "grad_norm": float(norm)}
+        return {**metrics, "grad_norm": float(norms[0])}
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:
@@ -238,6 +248,5 @@ def learning_rate_at(step: int, settings: TrainerSettings) -> float:
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)
-    return settings.learning_rate * (
-        1.0 - (1.0 - settings.final_learning_rate_fraction) * min(done, 1.0)
-    )
+    decay = (1.0 - settings.final_learning_rate_fraction) * min(done, 1.0)
+    return settings.learning_rate * (1.0 - decay)

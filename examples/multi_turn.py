@@ -3,10 +3,10 @@
     python examples/multi_turn.py
 
 A small random model is asked sums such as "7*12=". Whenever it says "!" the turn ends, a calculator
-answers what it wrote last, and the model goes on from all tokens so far. The answer is appended as
-tokens; what the model sampled is never decoded and encoded again, since "1" "2" would come back as
-one token "12", which the model never chose. Each batch is checked: the mask is on the sampled
-tokens of all turns and on nothing else, and the trainer's log-probs are the engine's.
+answers the last sum, and the model continues from all tokens so far. The answer is appended as
+tokens. What the model sampled is never decoded and encoded again: "1" "2" would come back as one
+token "12", which the model never chose. Each batch is checked: the mask covers the sampled tokens
+of all turns and nothing else, and the trainer's log-probs are the engine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from trainer_hooks import (
     AsyncRolloutProducer,
-    Rollout,
     ScopedLLM,
     ThreadedLLM,
     TrainingBatch,
@@ -33,15 +32,16 @@ from trainer_hooks import (
     token_logprobs,
 )
 
-CALL = "!"  # the model's way to hand over to the tool
+CALL = "!"  # the model calls the tool with it
 GROUP_SIZE, BATCH_GROUPS, NUM_STEPS, MAX_TURNS = 4, 4, 3, 3
 PARAMS = SamplingParams(
     num_tokens_to_generate=16, return_log_probs=True, logprobs_mode="temperature"
 )
+ENGINE = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_size_gb=0.02)
 
 
 class SumTokenizer:
-    """Characters, and numbers of two digits as one token: what is encoded is not what was said."""
+    """Characters, and numbers of two digits as one token: text has more than one encoding."""
 
     bos_id = None
 
@@ -70,17 +70,18 @@ def calculator(text: str) -> str:
     return f"<{value}>"
 
 
-async def use_the_tool(llm: ScopedLLM, prompt: Any) -> list[DynamicInferenceRequest]:
+async def use_the_tool(llm: ScopedLLM, prompt: Sequence[int]) -> list[DynamicInferenceRequest]:
     """One sample: turns until the model ends one without a call."""
     assert llm.tokenizer is not None
-    context, turns = list(prompt), []
+    context = list(prompt)
+    turns: list[DynamicInferenceRequest] = []
     while len(turns) < MAX_TURNS:
         turn = await llm.generate(context)
         turns.append(turn)
         context += turn.generated_tokens
         if turn.finish_reason != "stop":
             break
-        # Reading needs text; what goes on is the tokens.
+        # The tool reads text; the context stays tokens.
         context += llm.tokenizer.encode(calculator(llm.tokenizer.decode(context)))
     return turns
 
@@ -96,51 +97,33 @@ def reward(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
 def problems(tokenizer: SumTokenizer, count: int) -> list[dict[str, Any]]:
     """Rows with a prompt in tokens and its answer."""
     numbers = random.Random(0)
-    rows = []
-    for _ in range(count):
-        left, right = numbers.randrange(20), numbers.randrange(20)
-        rows.append({"prompt": tokenizer.encode(f"{left}*{right}="), "answer": left * right})
-    return rows
+    pairs = [(numbers.randrange(20), numbers.randrange(20)) for _ in range(count)]
+    return [{"prompt": tokenizer.encode(f"{a}*{b}="), "answer": a * b} for a, b in pairs]
 
 
-def show(rollout: Rollout, mask_T: torch.Tensor, tokenizer: SumTokenizer) -> None:
-    """A rollout's tokens, and under each sampled one a mark."""
-    tokens = [tokenizer.texts[token_id] for token_id in rollout.tokens_T.tolist()]
-    marks = [
-        ("^" if is_sampled else " ") * len(text)
-        for text, is_sampled in zip(tokens, mask_T.tolist(), strict=False)
-    ]
-    print(f"  {len(rollout.requests)} turns  {' '.join(tokens)}")
-    print(f"           {' '.join(marks)}")
-
-
-def check(batch: TrainingBatch, logprobs_BT: torch.Tensor, tokenizer: SumTokenizer) -> str:
-    """What must hold of a batch; says what was looked at. Raises AssertionError."""
+def check(batch: TrainingBatch, logprobs_BT: torch.Tensor) -> str:
+    """What was checked of a batch. Raises AssertionError where something does not hold."""
     rows = batch.rollouts
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    num_split = 0
     for i, rollout in enumerate(rollouts):
-        sampled = [token for turn in rollout.requests for token in turn.generated_tokens]
-        assert rows.tokens_BT[i][rows.mask_BT[i]].tolist() == sampled
-        num_split += tokenizer.encode(tokenizer.decode(sampled)) != sampled
-    # Of tokens that these very weights sampled, from KV that they wrote.
+        assert rows.tokens_BT[i][rows.mask_BT[i]].tolist() == rollout.generated_ids
+    # Tokens that these very weights sampled, from KV that they wrote.
     fresh_BT = rows.mask_BT & (rows.policy_lag_BT == 0) & (rows.kv_lag_BT == 0)
     gaps = (logprobs_BT - rows.behaviour_logprobs_BT)[fresh_BT].abs()
     assert bool((gaps < 1e-3).all()), f"the trainer's log-probs differ by {gaps.max()}"
     num_tool = int((rows.attention_mask_BT & ~rows.mask_BT).sum() - rows.prompt_lengths_B.sum())
     return (
-        f"{int(rows.mask_BT.sum())} sampled tokens masked in, {num_tool} tool tokens out, "
-        f"{num_split} of {len(rollouts)} would change if encoded again; log-probs "
-        f"of {len(gaps)} tokens of version {batch.version} are the engine's"
+        f"{int(rows.mask_BT.sum())} sampled tokens masked in, {num_tool} tool tokens out; "
+        f"log-probs of {len(gaps)} tokens of version {batch.version} are the engine's"
     )
 
 
 def tiny_policy(tokenizer: SumTokenizer) -> Qwen3ForCausalLM:
     """A model with random weights, the same each time."""
     torch.manual_seed(0)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.15)
-    config = Qwen3Config(vocab_size=tokenizer.vocab_size, eos_token_id=None, **shape, **heads)
+    shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.15)
+    config = Qwen3Config(vocab_size=tokenizer.vocab_size, eos_token_id=None, **shape)
     return Qwen3ForCausalLM(config)
 
 
@@ -149,12 +132,11 @@ async def train() -> None:
     tokenizer = SumTokenizer()
     policy = tiny_policy(tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    config = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_size_gb=0.02)
-    with LLM(policy, tokenizer, config) as llm:
+    with LLM(policy, tokenizer, ENGINE) as direct:
         async with (
-            ThreadedLLM(llm) as threaded,
+            ThreadedLLM(direct) as llm,
             AsyncRolloutProducer(
-                threaded,
+                llm,
                 problems(tokenizer, 64),
                 reward,
                 GROUP_SIZE,
@@ -164,23 +146,19 @@ async def train() -> None:
                 sampling_params=PARAMS,
             ) as producer,
         ):
-            weight_sync = WeightSync(threaded, in_flight=True)
+            weight_sync = WeightSync(llm, in_flight=True)
             for _ in range(NUM_STEPS):
                 batch = await anext(producer)
                 rows = batch.rollouts
-                logits_BTV = policy(input_ids=rows.tokens_BT).logits
-                logprobs_BT = token_logprobs(logits_BTV, rows.tokens_BT)
-                group = batch.groups[0]
+                logprobs_BT = token_logprobs(policy(rows.tokens_BT).logits, rows.tokens_BT)
                 print(f"batch {batch.index}: trained at version {batch.version}")
-                for i, rollout in enumerate(group.rollouts):
-                    show(rollout, rows.mask_BT[i], tokenizer)
-                print(f"  checked: {check(batch, logprobs_BT.detach(), tokenizer)}")
+                for rollout in batch.groups[0].rollouts:
+                    text = tokenizer.decode(rollout.tokens_T.tolist())
+                    print(f"  {len(rollout.requests)} turns  {text}")
+                print(f"  checked: {check(batch, logprobs_BT.detach())}")
                 advantages_PG = group_advantages(rows.rewards_B.view(-1, GROUP_SIZE))
                 loss, _ = policy_loss(
-                    logprobs_BT,
-                    rows.behaviour_logprobs_BT,
-                    advantages_PG.flatten()[:, None],
-                    rows.mask_BT,
+                    logprobs_BT, rows.behaviour_logprobs_BT, advantages_PG.view(-1, 1), rows.mask_BT
                 )
                 optimizer.zero_grad()
                 loss.backward()

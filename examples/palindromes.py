@@ -9,7 +9,8 @@ import math
 import string
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from dataclasses import asdict, replace
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.settings import ModelSettings, TaskSettings, WarmupSettings
-from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
+from examples.settings import JobSettings, ModelSettings, TaskSettings
+from rollout import LLM, AsyncLLM, RolloutError, SamplingParams
 from trainer_hooks import PromptItem, ThreadedLLM, WeightSync, evaluate, generation_phase
 from trainer_hooks.prompt_sources import ReasoningGymPrompts
 
@@ -31,7 +32,7 @@ IGNORED = -100
 
 
 class PalindromeTask:
-    """Disjoint parts of one large dataset, and its reward.
+    """Disjoint parts of one large dataset, its reward, and a tokenizer for it.
 
     reasoning-gym draws item i of a dataset with seed s from seed s + i, so two datasets with nearby
     seeds share items: there is one dataset here, cut into index ranges. Its first items are held
@@ -48,6 +49,9 @@ class PalindromeTask:
         )
         self.held_out = self._items[: settings.num_held_out]
         self._held_out_letters = {sorted_letters(item) for item in self.held_out}
+        separator, first = ", ", self.held_out[0]
+        instruction, _, _ = str(first.prompt).partition(separator.join(letters_of(first)))
+        self.tokenizer = build_tokenizer([instruction, separator])
 
     def prompts(self, seed: int, is_warmup: bool = False) -> TrainingPrompts:
         """The training prompts of the run with `seed`, or those of its warm-up."""
@@ -66,12 +70,13 @@ class PalindromeTask:
             for completion, ids, own in zip(completions, completion_ids, entry, strict=True)
         ]
 
-    @property
-    def constant_parts(self) -> tuple[str, str]:
-        """The instruction before the letters of every question, and what separates the letters."""
-        separator, (item, *_) = ", ", self.held_out
-        instruction, _, _ = str(item.prompt).partition(separator.join(letters_of(item)))
-        return instruction, separator
+    async def greedy_reward(
+        self, llm: ThreadedLLM | AsyncLLM, params: SamplingParams
+    ) -> dict[str, float]:
+        """The mean reward of greedy answers to the held-out problems, as a metric."""
+        greedy = replace(params, temperature=0.0, return_log_probs=False)
+        metrics = await evaluate(llm, self.held_out, self.reward, greedy, tokenizer=self.tokenizer)
+        return {"eval/greedy_reward": metrics["eval/reward"]}
 
 
 class TrainingPrompts:
@@ -123,18 +128,12 @@ def build_tokenizer(constant_parts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def build_policy(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def build_policy(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A model with random weights, drawn from torch's generator."""
     return Qwen3ForCausalLM(
         Qwen3Config(
+            **asdict(settings),
             vocab_size=len(tokenizer),
-            hidden_size=settings.hidden_size,
-            intermediate_size=settings.intermediate_size,
-            num_hidden_layers=settings.num_layers,
-            num_attention_heads=settings.num_heads,
-            num_key_value_heads=settings.num_kv_heads,
-            head_dim=settings.head_dim,
-            max_position_embeddings=settings.max_positions,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -144,28 +143,27 @@ def build_policy(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) ->
 
 
 async def warm_up(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    task: PalindromeTask,
-    seed: int,
-    settings: WarmupSettings,
-    params: SamplingParams,
-    engine: InferenceConfig,
+    policy: PreTrainedModel, task: PalindromeTask, seed: int, job: JobSettings
 ) -> AsyncIterator[dict[str, float]]:
-    """Train on the answers of the dataset until answers sampled with `params` score the target.
+    """Train on the answers of the dataset until sampled answers score `job.warmup.target_reward`.
 
     GRPO needs some right answers among its samples to begin with. Yields the metrics of each step.
-    The sampled reward is measured at the intervals that the settings name, and after the last step.
+    The sampled reward is measured at the intervals that the settings name, and after the last step;
+    the step that reaches the target measures the greedy reward as well.
     Raises RolloutError if `max_steps` do not reach the target.
     """
+    settings, params = job.warmup, job.algorithm.sampling_params(task.tokenizer.eos_token_id)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
-    # Again from the first one, where a long warm-up has had them all.
-    prompts = chain.from_iterable(repeat(task.prompts(seed, is_warmup=True)))
+    source = task.prompts(seed, is_warmup=True)
+    # A warm-up that has used all prompts begins with the first one again.
+    prompts = (source[i % len(source)] for i in count())
     latest, start_s = -math.inf, time.perf_counter()
-    with LLM(policy, tokenizer, engine) as llm:
+    with LLM(policy, task.tokenizer, job.engine) as llm:
         async with ThreadedLLM(llm) as threaded:
             for step in range(1, settings.max_steps + 1):
-                loss = answer_loss(policy, tokenizer, list(islice(prompts, settings.batch_size)))
+                loss = answer_loss(
+                    policy, task.tokenizer, list(islice(prompts, settings.batch_size))
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -175,7 +173,9 @@ async def warm_up(
                     sampled = list(islice(prompts, settings.check_prompts))
                     async with generation_phase(threaded, WeightSync(threaded), policy):
                         metrics = await evaluate(threaded, sampled, task.reward, params)
-                    row["warmup/reward"] = latest = metrics["eval/reward"]
+                        row["warmup/reward"] = latest = metrics["eval/reward"]
+                        if latest >= settings.target_reward:
+                            row |= await task.greedy_reward(threaded, params)
                 yield {**row, "timing_s/warmup": time.perf_counter() - start_s}
                 if latest >= settings.target_reward:
                     return

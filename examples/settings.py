@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout import ConfigError, InferenceConfig
+from rollout import ConfigError, InferenceConfig, SamplingParams
 from trainer_hooks import PolicyLossConfig
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.jobs import LoggerSettings, ProducerSettings, WeightSyncSettings
@@ -13,15 +13,15 @@ from trainer_hooks.jobs import LoggerSettings, ProducerSettings, WeightSyncSetti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Shape of the policy, a Qwen3 decoder with tied embeddings and random weights."""
+    """Shape of the policy, as Qwen3Config names it: tied embeddings, random weights."""
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    max_positions: int
+    max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,16 @@ class AlgorithmSettings:
                 f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
                 f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
             )
+
+    def sampling_params(self, termination_id: int) -> SamplingParams:
+        """How rollouts are sampled, with the log-probs that the loss corrects by."""
+        return SamplingParams(
+            temperature=self.temperature,
+            num_tokens_to_generate=self.max_new_tokens,
+            termination_id=termination_id,
+            return_log_probs=True,
+            logprobs_mode="temperature",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

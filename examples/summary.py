@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import fsum
 from statistics import fmean
 from typing import Any
 
@@ -26,10 +27,10 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
 
     def total(name: str) -> float:
-        return sum(row[name] for row in steps)
+        return fsum(row[name] for row in steps)
 
     def seconds(name: str) -> float:  # not every way to run spends time on each
-        return sum(row.get(f"timing_s/{name}", 0.0) for row in steps)
+        return fsum(row.get(f"timing_s/{name}", 0.0) for row in steps)
 
     first = fmean(row["reward"] for row in steps[:WINDOW_STEPS])
     last = fmean(row["reward"] for row in steps[-WINDOW_STEPS:])

@@ -1,85 +1,81 @@
 """TRL's own GRPOTrainer on the demo task, with rollouts from this engine.
 
-    python examples/train_trl.py [--steps 60] [--compare 6]
+    python examples/train_trl.py [--steps 60]
 
-TRL computes loss and optimizer steps, and corrects by the ratio of its log-probs to those of the
-engine, which differ by rounding only. It prints how the reward rose, the largest difference of a
-log-prob, and the CPU time of a step against that with TRL's built-in generation, in the same run.
-Needs trl: pip install 'rollout-engine[trl,demo]'.
+TRL computes the loss and takes the optimizer steps. It corrects by the ratio of its log-probs to
+those of the engine, which differ by rounding only. The program prints how the reward rose and the
+largest difference of a log-prob. It needs trl: pip install 'rollout-engine[trl,demo]'.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
+from transformers import PreTrainedModel, PrinterCallback
 
-from examples.palindromes import PalindromeTask, build_policy, build_tokenizer, warm_up
+from examples.palindromes import PalindromeTask, build_policy, warm_up
 from examples.settings import JobSettings
-from examples.train_grpo import sampling_params
 from rollout import LLM, ConfigError
 from trainer_hooks.jobs import load_dataclass
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 LEARNING_RATE = 2e-4
 WINDOW_STEPS = 10
+DIRECTORY = Path("outputs/train_trl")
 
 
-def run_job(settings: JobSettings, num_steps: int, num_compared: int) -> dict[str, float]:
-    """Warm up, train with the engine, compare, and write summary.json, which is returned.
+def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
+    """Warm up, train with the engine, and write summary.json, which is returned.
 
     Raises ConfigError if trl is not installed, before anything takes time.
     """
+    require_trl()
+    torch.manual_seed(settings.seed)
+    torch.set_num_threads(settings.trainer.num_threads)
+    task = PalindromeTask(settings.task)
+    policy = build_policy(settings.model, task.tokenizer)
+    asyncio.run(warm_up_to_the_end(policy, task, settings))
+    with LLM(policy, inference_config=settings.engine) as llm:
+        trainer = make_trainer(settings, task, policy, num_steps, TRLRollouts(llm), DIRECTORY)
+        trainer.train()
+    summary = reward_summary([row for row in trainer.state.log_history if "reward" in row])
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    (DIRECTORY / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def require_trl() -> None:
+    """Raise ConfigError without trl."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         import trl  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             "this example needs trl: pip install 'rollout-engine[trl,demo]'"
         ) from error
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    torch.manual_seed(settings.seed)
-    torch.set_num_threads(settings.trainer.num_threads)
-    task = PalindromeTask(settings.task)
-    tokenizer = build_tokenizer(task.constant_parts)
-    policy = build_policy(settings.model, tokenizer)
-    params = sampling_params(settings, tokenizer)
-    asyncio.run(warmed_up(policy, tokenizer, task, settings, params))
-    start, directory = copy.deepcopy(policy), Path("outputs/train_trl")
-    with LLM(policy, inference_config=settings.engine) as llm:
-        trainer = make_trainer(settings, task, policy, num_steps, TRLRollouts(llm), directory)
-        trainer.train()
-        rows = [row for row in trainer.state.log_history if "reward" in row]
-        summary = reward_summary(rows)
-        if num_compared:
-            summary |= compare(settings, task, start, llm, num_compared, directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
 
 
-async def warmed_up(
-    policy: Any, tokenizer: Any, task: PalindromeTask, settings: JobSettings, params: Any
+async def warm_up_to_the_end(
+    policy: PreTrainedModel, task: PalindromeTask, settings: JobSettings
 ) -> None:
     """As for the demo: GRPO needs some right answers among the samples to begin with."""
-    engine = settings.engine
-    async for _ in warm_up(policy, tokenizer, task, settings.seed, settings.warmup, params, engine):
+    async for _ in warm_up(policy, task, settings.seed, settings):
         pass
 
 
 def make_trainer(
     settings: JobSettings,
     task: PalindromeTask,
-    policy: Any,
+    policy: PreTrainedModel,
     num_steps: int,
     rollouts: TRLRollouts | None,
     directory: Path,
@@ -89,10 +85,10 @@ def make_trainer(
     A step is one generation, trained on in `num_minibatches` parts.
     """
     from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
-    sizes = settings.algorithm
+    sizes, num_parts = settings.algorithm, settings.algorithm.num_minibatches
     prompts = task.prompts(settings.seed)
     rows = range(min(len(prompts), num_steps * sizes.groups_per_step))
 
@@ -110,19 +106,17 @@ def make_trainer(
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=str(directory / "trl"),
-            per_device_train_batch_size=(
-                sizes.groups_per_step * sizes.group_size // sizes.num_minibatches
-            ),
-            steps_per_generation=sizes.num_minibatches,
+            per_device_train_batch_size=sizes.groups_per_step * sizes.group_size // num_parts,
+            steps_per_generation=num_parts,
             num_generations=sizes.group_size,
             max_completion_length=sizes.max_new_tokens,
-            max_steps=num_steps * sizes.num_minibatches,
+            max_steps=num_steps * num_parts,
             learning_rate=LEARNING_RATE,
-            warmup_steps=min(10, num_steps - 1) * sizes.num_minibatches,
+            warmup_steps=min(10, num_steps - 1) * num_parts,
             adam_beta2=0.99,
             max_grad_norm=settings.trainer.max_grad_norm,
             epsilon_high=0.28,
-            scale_rewards=False,
+            scale_rewards="none",
             logging_steps=1,
             seed=settings.seed,
             use_cpu=True,
@@ -134,7 +128,7 @@ def make_trainer(
             log_level="error",
         ),
         train_dataset=Dataset.from_list([{"prompt": prompts[i].prompt, "index": i} for i in rows]),
-        processing_class=build_tokenizer(task.constant_parts),
+        processing_class=task.tokenizer,
         rollout_func=rollouts,
     )
     trainer.remove_callback(PrinterCallback)  # a line per optimizer step
@@ -155,53 +149,16 @@ def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def compare(
-    settings: JobSettings,
-    task: PalindromeTask,
-    start: Any,
-    llm: LLM,
-    num_compared: int,
-    directory: Path,
-) -> dict[str, float]:
-    """CPU seconds of a step from the same policy, with the engine and without it in turn.
-
-    Both use one thread, so on an idle machine these are the seconds one waits. The first step of
-    each trainer is left out: it also warms up.
-    """
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.at_s: list[float] = []
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.at_s.append(time.process_time())
-
-    seconds: dict[str, list[float]] = {"engine": [], "built_in": []}
-    for _ in range(num_compared):
-        for kind, rollouts in (("engine", TRLRollouts(llm)), ("built_in", None)):
-            trainer = make_trainer(settings, task, copy.deepcopy(start), 2, rollouts, directory)
-            trainer.add_callback(clock := Clock())
-            trainer.train()
-            seconds[kind].append(
-                clock.at_s[-1] - clock.at_s[settings.algorithm.num_minibatches - 1]
-            )
-    ratios = [b / e for e, b in zip(seconds["engine"], seconds["built_in"], strict=True)]
-    return {
-        "step_cpu_s_engine": median(seconds["engine"]),
-        "step_cpu_s_built_in": median(seconds["built_in"]),
-        "built_in_over_engine": median(ratios),
-    }
+def demo_settings() -> JobSettings:
+    """The settings of examples/train_grpo.py."""
+    with initialize_config_module(config_module="conf", version_base="1.3"):
+        return load_dataclass(JobSettings, compose("train_grpo"))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--compare", type=int, default=6)
-    arguments = parser.parse_args()
     try:
-        with initialize_config_module(config_module="conf", version_base="1.3"):
-            demo = load_dataclass(JobSettings, compose("train_grpo"))
-        print(json.dumps(run_job(demo, arguments.steps, arguments.compare), indent=2))
+        print(json.dumps(run_job(demo_settings(), parser.parse_args().steps), indent=2))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error

@@ -136,7 +136,7 @@ def run_child(work: Callable[..., object]) -> None:
     try:
         _prepare(path, preparation)
         work(pipe, *map(pickle.loads, arguments))
-    except Exception as error:
+    except Exception as error:  # the parent waits for it; then it is raised as it was
         with contextlib.suppress(OSError):
             pipe.send(encode_error(error))
         raise

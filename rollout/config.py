@@ -29,14 +29,16 @@ class KVCacheManagementMode(str, Enum):
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """REF_ZERO forgets a block with its last user, LRU when its space is needed."""
+    """When a cached block leaves the prefix index: with its last user (REF_ZERO), or when its space
+    is needed (LRU).
+    """
 
     REF_ZERO = "ref_zero"
     LRU = "lru"
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
-    """How a coordinator picks the engine of a request, among those that have room.
+    """How a coordinator chooses the engine of a request, among those that have room.
 
     LOAD_BALANCED goes where the prompt's prefix is while that engine's load is bounded, else to the
     least loaded one.
@@ -85,7 +87,7 @@ class InferenceConfig:
     """Config of one engine. Raises ConfigError, naming field, value and remedy; enums accept their
     string values, and sizes that end in gb are in GiB.
 
-    block_size_tokens: tokens of a KV block, a power of two.
+    block_size_tokens: tokens of a KV block, a power of two. None: 64 on a CPU, 256 on CUDA.
     buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
         full sequences need, whichever is least.
     paused_buffer_size_gb: what requests that find no block may hold while they are paused; those
@@ -136,7 +138,7 @@ class InferenceConfig:
     """
 
     # KV cache
-    block_size_tokens: int = 256
+    block_size_tokens: int | None = None
     buffer_size_gb: float | None = None
     paused_buffer_size_gb: float | None = None
     max_sequence_length: int | None = None
@@ -196,7 +198,7 @@ class InferenceConfig:
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, as_enum(name, kind, getattr(self, name)))
         n = self.block_size_tokens
-        if n < 1 or n & (n - 1):
+        if n is not None and (n < 1 or n & (n - 1)):
             nearest = 1 << max(0, round(math.log2(max(1, n))))
             raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
         for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):
@@ -264,7 +266,7 @@ class InferenceConfig:
                 )
 
     def replace(self, **changes: Any) -> InferenceConfig:
-        """A copy with `changes`, checked again."""
+        """Return a copy with `changes`, checked again."""
         return dataclasses.replace(self, **changes)
 
 
@@ -273,7 +275,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
 }
 
-# Refused off their defaults on every device, with the reason.
+# Every device refuses these fields unless they have their defaults. The values are the reasons.
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
@@ -287,7 +289,7 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """`value` or the member it names. Raises ConfigError, listing the legal values."""
+    """Return the member of `kind` that `value` is or names. Raises ConfigError for others."""
     try:
         return kind(value)
     except ValueError:
@@ -296,7 +298,7 @@ def as_enum(name: str, kind: type[_E], value: object) -> _E:
 
 
 def _as_routing_policy(value: object) -> PrefixCachingCoordinatorPolicy | str:
-    """A member, or the name of another one, which only a coordinator can look up."""
+    """Return a member, or the name of a policy that only a coordinator can look up."""
     try:
         return PrefixCachingCoordinatorPolicy(value)
     except ValueError:
@@ -310,7 +312,7 @@ def _as_routing_policy(value: object) -> PrefixCachingCoordinatorPolicy | str:
 
 
 def _check_types(config: InferenceConfig) -> None:
-    """Refuse a string where a number belongs, and whatever would be true without saying so."""
+    """Refuse values that are not of their fields' types: a string is no number, 1 is not True."""
     for f in dataclasses.fields(config):
         value, kind = getattr(config, f.name), str(f.type).partition(" ")[0]
         if value is None and str(f.type).endswith("| None"):

@@ -28,7 +28,7 @@ def refuses_with_hints(
                 raise error(hint_of(name, keywords[name], hints))
             init(self, *args, **keywords)
 
-        kind.__init__ = checked  # type: ignore[method-assign]
+        kind.__init__ = checked  # type: ignore[assignment, method-assign]
         return kind
 
     return decorate

@@ -224,7 +224,7 @@ def _bias_as_pairs(bias: object) -> tuple[tuple[int, float], ...] | None:
     """Return (id, bias) pairs by id. Raises InvalidRequestError for anything else than a bias."""
     if bias is None:
         return None
-    pairs = list(bias.items()) if isinstance(bias, Mapping) else bias
+    pairs: Any = list(bias.items()) if isinstance(bias, Mapping) else bias
     is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
     if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
         raise InvalidRequestError(
@@ -235,8 +235,7 @@ def _bias_as_pairs(bias: object) -> tuple[tuple[int, float], ...] | None:
 
 
 def _is_token_id(value: object) -> bool:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and 0 <= value <= _MAX_TOKEN_ID
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _is_bias(pair: object) -> bool:

@@ -1,13 +1,17 @@
 """How much the tests catch: change the code in one place at a time, and see whether a test fails.
 
-    python scripts/mutants.py --count 300 --jobs 2          # hours on two slow cores
+    python scripts/mutants.py --count 300 --jobs 2 --budget-s 60
     python scripts/mutants.py --count 20 --seed 7 rollout/blocks
 
 A mutant is one changed comparison, operator, condition, number or flag, or one call left out, drawn
 at random from the packages named. Each is tested in a copy of the tree, by the tests of its package
-first and then by those of the engine and the walks; the first failure kills it, and so does a run
-that exceeds its time. Mutants that survive are listed with their line: each is a fault that no test
-would notice, or a change that means nothing. Writes a JSON file if `--out` says where.
+first and then by those of the engine and the walks, until these have taken `--budget-s` seconds of
+CPU time: what is found does not depend on what else the machine does. The first failure kills a
+mutant, and so does a test that hangs. First the copy is tested as it is; a failure ends the script.
+
+Mutants that survive are listed with their line: each is a fault that these tests do not notice
+within the budget, or a change that means nothing. `--out` names a JSON file, which is written anew
+after each mutant.
 """
 
 from __future__ import annotations
@@ -25,16 +29,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -45,8 +53,11 @@ PACKAGES = (
 )
 LAST_TESTS = ("tests/engine", "tests/walks")
 # Imported once: every run forks from a process that has them, and none of the code under test.
-PRELOADED = ("torch", "numpy", "hypothesis", "pytest", "msgspec", "zmq")
-LIMIT_S = 300.0
+PRELOADED = ("torch", "numpy", "hypothesis", "pytest", "msgspec", "zmq", "transformers")
+KILLED, TIMED_OUT = "killed", "killed by time"
+SURVIVED, OUT_OF_BUDGET = "survived", "survived the budget"
+_TEST_LIMIT_S = 120
+_INTERRUPTED = 2  # pytest's exit status
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -82,11 +93,61 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Whether a test noticed: "killed", "killed by time" or "survived"."""
+    """Whether a test noticed: KILLED, TIMED_OUT, SURVIVED all tests or OUT_OF_BUDGET."""
 
     mutant: Mutant
     fate: str
-    seconds: float
+    cpu_s: float
+
+
+class CpuBudget:
+    """A pytest plugin that ends a run, between two tests, once its tests have used the budget.
+
+    CPU seconds of this process from the first test on, and of child processes that have ended.
+    Tests that are marked with a timeout above the usual one come last: one of them alone may take
+    longer than the budget.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._start_s = _cpu_s()
+        self._has_timed_out = False
+        self._is_spent = False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=_takes_long)
+        self._start_s = _cpu_s()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_timeout = report.failed and "from pytest-timeout" in str(report.longrepr)
+        self._has_timed_out = self._has_timed_out or is_timeout
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if self.used_s >= self._budget_s:
+            self._is_spent = True
+            item.session.shouldstop = "the CPU budget is spent"
+
+    @property
+    def used_s(self) -> float:
+        return _cpu_s() - self._start_s
+
+    def fate(self, status: int) -> str:
+        """Return what the exit status of pytest means. A failing last test outweighs the budget."""
+        if status == 0:
+            return SURVIVED
+        if self._is_spent and status == _INTERRUPTED:
+            return OUT_OF_BUDGET
+        return TIMED_OUT if self._has_timed_out else KILLED
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("timeout")
+    return mark is not None and mark.args[0] > _TEST_LIMIT_S
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def changed(node: ast.AST) -> ast.AST | None:
@@ -137,8 +198,9 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     tree = ast.parse(source)
     alone = _left_alone(tree)
     for place, node in enumerate(ast.walk(tree)):
-        other = None if id(node) in alone else changed(node)
-        if other is not None:
+        if id(node) in alone or not isinstance(node, (ast.expr, ast.stmt)):
+            continue
+        if (other := changed(node)) is not None:
             before, after = (ast.unparse(part).partition("\n")[0] for part in (node, other))
             yield Mutant(path=path, line=node.lineno, place=place, before=before, after=after)
 
@@ -173,36 +235,45 @@ def tests_for(mutant: Mutant) -> list[str]:
     return list(dict.fromkeys([*own, *LAST_TESTS]))
 
 
-def _run_tests(tree: str, tests: Sequence[str]) -> None:
-    """In a forked process: end with pytest's exit status."""
+def _run_tests(tree: str, tests: Sequence[str], budget_s: float, result: Connection) -> None:
+    """In a forked process: send (fate, CPU seconds)."""
     os.setsid()  # what the tests start is killed with them
     os.chdir(tree)
     sys.path.insert(0, tree)
+    os.environ["PYTHONPATH"] = tree
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
     import pytest
 
-    options = ["-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "--timeout=120"]
-    sys.exit(int(pytest.main([*options, *tests])))
+    options = ["-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
+    budget = CpuBudget(budget_s)
+    status = pytest.main([*options, f"--timeout={_TEST_LIMIT_S}", *tests], plugins=[budget])
+    result.send((budget.fate(status), budget.used_s))
 
 
-def run(tree: Path, mutant: Mutant | None, tests: Sequence[str], limit_s: float) -> str:
-    """Test one mutant in a copy of the tree, or the copy as it is; returns its fate."""
+def run(
+    tree: Path, mutant: Mutant | None, tests: Sequence[str], *, budget_s: float, limit_s: float
+) -> tuple[str, float]:
+    """Test one mutant in a copy of the tree, or the copy as it is. Returns (fate, CPU seconds)."""
     path = tree / (mutant.path if mutant is not None else "pyproject.toml")
     source = path.read_text()
     if mutant is not None:
         path.write_text(mutated(source, mutant))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run_tests, args=(str(tree), tests)
+        target=_run_tests, args=(str(tree), tests, budget_s, sender)
     )
     try:
         process.start()
-        process.join(limit_s)
-        if process.exitcode is None:
-            return "killed by time"
-        return "survived" if process.exitcode == 0 else "killed"
+        ready = wait([receiver, process.sentinel], limit_s)
+        if receiver in ready:
+            fate, cpu_s = receiver.recv()
+            return fate, cpu_s
+        return (KILLED, 0.0) if ready else (TIMED_OUT, budget_s)  # it has crashed, or it hangs
     finally:
+        sender.close()
+        receiver.close()
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -221,28 +292,73 @@ def copies(folder: str, count: int) -> list[Path]:
     return trees
 
 
-def test_all(mutants: Sequence[Mutant], trees: Sequence[Path], limit_s: float) -> list[Outcome]:
+def run_unchanged(
+    mutants: Sequence[Mutant], tree: Path, budget_s: float, limit_s: float
+) -> dict[str, float]:
+    """Return the CPU seconds of each list of tests without a mutant, named after its first folder.
+
+    Raises SystemExit if a test fails.
+    """
+    used_s = {}
+    for tests in sorted({tuple(tests_for(mutant)) for mutant in mutants}):
+        fate, used_s[tests[0]] = run(tree, None, tests, budget_s=budget_s, limit_s=limit_s)
+        if fate not in (SURVIVED, OUT_OF_BUDGET):
+            raise SystemExit(f"without a mutant, {' '.join(tests)} were {fate}")
+    return used_s
+
+
+def run_all(
+    mutants: Sequence[Mutant], trees: Sequence[Path], budget_s: float, limit_s: float
+) -> Iterator[Outcome]:
     """Test the mutants, as many at a time as there are trees, beside a progress bar."""
     free: SimpleQueue[Path] = SimpleQueue()
     for tree in trees:
         free.put(tree)
 
     def one(mutant: Mutant) -> Outcome:
-        tree, began_at = free.get(), time.monotonic()
+        tree = free.get()
         try:
-            fate = run(tree, mutant, tests_for(mutant), limit_s)
+            fate, cpu_s = run(tree, mutant, tests_for(mutant), budget_s=budget_s, limit_s=limit_s)
         finally:
             free.put(tree)
-        return Outcome(mutant=mutant, fate=fate, seconds=time.monotonic() - began_at)
+        return Outcome(mutant=mutant, fate=fate, cpu_s=cpu_s)
 
     columns = (TextColumn("mutants"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ThreadPoolExecutor(len(trees)) as pool:
         task = bar.add_task("", total=len(mutants))
-        outcomes = []
         for future in as_completed([pool.submit(one, mutant) for mutant in mutants]):
-            outcomes.append(future.result())
             bar.advance(task)
-    return outcomes
+            yield future.result()
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return the number of mutants of each fate, and the share killed."""
+    fates = Counter(outcome.fate for outcome in outcomes)
+    num_killed = fates[KILLED] + fates[TIMED_OUT]
+    return {
+        "mutants": len(outcomes),
+        KILLED: fates[KILLED],
+        TIMED_OUT: fates[TIMED_OUT],
+        SURVIVED: fates[SURVIVED] + fates[OUT_OF_BUDGET],
+        OUT_OF_BUDGET: fates[OUT_OF_BUDGET],
+        "share killed": num_killed / len(outcomes) if outcomes else 0.0,
+    }
+
+
+def write(path: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
+    """Write all outcomes so far as JSON."""
+    listed = [asdict(outcome) for outcome in outcomes]
+    path.write_text(json.dumps({"seed": seed, **summary(outcomes), "outcomes": listed}))
+
+
+def report(console: Console, seed: int, outcomes: Sequence[Outcome]) -> None:
+    """Print the mutants that survived, by line, and the number of each fate."""
+    for outcome in sorted(outcomes, key=lambda o: (o.mutant.path, o.mutant.line)):
+        if outcome.fate in (SURVIVED, OUT_OF_BUDGET):
+            mutant = outcome.mutant
+            line = f"{mutant.path}:{mutant.line}: {mutant.before} -> {mutant.after}"
+            console.print(line, markup=False, highlight=False)
+    console.print(f"seed {seed}: {summary(outcomes)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,7 +367,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=None, help="draws the same mutants again")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for each mutant")
+    parser.add_argument(
+        "--budget-s", type=float, default=60.0, help="CPU seconds of tests for each mutant"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=900.0, help="seconds by the clock for each mutant"
+    )
     parser.add_argument("--out", type=Path, help="JSON file of all outcomes")
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().getrandbits(31) if given.seed is None else given.seed
@@ -261,21 +382,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["ROLLOUT_TEST_SEED"] = str(seed)
     with tempfile.TemporaryDirectory(prefix="rollout-mutants-") as folder:
         trees = copies(folder, given.jobs)
-        outcomes = test_all(mutants, trees, given.limit_s)
-    for outcome in sorted(outcomes, key=lambda o: (o.mutant.path, o.mutant.line)):
-        if outcome.fate == "survived":
-            mutant = outcome.mutant
-            console.print(
-                f"{mutant.path}:{mutant.line}: {mutant.before} -> {mutant.after}",
-                markup=False,
-                highlight=False,
-            )
-    fates = Counter(outcome.fate for outcome in outcomes)
-    share = 1 - fates["survived"] / len(outcomes) if outcomes else 0.0
-    console.print(f"seed {seed}: {dict(fates)}; {share:.1%} of {len(outcomes)} killed")
-    if given.out is not None:
-        listed = [asdict(outcome) for outcome in outcomes]
-        given.out.write_text(json.dumps({"seed": seed, "killed": share, "mutants": listed}))
+        used_s = run_unchanged(mutants, trees[0], given.budget_s, given.limit_s)
+        for name, cpu_s in used_s.items():
+            console.print(f"without a mutant, {name} first: {cpu_s:.0f} CPU seconds")
+        outcomes: list[Outcome] = []
+        for outcome in run_all(mutants, trees, given.budget_s, given.limit_s):
+            outcomes.append(outcome)
+            if given.out is not None:
+                write(given.out, seed, outcomes)
+    report(console, seed, outcomes)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from rollout import (
     WeightUpdateError,
 )
 from rollout.apis.arguments import config_with
+from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
 from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
 
@@ -91,6 +92,16 @@ def engine_bytes(pointers: dict[str, int]) -> int:
 
 
 # ---- what shows
+
+
+def test_the_default_block_size_is_the_devices_and_a_given_one_is_obeyed() -> None:
+    assert InferenceConfig().block_size_tokens is None
+    sizes = {"cpu": 64, "cuda": 256}
+    for device, size in sizes.items():
+        assert block_size_of(InferenceConfig(device=device)) == size
+        assert block_size_of(InferenceConfig(device=device, block_size_tokens=16)) == 16
+    assert tiny_engine(model(), block_size_tokens=None).block_size_tokens == 64
+    assert tiny_engine(model(), block_size_tokens=256).block_size_tokens == 256
 
 
 def check_block_size_tokens() -> None:

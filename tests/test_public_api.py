@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -99,7 +100,8 @@ def test_a_stub_names_what_its_package_loads_when_asked(package: ModuleType) -> 
     stub = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     named = {alias.name: node.module for node in imports for alias in node.names}
-    homes = {name: home for home, names in package._HOMES.items() for name in names.split()}
-    assert named == homes
+    assert sorted(named) == package.__all__
+    for name, home in named.items():
+        assert getattr(package, name) is getattr(import_module(str(home)), name)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = package.Nothing

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
-from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.backends.select import create_backend
 from rollout.models.loading import build_model
 from rollout.step.seeds import uniforms
 from rollout.text import Tokenizer
 from tests.contracts.sampling_oracle import Draw, logprobs, probabilities, processed_logits
+from tests.inspected_engine import ChangeBackend, InspectedEngine, changed_backends
 
 IS_LONG = os.environ.get("ROLLOUT_TEST_LONG") == "1"
 VOCAB_SIZE = 211
@@ -46,7 +45,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, std: float = 0.2, **chan
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 12,
+        "head_dim": 16,
         "max_position_embeddings": MAX_LENGTH,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -87,9 +86,9 @@ def tiny_engine(
     weights_version: int = 0,
     tokenizer: Tokenizer | None = None,
     before_forward: Callable[[ForwardBatch], None] | None = None,
-    change_backend: Callable[[Backend], Backend] | None = None,
+    change_backend: ChangeBackend | None = None,
     **config: Any,
-) -> DynamicInferenceEngine:
+) -> InspectedEngine:
     """An engine with small blocks and a pool of `num_blocks` of them.
 
     `before_forward` gets the batch of each forward pass, and may raise. `change_backend` returns
@@ -101,17 +100,12 @@ def tiny_engine(
         "materialize_only_last_token_logits": False,
     } | config
     if "buffer_size_gb" not in fields:
-        fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"])
+        fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"] or 64)
     if before_forward is not None:
         model = build_model(model)
         model.register_forward_pre_hook(lambda _, given: before_forward(given[0]))
-    with pytest.MonkeyPatch.context() as patch:
-        if change_backend is not None:
-            patch.setattr(
-                "rollout.engine.build.create_backend",
-                lambda config: change_backend(create_backend(config)),
-            )
-        return DynamicInferenceEngine.from_model(
+    with nullcontext() if change_backend is None else changed_backends(change_backend):
+        return InspectedEngine.from_model(
             model, InferenceConfig(**fields), tokenizer, weights_version
         )
 

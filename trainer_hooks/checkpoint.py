@@ -97,10 +97,21 @@ def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) ->
     """Restore `optimizer` and the random states of torch, numpy and Python; returns the state.
 
     The policy is loaded by `from_pretrained(checkpoint)`, before its optimizer is made.
-    Raises ConfigError if the directory is no checkpoint.
+    Raises ConfigError if the directory is no checkpoint, or one of a run with other parameters.
     """
     state = read_trainer_state(checkpoint)
-    optimizer.load_state_dict(torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True))
+    saved = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True)
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        own, theirs = (
+            [len(group["params"]) for group in groups]
+            for groups in (optimizer.param_groups, saved["param_groups"])
+        )
+        raise ConfigError(
+            f"{checkpoint} has an optimizer of {theirs} parameters per group, this run one of "
+            f"{own}; resume with the settings that the run began with, or start a run of its own"
+        ) from error
     _restore_random_states(torch.load(Path(checkpoint) / _RNG_FILE, weights_only=True))
     return state
 

@@ -64,14 +64,6 @@ class Rollout:
         return sum(len(turn.generated_tokens) for turn in self.requests)
 
     @property
-    def generated_mask_T(self) -> torch.Tensor:
-        """True on the generated tokens of all turns, bool [num_tokens]."""
-        mask_T = torch.zeros(self.num_tokens, dtype=torch.bool)
-        for turn in self.requests:
-            mask_T[len(turn.prompt_tokens) : turn.num_tokens] = True
-        return mask_T
-
-    @property
     def policy_versions(self) -> torch.Tensor:
         """The version that sampled each generated token, int32, in the order of generated_ids."""
         return torch.cat([turn.policy_versions for turn in self.requests])

@@ -42,7 +42,7 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
-_PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
+PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
 # How long the end of the coordinator's process may be noticed after that of its connection.
 _NOTICE_S = 1.0
 # Of all requests that are pending, not of one.
@@ -384,7 +384,7 @@ class AsyncLLM:
                 results = await self._order(
                     lambda client: client.update_weights(source, version, in_flight)
                 )
-            except BaseException:
+            except BaseException:  # a cancelled update is refused, too
                 await asyncio.to_thread(self._publisher.drop)
                 raise
             # In a thread: to return gigabytes to the system would keep streams waiting.
@@ -425,13 +425,13 @@ class AsyncLLM:
     async def _await_update(self) -> None:
         """One that is publishing cannot be stopped, and gives up what it has published."""
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._update_turn.acquire(), _PUBLISH_S)
+            await asyncio.wait_for(self._update_turn.acquire(), PUBLISH_S)
             self._update_turn.release()
 
     async def __aenter__(self) -> AsyncLLM:
         try:
             await self.start()
-        except BaseException:
+        except BaseException:  # __aexit__ is not called then; processes would be left
             await self.shutdown()
             raise
         return self

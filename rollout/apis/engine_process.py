@@ -60,7 +60,7 @@ def run_engine(
     agent = EngineAgent(
         engine,
         engine_id=uuid.uuid4().bytes,
-        block_size_tokens=config.block_size_tokens,
+        block_size_tokens=engine.block_size_tokens,
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
         fetch=fetch_weights,
     )

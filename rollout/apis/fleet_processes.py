@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from rollout.backends.limits import num_usable_cpus
+from rollout.backends.select import block_size_of
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
@@ -22,10 +23,10 @@ from rollout.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
-_REMIND_S = 30.0  # between two lines about what is waited for
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 60.0
+REMIND_S = 30.0  # between two lines about what is waited for
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
 # A process that has worked for so long is no part of a row of failures.
-_STEADY_S = 600.0
+STEADY_S = 600.0
 
 
 class FleetProcesses:
@@ -89,7 +90,7 @@ class FleetProcesses:
                 )
                 self._engines.append(process)
             self._await_start()
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too, nobody else knows the processes
             self.close(asked=False)
             raise
         self.address = str(self._coordinator.started.result())
@@ -103,7 +104,7 @@ class FleetProcesses:
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
         while waiting:
             starts = [process.started for process in waiting]
-            done, _ = futures.wait(starts, _REMIND_S, return_when=futures.FIRST_EXCEPTION)
+            done, _ = futures.wait(starts, REMIND_S, return_when=futures.FIRST_EXCEPTION)
             if self.lost is not None:
                 raise self.lost
             for each in done:
@@ -230,7 +231,7 @@ class SupervisedProcess:
             exit_code = self._run_child()
             if self.started.exception() is not None:
                 return
-            if time.monotonic() - began_at > _STEADY_S:
+            if time.monotonic() - began_at > STEADY_S:
                 num_restarts = 0
             if exit_code == 0 or not self._restart(exit_code, num_restarts):
                 break
@@ -271,7 +272,7 @@ class SupervisedProcess:
         if num_restarts >= self._max_restarts:
             _logger.error("%s, after %d restarts in a row", end, num_restarts)
             return False
-        pause_s = min(_FIRST_BACKOFF_S * 2**num_restarts, _MAX_BACKOFF_S)
+        pause_s = min(FIRST_BACKOFF_S * 2**num_restarts, MAX_BACKOFF_S)
         _logger.warning("%s; it is started again in %g s", end, pause_s)
         if self._is_ending.wait(pause_s):
             return False
@@ -295,7 +296,7 @@ def coordinator_arguments(
     arguments = {
         "data_parallel_size": data_parallel_size,
         "inference_coordinator_port": port,
-        "block_size_tokens": config.block_size_tokens,
+        "block_size_tokens": block_size_of(config),
         "enable_prefix_caching": config.enable_prefix_caching,
         "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy,
         "limits": CoordinatorLimits(orphan_deadline_s=orphan_deadline_s),

@@ -21,7 +21,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
-_VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has not ended
+VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has not ended
 
 
 class FleetRuntime:
@@ -41,7 +41,7 @@ class FleetRuntime:
         self._thread.start()
         try:
             self._do(self._llm.start())
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too, nobody else can end the thread
             self.shutdown()
             raise
 
@@ -177,4 +177,4 @@ class FleetRuntime:
         finally:
             verbs = asyncio.all_tasks() - {asyncio.current_task()}
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*verbs, return_exceptions=True), _VERBS_S)
+                await asyncio.wait_for(asyncio.gather(*verbs, return_exceptions=True), VERBS_S)

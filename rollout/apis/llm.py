@@ -166,7 +166,7 @@ class LLM:
                 ids = self._runtime.submit(groups, priority)
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too, nobody has the ids
             left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
             with suppress(RolloutError):  # an engine that has ended has no requests
                 self._runtime.drop(left)

@@ -63,7 +63,7 @@ def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """None of a text that the tokenizer fails on, which may be why its request failed."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]  # of arrays of any kind
-    with suppress(Exception):
+    with suppress(Exception):  # the tokenizer is the user's: it may raise anything
         if tokenizer is not None:
             return tokenizer.encode(prompt)
     return []

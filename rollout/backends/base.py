@@ -210,6 +210,45 @@ class HostArena(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayerParts:
+    """One layer's norms, and its products as the handles of `Ops.prepare_linear`."""
+
+    input_norm_E: Tensor
+    post_norm_E: Tensor
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    qkv: Any
+    output: Any
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderParts:
+    """All that a dense pre-norm decoder (Llama, Qwen2, Qwen3) computes with."""
+
+    embedding_VE: Tensor
+    layers: Sequence[DecoderLayerParts]
+    final_norm_E: Tensor
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class FusedDecoder(Protocol):
+    """A decoder's forward pass as one operation of the device."""
+
+    def run(self, cos_PD: Tensor, sin_PD: Tensor, batch: ForwardBatch) -> Tensor | None:
+        """Final-normed hidden states of `batch.logit_indices_L`, [L, E]; writes the KV cache.
+
+        `cos_PD` and `sin_PD` are the rotary tables. Returns None, and has done nothing, where the
+        layers must run one by one.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """Everything that differs between devices."""
 
@@ -220,3 +259,4 @@ class Backend:
     executor: Executor
     memory: MemoryBackend
     create_host_arena: Callable[[], HostArena]
+    fuse_decoder: Callable[[DecoderParts], FusedDecoder] | None = None

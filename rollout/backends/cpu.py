@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rollout.backends.attention.native import NativePagedAttention
@@ -12,6 +14,7 @@ from rollout.backends.limits import memory_limit_bytes
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.native.decoder import NativeDecoder
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
@@ -26,6 +29,7 @@ def cpu_backend(memory_kind: str) -> Backend:
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
     library = load_library()
+    fuse_decoder = None
     if library is None:
         ops: Ops = CpuOps()
         attention: AttentionBackend = TorchSdpaAttention(ops)
@@ -33,6 +37,7 @@ def cpu_backend(memory_kind: str) -> Backend:
         kernels = Kernels(library)
         ops = NativeOps(kernels)
         attention = NativePagedAttention(kernels, ops)
+        fuse_decoder = partial(NativeDecoder, kernels)
     return Backend(
         device=device,
         memory_bytes=memory_limit_bytes(),
@@ -41,4 +46,5 @@ def cpu_backend(memory_kind: str) -> Backend:
         executor=EagerExecutor(device),
         memory=memory,
         create_host_arena=MappedHostArena,
+        fuse_decoder=fuse_decoder,
     )

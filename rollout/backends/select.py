@@ -26,8 +26,11 @@ DEFAULT_NUM_GRAPHS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Honoured:
-    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses."""
+    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses.
+    `block_size_tokens` is the size of a KV block unless a config gives another one.
+    """
 
+    block_size_tokens: int
     memory_kinds: tuple[str, ...]
     stable_kind: str
     fields_without_effect: tuple[str, ...]
@@ -35,6 +38,8 @@ class _Honoured:
 
 _DEVICES = {
     "cpu": _Honoured(
+        # A prompt shorter than a block is copied for each sample of its group, not shared.
+        block_size_tokens=64,
         memory_kinds=("device", "reserved"),
         stable_kind="reserved",
         fields_without_effect=(
@@ -46,6 +51,7 @@ _DEVICES = {
         ),
     ),
     "cuda": _Honoured(
+        block_size_tokens=256,
         memory_kinds=("device", "torch_memory_saver", "unified"),
         stable_kind="torch_memory_saver",
         # Rotary embedding is always fused, by a kernel of our own.
@@ -72,6 +78,17 @@ def create_backend(config: InferenceConfig) -> Backend:
         *(backend.device, memory_kind, torch.get_num_threads()),
     )
     return backend
+
+
+def block_size_of(config: InferenceConfig) -> int:
+    """Return the tokens of a KV block: those of `config`, or its device's default.
+
+    A named device need not be there. Raises ConfigError for one that does not exist.
+    """
+    if config.block_size_tokens is not None:
+        return config.block_size_tokens
+    device = config.device if config.device in _DEVICES else _device(config)
+    return _DEVICES[device].block_size_tokens
 
 
 def _device(config: InferenceConfig) -> str:
@@ -107,7 +124,7 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
         max_rows=min(
             config.max_requests or DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_TOKENS
         ),
-        max_blocks=-(-longest // config.block_size_tokens),
+        max_blocks=-(-longest // block_size_of(config)),
     )
 
 

@@ -1,1 +1,1 @@
-"""KV blocks and rows: which request holds which. Ids and counts only, no bytes."""
+"""Which request holds which KV blocks and which row. Ids and counts only, no bytes."""

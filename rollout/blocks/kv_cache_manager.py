@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
@@ -25,10 +24,11 @@ class BlockTable:
 
     blocks: block i holds the KV of positions [i * block_size, (i + 1) * block_size).
     row: 0 as long as the request has none.
-    num_shared: first blocks that another request has computed, and may use as well.
-    num_cached: first blocks that are in the prefix index.
-    is_cacheable: False once a full block could not enter the index; no later one can then.
-    keys: of the first blocks, as far as they were needed, under `key_version`.
+    num_shared: how many of the first blocks another request has computed. It may still use them.
+    num_cached: how many of the first blocks are in the prefix index.
+    is_cacheable: False once a full block could not enter the index. No later block can enter then.
+    keys: the keys of the first blocks in the prefix index, as far as they were needed. They hold
+        for the weights version `key_version`.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -44,15 +44,17 @@ class KVCacheManager:
     """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
 
     Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
-    holds them. A block is free, in use by one or more requests, or unused: without a user, but kept
-    in the index until its space is needed. A freed block is taken again last.
+    holds them. A block is free, in use by one or more requests, or unused: without a user, but in
+    the index until its space is needed. `free_blocks` has the free ones. The block that was freed
+    last is taken first, so that a load that repeats touches the same memory again. An unused block
+    that requests may still share is taken only if no other is left, the longest unused one first.
 
     A full block can be shared by requests that begin with the same tokens. By default it enters the
     index only if it and all blocks before it were written entirely under one weights version, and
-    is found only under that version. With `reuse_across_versions` any full block is, unless it
-    holds KV more than `max_age_versions` older than the current weights. `keeps_unused`: an indexed
-    block outlives its last user until its space is needed (LRU); otherwise it goes with that user
-    (REF_ZERO).
+    is found only under that version. With `reuse_across_versions` any full block enters the index,
+    and is found unless it holds KV that is more than `max_age_versions` older than the current
+    weights. `keeps_unused`: an indexed block outlives its last user until its space is needed
+    (LRU); otherwise it leaves the index with that user (REF_ZERO).
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class KVCacheManager:
         self.reuse_across_versions = reuse_across_versions
         self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
         self._max_age_versions = max_age_versions
-        self._free_blocks = deque(range(1, num_blocks + 1))
+        self.free_blocks = list(range(num_blocks, 0, -1))  # the next one last
         self._num_users = array("i", bytes(4 * (num_blocks + 1)))
         self._free_rows = list(range(1, num_rows + 1))
         self._is_row_taken = [False] * (num_rows + 1)
@@ -81,26 +83,28 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated: the free ones and the unused ones."""
-        return len(self._free_blocks) + self.prefix_index.unused.num_blocks
+        return len(self.free_blocks) + self.prefix_index.unused.num_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free_blocks) - self.prefix_index.unused.num_blocks
+        """Blocks that at least one request holds."""
+        return self.num_blocks - self.num_free_blocks
 
     @property
     def num_free_rows(self) -> int:
+        """Rows that no request holds."""
         return len(self._free_rows)
 
     def used_blocks(self) -> list[int]:
-        """Ids of the blocks that hold live KV, ascending. Looks at every block of the pool."""
+        """Return the ids of the blocks that requests hold, ascending. O(blocks of the pool)."""
         return list(compress(count(), self._num_users))
 
     def num_users(self, block: int) -> int:
-        """How many block tables name the block."""
+        """Return how many block tables name the block."""
         return self._num_users[block]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # ---- rows and blocks
@@ -111,6 +115,7 @@ class KVCacheManager:
         self._is_row_taken[table.row] = True
 
     def free_row(self, table: BlockTable) -> None:
+        """Take the row from the request."""
         assert self._is_row_taken[table.row], f"row {table.row} is freed twice"
         self._is_row_taken[table.row] = False
         heapq.heappush(self._free_rows, table.row)
@@ -152,16 +157,20 @@ class KVCacheManager:
             assert self._num_users[block] > 0, f"block {block} is freed twice"
             self._num_users[block] -= 1
             if not self._num_users[block] and not self.prefix_index.release(block):
-                self._free_blocks.append(block)
+                self.free_blocks.append(block)
         table.num_shared = table.num_cached = 0
         table.is_cacheable = True
 
     def _take_block(self) -> int:
-        """Return a free block, or the longest unused one, with one user."""
-        if self._free_blocks:
-            block = self._free_blocks.popleft()
+        """Return a block, which has one user now. The caller has checked `num_free_blocks`.
+
+        Dropped blocks of the index go first: their memory has been written to, while free blocks
+        may never have been.
+        """
+        if self.prefix_index.num_dropped or not self.free_blocks:
+            block = self.prefix_index.give_up_oldest()
         else:
-            block = self.prefix_index.drop_oldest()
+            block = self.free_blocks.pop()
         self._num_users[block] = 1
         return block
 
@@ -230,30 +239,31 @@ class KVCacheManager:
         return is_indexed
 
     def copy_cache_state(self, parent: BlockTable, child: BlockTable) -> None:
-        """The blocks of a fork are in the index as far as those of its parent are."""
+        """Give a fork the keys of its parent, and what is known of its blocks in the index. The two
+        hold the same blocks.
+        """
         child.keys, child.key_version = list(parent.keys), parent.key_version
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
 
     def begin_weights_version(self) -> None:
-        """The weights have changed: blocks that only the old version could find are not found any
-        more. O(1): each is freed when its last user leaves, or when its space is needed.
+        """Record that the weights have changed: from now on, no request finds blocks that only the
+        old version may find. O(1).
         """
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()
 
-    def free_unused_blocks(self) -> None:
-        """Free every block that is kept without a user."""
-        while self.prefix_index.unused.num_blocks:
-            self._free_blocks.append(self.prefix_index.drop_oldest())
+    def drop_unused_blocks(self) -> None:
+        """From now on, no request finds the blocks without a user: their KV may be lost. O(1)."""
+        self.prefix_index.drop_unused()
 
     def _oldest_version(self, version: int) -> int | None:
-        """The oldest version whose KV may be reused under `version`; None for any."""
+        """Return the oldest version whose KV may be reused under `version`; None if any may."""
         return None if self._max_age_versions is None else version - self._max_age_versions
 
     def _key(
         self, table: BlockTable, tokens: Sequence[int], position: int, key_version: int
     ) -> bytes:
-        """The key of the request's block `position`. Each key is computed once."""
+        """Return the key of the request's block `position`. Each key is computed once."""
         if table.key_version != key_version:
             table.keys, table.key_version = [], key_version
         keys, block_size = table.keys, self.block_size

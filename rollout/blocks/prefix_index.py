@@ -15,7 +15,7 @@ ROOT_KEY = b""
 
 
 def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
-    """H(parent key, weights version, tokens): 128 bits of BLAKE2b.
+    """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b.
 
     Cryptographic, so that a hit needs no comparison of tokens. The chain makes it the key of the
     whole prefix that ends with this block.
@@ -43,8 +43,9 @@ class IndexedBlock:
 
 
 class BlockList:
-    """Blocks in the order in which they were appended, as links between their ids. Block 0 is both
-    ends of the list.
+    """A list of blocks in the order in which they were appended. Each operation takes O(1).
+
+    The blocks are linked by their ids, and block 0 stands for both ends of the list.
 
     The links are arrays: with a million blocks, hash tables would cost one more cache miss per
     operation.
@@ -79,12 +80,10 @@ class BlockList:
         self._next[block] = -1
         self.num_blocks -= 1
 
-    def pop_first(self) -> int:
-        """Remove the first block and return it. There must be one."""
-        block = self._next[0]
-        assert block, "the list is empty"
-        self.remove(block)
-        return block
+    @property
+    def first(self) -> int:
+        """The block that was appended first; 0 if the list is empty."""
+        return self._next[0]
 
 
 class PrefixIndex:
@@ -92,17 +91,24 @@ class PrefixIndex:
 
     A block enters the index only after its predecessor in the same table. So each user of a block
     uses its predecessors too, and releases them after it, and the longest unused block never has a
-    successor in the index: dropping blocks in this order drops leaves first. No operation takes
+    successor in the index: giving blocks up in this order gives up leaves first. No operation takes
     longer for a larger index.
 
-    `keeps_unused`: a block outlives its last user until its space is needed. `num_entries`: blocks
-    that can be found. `unused`: blocks that are kept without a user, oldest release first.
+    `keeps_unused`: a block outlives its last user until its space is needed. `num_entries`: the
+    number of blocks that can be found. `unused`: the blocks without a user, oldest release first.
+    The first `num_dropped` of them are not found any more; they lose their keys when their space is
+    needed, so that dropping many blocks takes no time of its own.
     """
 
     def __init__(self, num_blocks: int, *, keeps_unused: bool) -> None:
         self.keeps_unused = keeps_unused
-        self.num_entries = 0
+        self.num_entries = self.num_dropped = 0
         self.unused = BlockList(num_blocks)
+        self._num_unused_entries = 0  # those of `num_entries` whose blocks have no user
+        # The releases that leave a block without a user are numbered. Unused blocks whose number is
+        # below the first one that is kept are dropped.
+        self._num_releases, self._first_kept = 0, 1
+        self._release_of = array("q", [0]) * (num_blocks + 1)
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
         self._generation = 0
@@ -116,8 +122,11 @@ class PrefixIndex:
         return self._by_block[block]
 
     def is_current(self, entry: IndexedBlock) -> bool:
-        """Whether no new generation has begun since the block entered the index."""
-        return entry.generation == self._generation
+        """Return whether the block can be found, if its KV is young enough: no new generation has
+        begun since it entered the index, and it was not dropped.
+        """
+        is_dropped = self._release_of[entry.block] < self._first_kept and entry.block in self.unused
+        return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
         """Return the entries of the longest indexed prefix. None of them has KV older than
@@ -139,7 +148,7 @@ class PrefixIndex:
         spans: VersionSpans,
         oldest_version: int | None,
     ) -> bool:
-        """Index a computed block that has a user. True if it is in the index afterwards.
+        """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
         Returns False, with nothing changed, if another block can be found under its key, or if its
         predecessor in the table (None for the first block) is not in the index. An unused block
@@ -171,36 +180,53 @@ class PrefixIndex:
         return True
 
     def use(self, block: int) -> None:
-        """A found block has one more user."""
+        """Record that one more request uses a block that it has found."""
         if block in self.unused:
             self.unused.remove(block)
+            self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """The block's last user has left. Returns whether the block is kept for others to find.
+        """Record that the block's last user has left. Returns whether others may still find it.
 
-        Otherwise it is not in the index any more.
+        If not, it has left the index.
         """
         entry = self._by_block[block]
         if entry is None:
             return False
         if self.keeps_unused and self.is_current(entry):
             self.unused.append(block)
+            self._num_releases += 1
+            self._release_of[block] = self._num_releases
+            self._num_unused_entries += 1
             return True
         self._remove_key(entry)
         return False
 
-    def drop_oldest(self) -> int:
-        """Drop the longest unused block and return it. There must be one."""
-        block = self.unused.pop_first()
+    def give_up_oldest(self) -> int:
+        """Remove the longest unused block from the index and return it. There must be one."""
+        block = self.unused.first
+        assert block, "every block has a user"
         entry = self._by_block[block]
         if entry is not None:
             self._remove_key(entry)
+        self.unused.remove(block)
+        if self.num_dropped:
+            self.num_dropped -= 1
         return block
 
+    def drop_unused(self) -> None:
+        """From now on, the blocks that have no user now are not found any more. O(1)."""
+        self.num_entries -= self._num_unused_entries
+        self._num_unused_entries = 0
+        self.num_dropped = self.unused.num_blocks
+        self._first_kept = self._num_releases + 1
+
     def start_generation(self) -> None:
-        """From now on, only blocks that enter the index from now on are found. The others are
-        dropped when they are released, or when their space is needed.
+        """From now on, only blocks that enter the index from now on are found. O(1).
+
+        Unused blocks are dropped, and the others leave the index with their last user.
         """
+        self.drop_unused()
         self._generation += 1
         self.num_entries = 0
 
@@ -210,7 +236,9 @@ class PrefixIndex:
         )
 
     def _remove_key(self, entry: IndexedBlock) -> None:
-        """The block has no key any more. An unused block stays in the list of unused blocks."""
+        """Take its key from a block. An unused block stays in the list of unused blocks."""
+        if self.is_current(entry):
+            self.num_entries -= 1
+            self._num_unused_entries -= entry.block in self.unused
         del self._by_key[entry.key]
         self._by_block[entry.block] = None
-        self.num_entries -= self.is_current(entry)

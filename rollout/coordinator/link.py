@@ -129,7 +129,7 @@ class Link:
         self._redial_at = math.inf
         try:
             self._dealer = self._dial()
-        except BaseException:
+        except (ConfigError, zmq.ZMQError):
             self._waker.close()
             self.context.term()
             raise
@@ -157,6 +157,11 @@ class Link:
     def socket(self) -> zmq.Socket[bytes]:
         """Of the latest connection; to look at, it is the link's thread's."""
         return self._dealer.socket
+
+    @property
+    def num_unconfirmed(self) -> int:
+        """Frames that the coordinator may not have yet."""
+        return self._outbox.num_kept
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if

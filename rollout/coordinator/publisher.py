@@ -7,6 +7,7 @@ bytes nor its size can change, whoever holds it. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import mmap
@@ -78,19 +79,18 @@ class WeightPublisher:
         manifest, num_bytes = _layout(tensors)
         name = f"rollout-weights-{uuid.uuid4().hex}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, max(1, num_bytes))
-            fingerprints = self._write(descriptor, tensors, manifest)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-        except OSError as error:
-            os.close(descriptor)
-            raise WeightUpdateError(
-                f"no shared memory for {num_bytes} bytes of weights ({error}); free some, or push "
-                "to each engine by itself"
-            ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            try:
+                os.ftruncate(descriptor, max(1, num_bytes))
+                fingerprints = self._write(descriptor, tensors, manifest)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+            except OSError as error:
+                raise WeightUpdateError(
+                    f"no shared memory for {num_bytes} bytes of weights ({error}); free some, or "
+                    "push to each engine by itself"
+                ) from error
+            undo.pop_all()
         source = WeightsSource(
             kind=KIND,
             address=f"/proc/{os.getpid()}/fd/{descriptor} {name}",

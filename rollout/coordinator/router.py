@@ -26,10 +26,10 @@ from rollout.errors import ConfigError, ProtocolError
 # How long a closing socket may take to hand over its last frames.
 _LINGER_MS = 1000
 # Frames that wait for one slow peer in the socket; a client that is slower is told again later.
-_MAX_WAITING_FRAMES = 4096
+MAX_WAITING_FRAMES = 4096
 # Messages that wait here for one slow engine besides: as many as its own queue holds. Its lease
 # says whether it is alive; to be slow, or to get much at once, is no reason to give it up.
-_MAX_KEPT_MESSAGES = 2**16
+MAX_KEPT_MESSAGES = 2**16
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 # As integers: their enumerations take longer to combine and convert than a frame to be sent.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -65,7 +65,7 @@ class Router:
         options = [
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.LINGER, _LINGER_MS),
-            (zmq.SNDHWM, _MAX_WAITING_FRAMES),
+            (zmq.SNDHWM, MAX_WAITING_FRAMES),
             (zmq.MAXMSGSIZE, max_frame_bytes),
             (zmq.TCP_KEEPALIVE, 1),
         ]
@@ -82,7 +82,7 @@ class Router:
                 bound = resolve_host(host)
                 require_safe(host, bound, has_keys=curve is not None, insecure=insecure)
                 self._bind_tcp(bound, port, told_host(bound, advertise_host))
-        except BaseException:
+        except (ConfigError, zmq.ZMQError):
             self.close()
             raise
 
@@ -155,7 +155,7 @@ class Router:
             if fault != zmq.EAGAIN or not keeps(identity):
                 return fault is None
             kept = self._kept[identity] = _Kept()
-        if kept.num_messages + num_messages > _MAX_KEPT_MESSAGES:
+        if kept.num_messages + num_messages > MAX_KEPT_MESSAGES:
             return False
         kept.frames.append((frame, num_messages))
         kept.num_messages += num_messages

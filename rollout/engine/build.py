@@ -1,4 +1,4 @@
-"""The only wirer: from a model and a config to an engine that runs."""
+"""DynamicInferenceEngine.from_model: the only place where an engine's parts are made and wired."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rollout.backends.base import Backend
-from rollout.backends.select import create_backend
+from rollout.backends.select import block_size_of, create_backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
@@ -44,7 +44,7 @@ DEFAULT_MEMORY_FRACTION = 0.25
 
 
 class DynamicInferenceEngine(Engine):
-    """The engine, wired by `from_model`."""
+    """The engine that users make, by `from_model`."""
 
     @classmethod
     def from_model(
@@ -60,8 +60,8 @@ class DynamicInferenceEngine(Engine):
         Raises ConfigError for a config this device or model cannot honour, ModelError for a model
         that cannot be built.
         """
-        config = inference_config or InferenceConfig()
         _check_version(weights_version)
+        config = inference_config or InferenceConfig()
         backend = create_backend(config)
         causal_lm, fill = open_model(
             model, dtype=config.dtype, device=backend.device, seed=config.seed
@@ -76,32 +76,34 @@ class DynamicInferenceEngine(Engine):
         )
         causal_lm.prepare(backend)
         causal_lm.reserve_positions(sizes.max_sequence_length)
-        kv = KVCache(backend, causal_lm.cache_spec(config.block_size_tokens), sizes.num_blocks)
-        builder = BatchBuilder(
-            num_rows=sizes.num_rows,
-            max_blocks=-(-sizes.max_sequence_length // config.block_size_tokens),
-            block_size=config.block_size_tokens,
-        )
-        runner = ModelRunner(causal_lm, backend, kv, builder)
+        kv = KVCache(backend, causal_lm.cache_spec(sizes.block_size), sizes.num_blocks)
+        runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes))
         scheduler = _scheduler(config, sizes)
-        counters = EngineCounters(config.metrics_writer, config.logging_step_interval)
+        writer, interval = config.metrics_writer, config.logging_step_interval
+        counters = EngineCounters(writer=writer, interval=interval)
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
         is_stable = backend.memory.has_stable_addresses
-        suspension = Suspension(
-            *(scheduler, outputs, kv, weights, runner, config.kv_cache_management_mode),
-            keeps_addresses=config.static_kv_memory_pointers and not is_stable,
-        )
         return cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
             outputs=outputs,
-            pipeline=StepPipeline(scheduler, runner, outputs, counters),
+            pipeline=StepPipeline(
+                scheduler=scheduler, runner=runner, outputs=outputs, counters=counters
+            ),
             kv=kv,
             weights=weights,
-            suspension=suspension,
+            suspension=Suspension(
+                scheduler=scheduler,
+                outputs=outputs,
+                kv=kv,
+                weights=weights,
+                runner=runner,
+                default_mode=config.kv_cache_management_mode,
+                keeps_addresses=config.static_kv_memory_pointers and not is_stable,
+            ),
             counters=counters,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
@@ -116,10 +118,11 @@ def _check_version(weights_version: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """What an engine can hold: tokens of a sequence and of a step, requests in context, blocks in
-    the pool and blocks that paused requests may keep.
+    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
+    blocks in the pool and blocks that paused requests may keep.
     """
 
+    block_size: int
     max_sequence_length: int
     max_tokens: int
     num_rows: int
@@ -131,19 +134,18 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes
     max_sequence_length = _max_sequence_length(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
-    spec, paused_gb = (
-        model.cache_spec(config.block_size_tokens),
-        config.paused_buffer_size_gb or 0.0,
-    )
+    block_size, paused_gb = block_size_of(config), config.paused_buffer_size_gb or 0.0
+    spec = model.cache_spec(block_size)
     if config.buffer_size_gb is not None:
-        # In unified memory the buffer for paused requests is added.
+        # In unified memory, paused requests have their buffer beside that of the others.
         added_gb = paused_gb if config.unified_memory_level else 0.0
         num_blocks = num_blocks_in(backend.attention, spec, config.buffer_size_gb + added_gb)
     else:
-        usable = max_requests * -(-max_sequence_length // config.block_size_tokens)
+        usable = max_requests * -(-max_sequence_length // block_size)
         buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
         num_blocks = min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
     return _Sizes(
+        block_size=block_size,
         max_sequence_length=max_sequence_length,
         max_tokens=max_tokens,
         # A request in context needs a block, and a token of every step.
@@ -176,10 +178,18 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
     return wanted
 
 
+def _batch_builder(sizes: _Sizes) -> BatchBuilder:
+    return BatchBuilder(
+        num_rows=sizes.num_rows,
+        max_blocks=-(-sizes.max_sequence_length // sizes.block_size),
+        block_size=sizes.block_size,
+    )
+
+
 def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
     kv_cache_manager = KVCacheManager(
         num_blocks=sizes.num_blocks,
-        block_size=config.block_size_tokens,
+        block_size=sizes.block_size,
         num_rows=sizes.num_rows,
         enable_prefix_caching=config.enable_prefix_caching,
         keeps_unused=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
@@ -204,7 +214,7 @@ def _input_processor(
     limits = AdmissionLimits(
         vocab_size=model.spec.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
-        max_pool_tokens=sizes.num_blocks * config.block_size_tokens,
+        max_pool_tokens=sizes.num_blocks * sizes.block_size,
         max_tokens_per_step=sizes.max_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
         can_score_prompts=not config.materialize_only_last_token_logits,
@@ -214,7 +224,7 @@ def _input_processor(
         limits=limits,
         tokenizer=tokenizer,
         end_ids=tuple(union_of_ids(tokenizer_end, model.spec.eos_token_ids)),
-        block_size=config.block_size_tokens,
+        block_size=sizes.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )

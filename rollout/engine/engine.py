@@ -4,6 +4,7 @@ threads of its own.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -29,6 +30,8 @@ from rollout.runner.weights import ServedWeights, StagedWeights
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
+
+logger = logging.getLogger(__name__)
 
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
@@ -116,7 +119,7 @@ class Engine:
 
     def _require_not_stopped(self) -> None:
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
-            self._machine.require(EngineState.RUNNING, to="add a request")
+            self._machine.require(EngineState.RUNNING, *_QUIET, to="add a request")
 
     def _queue(self, request: ProcessedRequest) -> int:
         record, admission = request.record, request.admission
@@ -128,7 +131,7 @@ class Engine:
             )
             return request_id
         if admission.clamped is not None:
-            record.current.add_event_error_transient(admission.clamped)
+            self._outputs.add_transient_error([request_id], admission.clamped)
         self._scheduler.add_request(
             request_id,
             request.tokens,
@@ -149,13 +152,8 @@ class Engine:
         that is not in the engine.
         """
         if not self._outputs.has_ended(request_id):
-            blocks = self._scheduler.blocks_of(request_id)
             kv_spans = self._scheduler.finish_request(request_id)
-            if self._kv.num_offloaded_bytes:
-                # No later request may find a block whose bytes are freed now.
-                kv_cache_manager = self._scheduler.kv_cache_manager
-                kv_cache_manager.free_unused_blocks()
-                self._kv.discard([b for b in blocks if not kv_cache_manager.num_users(b)])
+            self._suspension.drop_unused_copies()
             error = RequestAbortedError(f"request {request_id} was aborted")
             self._outputs.fail(request_id, error, "abort", kv_spans, self.weights_version)
         self._pipeline.remove(request_id)
@@ -194,8 +192,9 @@ class Engine:
     def _hand_out(
         self, records: list[DynamicInferenceRequestRecord]
     ) -> list[DynamicInferenceRequestRecord]:
-        num_failed = sum(record.current.failed() for record in records)
-        self._counters.add_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
+        if records:
+            num_failed = sum(record.current.failed() for record in records)
+            self._counters.add_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
         return records
 
     # ---- one step
@@ -208,8 +207,10 @@ class Engine:
         EngineStateError outside RUNNING, and the error of a forward pass if the device fails
         without any request, too. The next step returns the records that an error held back.
         """
-        self._machine.require(EngineState.RUNNING, to="step")
-        self._weights.require_values("step")
+        if self._machine.state is not EngineState.RUNNING:
+            self._machine.require(EngineState.RUNNING, to="step")
+        if not self._weights.has_values:
+            self._weights.require_values("step")
         self._pipeline.step(self.weights_version)
         return self._hand_out(self._outputs.pop_all_ended())
 
@@ -275,14 +276,21 @@ class Engine:
     def shutdown(self) -> None:
         """Stop for good, from any state; twice is fine. Requests can still be aborted.
 
-        If releasing the memory fails, the engine is stopped all the same; call this again.
+        An error of a step in flight is logged. If releasing the memory fails, the engine is stopped
+        all the same; call this again.
         """
         if self.state is EngineState.RUNNING:
-            self.pause()
+            with self._machine.command("pause"):
+                try:
+                    self._pipeline.commit_all()
+                except Exception:
+                    logger.exception("a step in flight failed; the engine stops all the same")
         with self._machine.command("stop"):
             pass
-        self._kv.retain([])
-        self._kv.release()
+        try:
+            self._kv.retain([])
+        finally:
+            self._kv.release()
 
     # ---- weights
 
@@ -379,14 +387,16 @@ class Engine:
             return
         oldest = self.weights_version - self._max_kv_staleness_versions
         requeued = self._scheduler.requeue_older_than(oldest)
-        if self._kv.num_offloaded_bytes:
-            # No later request may find a block whose bytes are freed now.
-            self._scheduler.kv_cache_manager.free_unused_blocks()
-            self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
+        self._suspension.drop_unused_copies()
         self._outputs.requeue(requeued)
         self._counters.add_recomputed(len(requeued))
 
     # ---- reports
+
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self._scheduler.kv_cache_manager.block_size
 
     @property
     def num_waiting(self) -> int:

@@ -29,7 +29,8 @@ StopWordIds = tuple[tuple[int, ...], ...]
 class ProcessedRequest:
     """A valid request, ready to be queued.
 
-    tokens: a copy of all its tokens; the first `num_prompt` are the original prompt.
+    tokens: all its tokens; the first `num_prompt` are the original prompt. The samples of a prompt
+        share the list, so that nobody may change it.
     group_id: equal for the samples of one prompt, None for a single request.
     admission: whether the request can run here, and how long it may get.
     sampling_params, seed: of the whole request, also where another engine began it.
@@ -100,7 +101,7 @@ class InputProcessor:
                 record = self._new_record(
                     next(ids), prompt, tokens, params, words, priority, weights_version
                 )
-                group.append(self._processed(record, params, words, group_id))
+                group.append(self._processed(record, tokens, params, words, group_id))
             processed.append(group)
         return processed
 
@@ -162,12 +163,12 @@ class InputProcessor:
         unfinished = DynamicInferenceRequestRecord([*record.requests], record.latency)
         if last.num_generated_tokens:
             unfinished.checkpoint()
-        remaining = unfinished.current.sampling_params or params
-        check_well_formed(unfinished.current.prompt_tokens.tolist(), remaining, self._limits)
+        tokens: list[int] = unfinished.current.prompt_tokens.tolist()
+        check_well_formed(tokens, unfinished.current.sampling_params or params, self._limits)
         self._check_token_ids(params)
         stop_words = self._stop_word_ids(params)
-        processed = self._processed(unfinished, params, stop_words, group_id=None)
-        num_tokens, admission = len(processed.tokens), processed.admission
+        processed = self._processed(unfinished, tokens, params, stop_words, group_id=None)
+        num_tokens, admission = len(tokens), processed.admission
         if admission.error is None and num_tokens >= admission.max_length:
             raise InvalidRequestError(
                 f"request {request_id} has {num_tokens} tokens already, and this engine gives it "
@@ -181,11 +182,16 @@ class InputProcessor:
     def _processed(
         self,
         record: DynamicInferenceRequestRecord,
+        tokens: list[int],
         params: SamplingParams,
         stop_words: StopWordIds,
         group_id: int | None,
     ) -> ProcessedRequest:
-        """`params` are those of the whole request, not of what is left of it."""
+        """Return the request that the scheduler gets.
+
+        `tokens` are the prompt of the record's current segment. `params` are those of the whole
+        request, not of what is left of it.
+        """
         num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
         assert seed is not None
         admission = admit(record.request_id, num_prompt, params, self._limits)
@@ -194,7 +200,7 @@ class InputProcessor:
             strings = StopStrings(self._tokenizer, params.stop_words)
         return ProcessedRequest(
             record=record,
-            tokens=record.current.prompt_tokens.tolist(),
+            tokens=tokens,
             num_prompt=num_prompt,
             group_id=group_id,
             admission=admission,

@@ -1,4 +1,6 @@
-"""OutputProcessor: has the records of an engine's requests and writes each step's output there."""
+"""OutputProcessor: holds the records of an engine's requests and writes each step's output into
+them.
+"""
 
 from __future__ import annotations
 
@@ -193,13 +195,13 @@ class OutputProcessor:
     # ---- what the scheduler decided
 
     def set_running(self, request_ids: Iterable[int]) -> None:
-        """These requests hold a row and blocks now."""
+        """Mark requests as running: they hold a row and blocks now."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def set_paused(self, request_ids: Iterable[int]) -> None:
-        """These requests hold blocks, but got none for their next token."""
+        """Mark requests as paused: they keep their blocks, but got none for their next token."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
@@ -207,9 +209,10 @@ class OutputProcessor:
                 segment.add_event_pause()
 
     def requeue(self, request_ids: Iterable[int], *, is_preempted: bool = False) -> None:
-        """These requests lost their KV: a new segment has all tokens so far as its prompt.
+        """Mark requests that lost their KV as queued. Each gets a new segment, whose prompt is all
+        of its tokens so far.
 
-        Only preemption leaves an EVICT event. A request that had generated nothing and was not
+        Only preemption adds an EVICT event. A request that had generated nothing and was not
         preempted starts again as the same segment.
         """
         for request_id in request_ids:
@@ -222,7 +225,7 @@ class OutputProcessor:
                 state.segment.add_event_evict()
 
     def add_transient_error(self, request_ids: Iterable[int], error: Exception) -> None:
-        """These requests were part of a step that failed."""
+        """Add an ERROR_TRANSIENT event to each of these requests."""
         for request_id in request_ids:
             self._unfinished[request_id].segment.add_event_error_transient(error)
 
@@ -249,7 +252,10 @@ class OutputProcessor:
             self._finish(finished, update.weights_version, now)
 
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
-        """A step of 1,000 rows passes here 1,000 times: nothing is looked up or called twice."""
+        """Append its token and stamps to each request.
+
+        A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
+        """
         unfinished, version = self._unfinished, update.weights_version
         for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
             state = unfinished[request_id]
@@ -320,7 +326,7 @@ class OutputProcessor:
     def _end(self, request_id: int, kv_spans: VersionSpans, version: int, now: float) -> None:
         state = self._unfinished.pop(request_id)
         record, segment = state.record, state.segment
-        segment.kv_spans = kv_spans.copy()
+        segment.kv_spans = kv_spans
         for part in record.requests:
             part.complete()
         segment.generated_length = segment.num_generated_tokens
@@ -343,7 +349,7 @@ def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
 
 
 def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int | None) -> None:
-    """Set the current segment to what it is in the queue: it computes its whole prompt again.
+    """Reset the current segment to its state in the queue: it computes its whole prompt again.
 
     Its prompt is scored again if it is the original one, or the `num_unscored` tokens with which
     the request entered.

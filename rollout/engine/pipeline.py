@@ -67,7 +67,7 @@ class FaultIsolation:
         return request_id if ran_alone_again else None
 
     def add_tokens(self, request_ids: Iterable[int]) -> None:
-        """Each of these requests has sampled one token."""
+        """Record that each of these requests has sampled one token."""
         for request_id in request_ids if self._suspects else ():
             suspect = self._suspects.get(request_id)
             if suspect is not None:
@@ -76,13 +76,14 @@ class FaultIsolation:
                     del self._suspects[request_id]
 
     def remove(self, request_id: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._suspects.pop(request_id, None)
 
 
 class StepPipeline:
-    """Keeps one plan in flight, or two with async scheduling: where the device lets the host run
-    ahead, the next step is scheduled and launched before the result of the running one is known.
+    """Schedules, launches and commits steps. One plan is in flight, or two with async scheduling:
+    where the device lets the host run ahead, the next step is scheduled and launched before the
+    result of the running one is known.
 
     A forward pass that raises sends the requests of the plans in flight back to the queue, with the
     tokens they have. If they fail again they run alone, one after the other. A request that fails
@@ -92,6 +93,7 @@ class StepPipeline:
 
     def __init__(
         self,
+        *,
         scheduler: Scheduler,
         runner: ModelRunner,
         outputs: OutputProcessor,
@@ -119,9 +121,9 @@ class StepPipeline:
         A failed step is logged. Raises its error if that is no request's.
         """
         start = time.perf_counter()
-        runs_ahead = self._runner.overlaps and self._faults.next_alone() is None
-        max_in_flight = 2 if runs_ahead else 1
-        while len(self._in_flight) < max_in_flight and self._launch(weights_version):
+        alone = self._faults.next_alone()
+        max_in_flight = 2 if self._runner.overlaps and alone is None else 1
+        while len(self._in_flight) < max_in_flight and self._launch(alone, weights_version):
             pass
         if self._in_flight:
             self._commit_oldest(start)
@@ -138,17 +140,23 @@ class StepPipeline:
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
-        """The request was removed from the scheduler."""
+        """Forget a request that was removed from the scheduler."""
         self._faults.remove(request_id)
 
-    def _launch(self, weights_version: int) -> bool:
-        """Schedule a step and launch it. Returns whether there was anything to run."""
-        alone = self._faults.next_alone()
+    def _launch(self, alone: int | None, weights_version: int) -> bool:
+        """Schedule a step, of the request `alone` if that is given, and launch it.
+
+        Returns False if there was nothing to run, or if the launch failed.
+        """
         if alone is None:
             schedule = self._scheduler.schedule(weights_version)
         else:
             schedule = self._scheduler.schedule_alone(alone, weights_version)
-        self._counters.add_schedule(schedule)
+        totals = self._counters.steps
+        totals.num_pauses += len(schedule.paused)
+        totals.num_evictions += len(schedule.preempted)
+        totals.num_forked_requests += schedule.num_forked
+        totals.num_prefix_hit_tokens += schedule.num_prefix_hit_tokens
         self._outputs.requeue(schedule.preempted, is_preempted=True)
         self._outputs.set_paused(schedule.paused)
         self._outputs.set_running((*schedule.resumed, *schedule.admitted))
@@ -176,8 +184,17 @@ class StepPipeline:
         for finished in update.finished:
             self._faults.remove(finished.request_id)
         self.last_result_at = time.perf_counter()
-        seconds = self.last_result_at - start
-        self._counters.add_step(plan, seconds, self._scheduler.counts())
+        self._count_step(plan, self.last_result_at - start)
+
+    def _count_step(self, plan: StepPlan, seconds: float) -> None:
+        totals, interval = self._counters.steps, self._counters.interval
+        totals.num_steps += 1
+        totals.num_prefill_tokens += len(plan.prefill_token_ids)
+        totals.num_decode_tokens += plan.num_decode_rows
+        totals.num_sampled_tokens += len(plan.sample_rows)
+        totals.step_seconds += seconds
+        if interval and totals.num_steps % interval == 0:
+            self._counters.write_step(plan, seconds, self._scheduler.counts())
 
     # ---- a forward pass that failed
 
@@ -189,7 +206,7 @@ class StepPipeline:
         self._in_flight.clear()
         requeued = self._scheduler.abandon()
         self._outputs.requeue(requeued)
-        self._counters.add_failed_step()
+        self._counters.steps.num_failed_steps += 1
         if not isinstance(error, Exception):
             raise error
         culprit = self._faults.add_failure(requeued)
@@ -207,6 +224,7 @@ class StepPipeline:
         self._outputs.fail(culprit, error, "error", kv_spans, weights_version)
 
     def _can_step_without_requests(self, weights_version: int) -> bool:
+        """Run a prefill and a decode step without any request. Returns False if one fails."""
         try:
             for plan in _scratch_plans(weights_version):
                 self._runner.launch(plan)()

@@ -7,24 +7,25 @@ from dataclasses import asdict, dataclass, field, fields
 
 from rollout.engine.state import EngineState
 from rollout.runner.weight_update import WeightUpdateReport
-from rollout.scheduling.output import SchedulerCounts, SchedulerOutput
 from rollout.step.plan import StepPlan
-from rollout.telemetry import MetricsWriter, StepStats
+from rollout.telemetry import MetricsWriter, SchedulerCounts, StepStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendReport:
     """What a suspend did.
 
-    mode: the KV mode that was used. bytes_released: device memory given back by this call.
-    bytes_kept: device memory still reserved. bytes_on_host: the copies that wait for resume.
-    *_by_owner: the same bytes for "kv_cache" and "weights". num_requests_requeued: requests that
-    lost their KV by this call.
+    mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
+    resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
+    written to take none. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
+    resume. *_by_owner: the same bytes for "kv_cache" and "weights". num_requests_requeued: requests
+    that lost their KV by this call.
     """
 
     mode: str
     seconds: float = 0.0
     bytes_released: int = 0
+    resident_bytes_released: int = 0
     bytes_kept: int = 0
     bytes_on_host: int = 0
     released_by_owner: Mapping[str, int] = field(default_factory=dict)
@@ -67,18 +68,46 @@ class MemoryStatus:
     has_weights: bool
 
 
+@dataclass(slots=True)
+class StepTotals:
+    """What all steps since the start have done. Only StepPipeline writes it."""
+
+    num_steps: int = 0
+    num_failed_steps: int = 0  # forward passes that raised
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_forked_requests: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_pauses: int = 0
+    num_evictions: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _CommandTotals:
+    """What all else since the start has done: ends of requests, and commands."""
+
+    num_finished: int = 0
+    num_failed: int = 0
+    num_recomputed_requests: int = 0
+    num_suspends: int = 0
+    num_weight_updates: int = 0
+    suspend_seconds: float = 0.0
+    resume_seconds: float = 0.0
+    update_seconds: float = 0.0
+    suspended_bytes: int = 0
+    resumed_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """A snapshot. Requests by phase and blocks are those of now, all else counts from the start."""
+class EngineStats(SchedulerCounts):
+    """The state of an engine, its requests by phase and its blocks as of now, and totals since its
+    start.
+    """
 
     state: EngineState
     weights_version: int
-    num_waiting: int
-    num_running: int
-    num_paused: int
-    num_blocks_used: int
-    num_blocks_indexed: int
-    num_blocks_total: int
     num_graph_captures: int  # 0 where steps run eagerly
     num_steps: int
     num_failed_steps: int  # forward passes that raised
@@ -107,94 +136,58 @@ class EngineStats:
         return {f"{prefix}{name}": value for name, value in values.items()}
 
 
-@dataclass(slots=True)
-class _Totals:
-    num_steps: int = 0
-    num_failed_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_sampled_tokens: int = 0
-    num_forked_requests: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    num_pauses: int = 0
-    num_evictions: int = 0
-    num_recomputed_requests: int = 0
-    num_suspends: int = 0
-    num_weight_updates: int = 0
-    step_seconds: float = 0.0
-    suspend_seconds: float = 0.0
-    resume_seconds: float = 0.0
-    update_seconds: float = 0.0
-    suspended_bytes: int = 0
-    resumed_bytes: int = 0
-
-
 class EngineCounters:
-    """The only writer of an engine's counters. Reports and every `interval`-th step go to `writer`.
+    """An engine's totals. Every report, and every `interval`-th step, also goes to `writer`.
 
-    An interval of 0 writes no metrics of steps.
+    An interval of 0 writes no metrics of steps. `steps` are the totals that StepPipeline writes.
     """
 
-    def __init__(self, writer: MetricsWriter | None, interval: int) -> None:
+    def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
+        self.steps = StepTotals()
+        self.interval = interval
         self._writer = writer
-        self._interval = interval
-        self._totals = _Totals()
+        self._commands = _CommandTotals()
 
-    def add_schedule(self, schedule: SchedulerOutput) -> None:
-        self._totals.num_pauses += len(schedule.paused)
-        self._totals.num_evictions += len(schedule.preempted)
-        self._totals.num_forked_requests += schedule.num_forked
-        self._totals.num_prefix_hit_tokens += schedule.num_prefix_hit_tokens
-
-    def add_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
-        """Count a step, and write its StepStats if its turn has come."""
-        totals = self._totals
-        num_decode = plan.num_decode_rows
-        num_prefill = plan.num_tokens - num_decode
-        totals.num_steps += 1
-        totals.num_prefill_tokens += num_prefill
-        totals.num_decode_tokens += num_decode
-        totals.num_sampled_tokens += len(plan.sample_rows)
-        totals.step_seconds += seconds
-        if self._interval and totals.num_steps % self._interval == 0:
-            stats = StepStats(
-                step=totals.num_steps,
-                seconds=seconds,
-                num_prefill_tokens=num_prefill,
-                num_decode_tokens=num_decode,
-                num_sampled_tokens=len(plan.sample_rows),
-                weights_version=plan.weights_version,
-                **asdict(counts),
-            )
-            self._write(stats.as_metrics())
-
-    def add_failed_step(self) -> None:
-        self._totals.num_failed_steps += 1
+    def write_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
+        """Write the metrics of the step that `steps` has counted last."""
+        stats = StepStats(
+            step=self.steps.num_steps,
+            seconds=seconds,
+            num_prefill_tokens=len(plan.prefill_token_ids),
+            num_decode_tokens=plan.num_decode_rows,
+            num_sampled_tokens=len(plan.sample_rows),
+            weights_version=plan.weights_version,
+            **asdict(counts),
+        )
+        self._write(stats.as_metrics())
 
     def add_ended(self, *, num_finished: int, num_failed: int) -> None:
-        self._totals.num_finished += num_finished
-        self._totals.num_failed += num_failed
+        """Count requests that were handed out."""
+        self._commands.num_finished += num_finished
+        self._commands.num_failed += num_failed
 
     def add_recomputed(self, num_requests: int) -> None:
-        self._totals.num_recomputed_requests += num_requests
+        """Count requests that are prefilled again because their KV is too old."""
+        self._commands.num_recomputed_requests += num_requests
 
     def add_suspend(self, report: SuspendReport) -> None:
-        self._totals.num_suspends += 1
-        self._totals.suspend_seconds += report.seconds
-        self._totals.suspended_bytes += report.bytes_released
-        self._totals.num_recomputed_requests += report.num_requests_requeued
+        """Count a suspend and write its report."""
+        self._commands.num_suspends += 1
+        self._commands.suspend_seconds += report.seconds
+        self._commands.suspended_bytes += report.bytes_released
+        self._commands.num_recomputed_requests += report.num_requests_requeued
         self._write({f"engine/suspend/{name}": value for name, value in _numbers(report)})
 
     def add_resume(self, report: ResumeReport) -> None:
-        self._totals.resume_seconds += report.seconds
-        self._totals.resumed_bytes += report.bytes_restored
+        """Count a resume and write its report."""
+        self._commands.resume_seconds += report.seconds
+        self._commands.resumed_bytes += report.bytes_restored
         self._write({f"engine/resume/{name}": value for name, value in _numbers(report)})
 
     def add_update(self, report: WeightUpdateReport) -> None:
-        self._totals.num_weight_updates += 1
-        self._totals.update_seconds += report.seconds
+        """Count a weight update and write its report."""
+        self._commands.num_weight_updates += 1
+        self._commands.update_seconds += report.seconds
         self._write({f"engine/update/{name}": value for name, value in _numbers(report)})
 
     def stats(
@@ -204,17 +197,19 @@ class EngineCounters:
         counts: SchedulerCounts,
         num_graph_captures: int,
     ) -> EngineStats:
+        """Return the totals, together with what the engine knows of the present."""
         return EngineStats(
             state=state,
             weights_version=weights_version,
             num_graph_captures=num_graph_captures,
             **asdict(counts),
-            **asdict(self._totals),
+            **asdict(self.steps),
+            **asdict(self._commands),
         )
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self._writer is not None:
-            self._writer.log({"engine/step": self._totals.num_steps, **metrics})
+            self._writer.log({"engine/step": self.steps.num_steps, **metrics})
 
 
 def _numbers(

@@ -30,7 +30,9 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Is legal in `sources` and leads to `target`; while it runs the engine is in `transient`."""
+    """A command is legal in the states `sources` and leads to `target`. While it runs the engine is
+    in `transient`.
+    """
 
     sources: tuple[EngineState, ...]
     transient: EngineState

@@ -24,18 +24,19 @@ class Suspension:
     PERSIST leaves the KV cache where it is. OFFLOAD copies the blocks in use to the host and
     releases the memory. RECOMPUTE releases it without a copy: requests in context go back to the
     queue and are prefilled again.
-    `keeps_addresses`: the KV has promised addresses, and its memory loses them with a release.
+    `keeps_addresses`: the config promises that the addresses of the KV stay, and its memory would
+    lose them when it is released. Only PERSIST is allowed then.
     """
 
     def __init__(
         self,
+        *,
         scheduler: Scheduler,
         outputs: OutputProcessor,
         kv: KVCache,
         weights: ServedWeights,
         runner: ModelRunner,
         default_mode: KVCacheManagementMode,
-        *,
         keeps_addresses: bool,
     ) -> None:
         self._scheduler, self._outputs = scheduler, outputs
@@ -57,9 +58,10 @@ class Suspension:
         """Release what `release` names and is not released yet: the KV under `mode`.
 
         None as `mode` takes that of the config. Weights are copied to the host first, unless
-        `discard`. What a failed attempt has left is restored before: everything if `is_first`, else
-        what is named. Raises ConfigError for an unknown owner, or a mode that would break a
-        promise. After any other exception `resume` restores everything, and a retry is legal.
+        `discard`. What an earlier, failed attempt has released is restored first: all of it if
+        `is_first`, else the owners in `release`. Raises ConfigError for an unknown owner, and for a
+        mode that would move KV whose addresses must stay. After any other exception `resume`
+        restores everything, and a retry is legal.
         """
         start = time.perf_counter()
         _check_owners(release, discard=discard)
@@ -68,14 +70,17 @@ class Suspension:
             self.resume()
             self._mode = chosen
         released, num_requeued = dict.fromkeys(OWNERS, 0), self._num_requeued
+        num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
+            num_resident += self._weights.num_resident_bytes
             released[WEIGHTS] = self._weights.release(discard=discard)
             self._released.add(WEIGHTS)
         is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
             self._begin_release(KV_CACHE)
             self._mode = chosen
+            num_resident += 0 if chosen is _Mode.PERSIST else self._kv.num_resident_bytes
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
         status = self.status()
@@ -83,6 +88,7 @@ class Suspension:
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
             bytes_released=sum(released.values()),
+            resident_bytes_released=min(num_resident, sum(released.values())),
             bytes_kept=sum(status.resident_bytes.values()),
             bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,
@@ -91,7 +97,7 @@ class Suspension:
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore what is released, or the owner that `only` names. After an exception: retry."""
+        """Restore what is released, or the owner that `only` names. May be retried if it fails."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._to_restore)
         for owner in (WEIGHTS, KV_CACHE):
@@ -117,6 +123,13 @@ class Suspension:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
         return only is None or all(owner == only for owner in self._to_restore)
 
+    def drop_unused_copies(self) -> None:
+        """Free the host copies of blocks that no request uses any more. O(blocks of the pool)."""
+        if self._kv.num_offloaded_bytes:
+            # No later request may find a block whose bytes are freed now.
+            self._scheduler.kv_cache_manager.drop_unused_blocks()
+            self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
+
     def status(self) -> MemoryStatus:
         """Return where the memory of both owners is now."""
         kv, weights = self._kv, self._weights
@@ -135,7 +148,7 @@ class Suspension:
     # ---- one owner
 
     def _begin_release(self, owner: str) -> None:
-        """From here on `resume` restores the owner."""
+        """Remember, before the release begins, that `resume` has to restore the owner."""
         if owner in self._to_restore:
             self._restore(owner)
         self._to_restore.append(owner)
@@ -148,18 +161,20 @@ class Suspension:
         return num_bytes
 
     def _release_kv(self) -> int:
+        """Release the KV cache as the mode says. Returns the number of bytes released."""
         if self._mode is _Mode.PERSIST:
             return 0
         if self._mode is _Mode.RECOMPUTE:
             requeued = self._scheduler.requeue_running()
             self._outputs.requeue(requeued)
             self._num_requeued += len(requeued)
-        self._scheduler.kv_cache_manager.free_unused_blocks()
+        self._scheduler.kv_cache_manager.drop_unused_blocks()
         if self._mode is _Mode.OFFLOAD:
             self._kv.offload(self._scheduler.kv_cache_manager.used_blocks())
         return self._kv.release()
 
     def _restore_kv(self) -> int:
+        """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
         num_bytes = self._kv.restore()

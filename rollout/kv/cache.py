@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.memory.residency import resident_bytes
 from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block
 
 BlockIds = Sequence[int] | NDArray[np.integer]
@@ -37,10 +38,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
         self._buffer: Tensor | None = None
-        self._layers: tuple[Tensor, ...] = ()
+        # One tensor per layer in the attention backend's layout, new ones after each restore; none
+        # while released.
+        self.layers: tuple[Tensor, ...] = ()
         self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
-        self._move = _copy_runs
+        self._move = copy_runs
         self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
 
     @property
@@ -51,7 +54,14 @@ class KVCache:
     @property
     def is_resident(self) -> bool:
         """Whether the tensors exist, that is, not between `release` and `restore`."""
-        return bool(self._layers)
+        return bool(self.layers)
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the cache that take memory now: a host gives pages to blocks that are written
+        to, a device to all. 0 while released.
+        """
+        return 0 if self._buffer is None else resident_bytes(self._buffer)
 
     @property
     def num_offloaded_bytes(self) -> int:
@@ -63,35 +73,29 @@ class KVCache:
         """Ids of the blocks that wait in the host arena."""
         return list(self._arena_index)
 
-    @property
-    def layers(self) -> tuple[Tensor, ...]:
-        """One tensor per layer in the attention backend's layout; new ones after each restore."""
-        assert self._layers, "the KV cache is released"
-        return self._layers
-
     def data_ptrs(self) -> dict[str, int]:
         """Address of each layer's tensor, by name; empty while released."""
-        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self._layers)}
+        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Give the memory back; contents lost. Returns bytes released, 0 if already released."""
+        """Give the memory back; contents are lost. Returns the bytes released, 0 if it had none."""
         if self._is_released:
             return 0
-        self._layers, self._buffer = (), None
+        self.layers, self._buffer = (), None
         num_bytes = self._memory.release(_BUFFER)
         self._is_released = True
         return num_bytes
 
     def restore(self) -> int:
-        """Have the memory again, contents undefined. Returns bytes restored, 0 if resident."""
-        if self._layers:
+        """Reserve the memory again; contents are undefined. Returns its bytes, 0 if it is there."""
+        if self.layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
         self._is_released = False
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
-        """Copy these blocks into the host arena, replacing what it held. Returns bytes copied."""
+        """Copy these blocks into the host arena, in place of its contents. Returns bytes copied."""
         self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
@@ -115,7 +119,7 @@ class KVCache:
     def discard(self, block_ids: BlockIds) -> int:
         """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
 
-        What is freed is whole pages: a little less than the blocks, until the last of them goes.
+        Whole pages are freed: a little less than the blocks, until the last block is forgotten.
         """
         num_freed = 0
         for block in block_ids:
@@ -150,15 +154,13 @@ class KVCache:
     def _carve(self, buffer: Tensor) -> None:
         self._buffer = buffer
         blocks = buffer.view(self._spec.dtype).view(self._shape[0], -1, *self._shape[1:])
-        self._layers = blocks.unbind(1)
+        self.layers = blocks.unbind(1)
 
 
-def _copy_runs(
-    targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds
-) -> None:
-    """targets[target_ids] = sources[source_ids], in one copy per run of ids that rise in step.
+def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
+    """Copy sources[source_ids] to targets[target_ids]; consecutive ids need one copy together.
 
-    Returns when all bytes are there, also where one of the two is a device's.
+    Returns when all bytes are there, also if one of the two is on a device.
     """
     if len(target_ids) == 0:
         return

@@ -8,16 +8,16 @@ from rollout.backends.base import AttentionBackend, CacheSpec
 from rollout.errors import ConfigError
 
 GIB = 2**30
-NUM_SCRATCH_BLOCKS = 1  # block 0 takes the writes of padding; it is in no sum
+NUM_SCRATCH_BLOCKS = 1  # block 0, which the padding of a step writes to
 
 
 def bytes_per_block(attention: AttentionBackend, spec: CacheSpec) -> int:
-    """Bytes of one block over all layers, in the layout of `attention`."""
+    """Return the bytes of one block over all layers, in the layout of `attention`."""
     return math.prod(attention.cache_shape(spec, 1)) * spec.dtype.itemsize * spec.num_layers
 
 
 def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
-    """Whole blocks in `buffer_size_gb` GiB, the scratch block not counted.
+    """Return how many whole blocks fit `buffer_size_gb` GiB, the scratch block not counted.
 
     Raises ConfigError if not even one fits.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.base import Backend, CacheSpec, FusedDecoder
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
@@ -46,6 +46,7 @@ class CausalLM(nn.Module):
             tied_weight=self.model.embed_tokens.weight if spec.tie_word_embeddings else None,
         )
         self.rotary = RotaryTable(spec.rope, spec.head_dim, device=device)
+        self.fused: FusedDecoder | None = None
         self.is_prepared = False
 
     @classmethod
@@ -78,6 +79,8 @@ class CausalLM(nn.Module):
             if isinstance(module, BackendLayer):
                 module.bind(backend)
         backend.ops.tune(layer.handle for layer in self.linear_layers().values())
+        if backend.fuse_decoder is not None:
+            self.fused = backend.fuse_decoder(self.model.parts())
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -88,6 +91,10 @@ class CausalLM(nn.Module):
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
         self.rotary.reserve(int(batch.context_lens.max()))
+        if self.fused is not None:
+            fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)
+            if fused_LE is not None:
+                return fused_LE
         cos_TD, sin_TD = self.rotary(batch.positions_T)
         hidden_LE: Tensor = self.model(cos_TD, sin_TD, batch)
         return hidden_LE

@@ -6,9 +6,12 @@ Hugging Face checkpoints, because the paths of modules are the names of their we
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
+from rollout.backends.base import DecoderLayerParts, DecoderParts
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Attention
 from rollout.layers.base import empty_parameter
@@ -70,12 +73,27 @@ class DecoderLayer(nn.Module):
         x_TE, residual_TE = self.post_attention_layernorm.add(x_TE, residual_TE)
         return self.mlp(x_TE), residual_TE
 
+    def parts(self) -> DecoderLayerParts:
+        """What a fused decoder needs of this layer."""
+        attention = self.self_attn
+        return DecoderLayerParts(
+            input_norm_E=self.input_layernorm.weight,
+            post_norm_E=self.post_attention_layernorm.weight,
+            q_norm_D=None if attention.q_norm is None else attention.q_norm.weight,
+            k_norm_D=None if attention.k_norm is None else attention.k_norm.weight,
+            qkv=attention.qkv.handle,
+            output=attention.output.handle,
+            gate_up=self.mlp.gate_up.handle,
+            down=self.mlp.down.handle,
+        )
+
 
 class Decoder(nn.Module):
     """Token ids to final-normed hidden states."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
+        self.spec = spec
         self.embed_tokens = Embedding(spec, device)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, index, device) for index in range(spec.num_layers)
@@ -91,3 +109,15 @@ class Decoder(nn.Module):
         kept_L = batch.logit_indices_L
         x_LE, residual_LE = last_layer(x_TE, residual_TE, cos_TD, sin_TD, batch, kept_L)
         return self.norm.add(x_LE, residual_LE)[0]
+
+    def parts(self) -> DecoderParts:
+        """What a fused decoder needs; the layers must be bound to a backend."""
+        return DecoderParts(
+            embedding_VE=self.embed_tokens.weight,
+            layers=[cast(DecoderLayer, layer).parts() for layer in self.layers],
+            final_norm_E=self.norm.weight,
+            eps=self.spec.rms_norm_eps,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+        )

@@ -85,7 +85,7 @@ def decode_top_n(encoded: list[list[list[Any]] | None]) -> TopN:
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """The two directions of one kind of field. They never get None, which travels as None."""
+    """How one kind of field is encoded and decoded. Neither is called for None."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]

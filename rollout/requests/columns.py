@@ -31,7 +31,7 @@ _TYPES: tuple[str, ...] = get_args(ColumnType)
 
 
 class _ListWhenRead:
-    """Makes the list when the field is read for the first time.
+    """A field that is held as an array, and becomes a list when it is read for the first time.
 
     From then on the request holds the list, and Python finds it without this descriptor, which has
     no `__set__`.
@@ -58,7 +58,7 @@ def lists_when_read(cls: type[T]) -> type[T]:
 
 
 class ColumnStore:
-    """Holds arrays for fields that were not read yet. Copies share them; they never change."""
+    """Holds the arrays of fields that were not read yet. Copies share them; nobody changes them."""
 
     _columns: ClassVar[Mapping[str, Column]] = MappingProxyType({})  # and of each instance
 

@@ -260,8 +260,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         """
         num_missing = self.num_generated_tokens - len(self.column("context_kv_version_min"))
         if num_missing and len(self.kv_spans) >= self.num_tokens - 1:
-            context_versions: Any = zip(COLUMNS[-2:], self.context_kv_versions(), strict=True)
-            vars(self).update(context_versions)
+            oldest, mean = self.context_kv_versions()
+            # As arrays, which `hold_arrays` moves to the columns.
+            vars(self).update(context_kv_version_min=oldest, context_kv_version_mean=mean)
         self.hold_arrays()
 
     # ---- wire

@@ -114,11 +114,11 @@ class EventLog:
         return event
 
     def add_event_add_engine(self) -> DynamicInferenceEvent:
-        """The request entered the engine's queue; a second call returns the first event."""
+        """Log that the request entered the engine's queue. Twice returns the first event."""
         return self.add_event(DynamicInferenceEventType.ADD_ENGINE)
 
     def add_event_add_context(self) -> DynamicInferenceEvent:
-        """The last chunk of the prompt was prefilled."""
+        """Log that the last chunk of the prompt was prefilled."""
         return self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
 
     def add_event_generated_token(
@@ -129,7 +129,7 @@ class EventLog:
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
     ) -> DynamicInferenceEvent:
-        """A token was generated. Counts of the pool's blocks are added to the payload if given."""
+        """Log a generated token. Counts of the pool's blocks are added to the payload if given."""
         counts = {
             "blocks_total": blocks_total,
             "blocks_hashed_total": blocks_hashed_total,
@@ -141,31 +141,31 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
     def add_event_pause(self) -> DynamicInferenceEvent:
-        """The request waits for blocks and keeps those it has."""
+        """Log that the request waits for blocks and keeps those it has."""
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
-        """The request lost its blocks and went back into the queue."""
+        """Log that the request lost its blocks and went back into the queue."""
         return self.add_event(DynamicInferenceEventType.EVICT)
 
     def add_event_finish(self) -> DynamicInferenceEvent:
-        """The request completed."""
+        """Log that the request completed."""
         return self.add_event(DynamicInferenceEventType.FINISH)
 
     def add_event_fail(self) -> DynamicInferenceEvent:
-        """The request failed."""
+        """Log that the request failed."""
         return self.add_event(DynamicInferenceEventType.FAIL)
 
     def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
-        """An error that did not end the request."""
+        """Log an error that did not end the request."""
         return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
 
     def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
-        """The error that ended the request."""
+        """Log the error that ended the request."""
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def add_text_error(self, error: DetokenizeError) -> None:
-        """The request has no text, because of `error`. Its own end stays the last event."""
+        """Log the error for which the request has no text. Its end stays the last event."""
         last = self.events[-1:]
         timestamp = last[0].timestamp if last else time.time()
         event = DynamicInferenceEvent(
@@ -175,5 +175,5 @@ class EventLog:
 
     @property
     def has_no_text(self) -> bool:
-        """Whether a tokenizer has raised on its tokens."""
+        """Whether a tokenizer failed on the request's tokens."""
         return any(isinstance(event.payload, DetokenizeError) for event in self.events)

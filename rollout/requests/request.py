@@ -1,4 +1,4 @@
-"""InferenceRequest: one prompt, what was asked for and what came of it. Data only."""
+"""InferenceRequest: a prompt, what was asked for, and the result. Data only."""
 
 from __future__ import annotations
 

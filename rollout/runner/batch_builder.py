@@ -68,10 +68,11 @@ class BatchBuilder:
 
     def _tokens(self, plan: StepPlan) -> dict[str, Any]:
         """The step's tokens, and where their KV goes."""
-        num_tokens, num_decode_rows = plan.num_tokens, plan.num_decode_rows
+        num_decode_rows = plan.num_decode_rows
         query_starts = np.zeros(len(plan.rows) + 1, dtype=np.int32)
         np.cumsum(plan.query_lens, out=query_starts[1:])
         row_of_token = np.repeat(np.arange(len(plan.rows)), plan.query_lens)
+        num_tokens = len(row_of_token)
         first_positions = plan.context_lens - plan.query_lens
         offsets = np.arange(num_tokens) - query_starts[row_of_token]
         positions = first_positions[row_of_token] + offsets

@@ -20,7 +20,7 @@ _NO_FLOATS: HostArray = np.empty(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """How a row changes its logits, with its ids as arrays. `allowed_ids` None allows all ids."""
+    """How a row changes its logits. `allowed_ids` is None if all ids are allowed."""
 
     params: SamplingParams
     num_prompt: int
@@ -46,7 +46,7 @@ class _Row:
 
 
 def _changes_logits(new: NewRow) -> bool:
-    """Whether any draw of the row is from other logits than the model's."""
+    """Return whether any draw of the row is from other logits than the model's."""
     params = new.sampling_params
     forbids_end = bool(params.min_tokens and new.end_ids)
     is_biased = bool(params.logit_bias) or params.allowed_token_ids is not None
@@ -68,7 +68,7 @@ class _Lists:
     num_prompt: list[int] = field(default_factory=list)
 
     def add(self, index: int, row: _Row, position: int) -> None:
-        """Sample `index` of the K, which draws the token at `position`."""
+        """Add sample `index` of the K samples. It draws the token at `position`."""
         params = row.params
         if len(row.bias_ids):
             self._add_biases(index, row.bias_ids, row.biases)
@@ -93,7 +93,12 @@ class _Lists:
 
 
 class LogitsBuilder:
-    """The only writer of how each row changes its logits. Rows that change none cost nothing."""
+    """Knows for each row how its request changes the model's logits before a token is drawn: by
+    biases, allowed ids, penalties, and by `min_tokens`, which forbids the tokens that would end it.
+
+    `set_row` records this when a request takes a row. `build` returns the arrays with which the
+    device changes the logits of one step. Rows that leave their logits as they are cost nothing.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.rows: dict[int, _Row] = {}  # those that change their logits
@@ -103,7 +108,7 @@ class LogitsBuilder:
         self._num_histories = 0
 
     def set_row(self, new: NewRow) -> None:
-        """A request has taken the row."""
+        """Record the parameters of a request that has taken a row."""
         self.rows.pop(new.row, None)
         self._changes_logits[new.row] = _changes_logits(new)
         if self._changes_logits[new.row]:
@@ -111,7 +116,9 @@ class LogitsBuilder:
         self._set_history(new.row, new.sampling_params.has_penalties)
 
     def _set_history(self, row: int, has_penalties: bool) -> None:
-        """Histories have numbers of their own: a row without penalties takes no memory for one."""
+        """Give the row a history, or take it away. Histories have numbers of their own, so that
+        rows without penalties take no memory for one.
+        """
         if has_penalties == (self._histories[row] != _NO_HISTORY):
             return
         if not has_penalties:
@@ -126,7 +133,11 @@ class LogitsBuilder:
     def build(
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
     ) -> LogitsInputs[HostArray] | None:
-        """Return None if no sample of the step changes its logits."""
+        """Return the arrays that change the logits of the step; None if no sample changes them.
+
+        `mode_S` and `temperature_S` are those of the step's samples: they say which log-probs a
+        sample reports.
+        """
         samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
             return None
@@ -154,7 +165,7 @@ class LogitsBuilder:
         )
 
     def _new_histories(self, plan: StepPlan) -> dict[str, HostArray]:
-        """The tokens of new rows with penalties, one row after the other."""
+        """Return the tokens of new rows with penalties, one row after the other."""
         known = [(new.row, new.token_ids) for new in plan.new_rows if len(new.token_ids)]
         rows_H, lens_H = [row for row, _ in known], [len(token_ids) for _, token_ids in known]
         return {
@@ -165,7 +176,9 @@ class LogitsBuilder:
 
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
-    """Which samples report log-probs of the unchanged logits; those of a greedy sample are raw."""
+    """Return which samples report log-probs of the unchanged logits, and at which temperature. A
+    greedy sample reports raw ones.
+    """
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)

@@ -1,7 +1,7 @@
-"""TokenHistories: the tokens of rows with penalties, which their draws count.
+"""TokenHistories: the tokens of rows with penalties, which depend on how often each token occurs.
 
-They are on the device, where alone the last token of a decode row is known. Shape letters are those
-of LogitsInputs; P history positions.
+The histories are on the device: only there is the last token of a decode row known. Shape letters
+are those of LogitsInputs; P history positions.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ class TokenHistories:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two, so that a history that grows token by token is rarely copied."""
+    """Return the next power of two, so that a history that grows by tokens is rarely copied."""
     return 1 << (size - 1).bit_length()

@@ -62,7 +62,7 @@ def next_version(current: int, version: int | None) -> int:
 
 
 def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return the tensors of a source, as they are.
+    """Return the tensors of a source by name, unchanged.
 
     Raises WeightUpdateError where reading the source fails, or if a name comes twice.
     """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
+from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.weight_update import (
@@ -30,7 +31,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
 
 class WeightBackup:
-    """The weights as they are, to go back to if replacing them fails.
+    """A copy of the weights that serve now, from which they are restored if replacing them fails.
 
     It copies only what no packed copy holds: less than all weights where the backend packs them.
     """
@@ -47,7 +48,7 @@ class WeightBackup:
         self._packed: list[Any] = []
 
     def keep_packed(self) -> None:
-        """Hold the packed copies that serve now, which are about to be replaced."""
+        """Keep the packed copies that serve now and are about to be replaced."""
         self._packed = [layer.packed for layer in self._layers]
 
     @torch.no_grad()
@@ -148,7 +149,9 @@ class ServedWeights:
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. Raises WeightUpdateError, EngineStateError."""
+        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above the
+        current one, EngineStateError while the values are missing.
+        """
         self.require_values("set the generation epoch")
         self.version = next_version(self.version, version)
 
@@ -263,6 +266,11 @@ class ServedWeights:
         return fetched
 
     # ---- memory
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the weights that take memory now; 0 while released."""
+        return resident_bytes(self._memory.restore(_BUFFER)) if self.is_resident else 0
 
     @property
     def num_bytes_on_host(self) -> int:

@@ -20,7 +20,9 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What an engine can hold. Lengths in tokens."""
+    """What an engine can hold; lengths are in tokens. `can_score_prompts`: it makes logits of
+    prompt tokens for requests that want their log-probs.
+    """
 
     vocab_size: int
     max_sequence_length: int

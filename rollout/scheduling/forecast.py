@@ -14,9 +14,9 @@ from rollout.scheduling.sequence import Sequence
 Floats = NDArray[np.float64]
 
 _DECAY_AFTER_STOPS = 1024
-# Few outputs say little: each block counts as if so many more outputs had begun it, which stopped
-# at the overall rate. Outputs stop beyond all blocks seen at the rate of the later half of those,
-# smoothed in the same way.
+# A rate that few outputs have shown is uncertain. So each block counts as if this many more outputs
+# had begun it and had stopped at the overall rate. Beyond all blocks seen, outputs are expected to
+# stop at the rate of the later half of those blocks, which is smoothed in the same way.
 _SMOOTHING, _TAIL_SMOOTHING = 1.0, 8.0
 _LARGEST_HAZARD = 1.0 - 1e-9
 # The blocks that preempted sequences held stay in reserve: at most this part of the pool, and less
@@ -26,8 +26,8 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """The draw of the request that arrives as number `arrival`, from the unit exponential
-    distribution: a quantile of a sequence that fills it evenly.
+    """Return the number that picks the expected output length of the request that arrives as
+    number `arrival`. The numbers of many requests fill the unit exponential distribution evenly.
     """
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
@@ -106,11 +106,11 @@ class OutputLengthEstimator:
 
 
 class MemoryForecast:
-    """Foresees the largest number of blocks that the running sequences will hold at once.
+    """Predicts the largest number of blocks that the running sequences will hold at once.
 
-    Each takes a block for every `block_size` tokens and frees its own at its end, so the most are
-    held just before one of the ends. Blocks of a shared prefix count once. A preemption shows that
-    the forecast was too low: what the preempted sequence held is kept in reserve for a while.
+    Each takes a block for every `block_size` tokens and frees its own when it ends, so the pool is
+    fullest just before one of them ends. Blocks of a shared prefix count once. A preemption shows
+    that the forecast was too low: what the preempted sequence held is kept in reserve for a while.
 
     `conservativeness` 1 counts what is expected; a smaller number counts that part of all growth
     and of the reserve; 0 admits each request that has room to begin.
@@ -123,40 +123,40 @@ class MemoryForecast:
         self._conservativeness = conservativeness
         self._num_reserved = 0.0
         self._num_blocks_at_limits = 0  # if every running sequence came to its limit
-        # Of the running sequences, in this step, once it is needed: the blocks of its own that each
-        # holds, and how many it is going to take.
+        # For each running sequence: the blocks that it alone holds, and how many more it is
+        # expected to take. Computed at most once a step.
         self._own: tuple[Floats, Floats] | None = None
         self._num_untaken = 0  # counted as held, but taken from the pool in the next step only
 
     # ---- what happens to sequences
 
     def start_step(self) -> None:
-        """Forget what was foreseen in the step before."""
+        """Begin a step: forget the forecast of the step before."""
         self._own, self._num_untaken = None, 0
         self._num_reserved *= 1.0 - _RESERVE_DECAY
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence runs from now on."""
+        """Count a sequence, which runs from now on."""
         self._num_blocks_at_limits += sequence.max_blocks
         self.observe_length(sequence)
 
     def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """The sequence does not run any more. `has_stopped`: it came to its own end, and not to a
-        limit or to an abort.
+        """Count a sequence no more. `has_stopped`: it ended by itself, and not by a limit, an abort
+        or a preemption.
         """
         self._num_blocks_at_limits -= sequence.max_blocks
         if has_stopped:
             self._lengths.stop(sequence.num_output_blocks - 1)
 
     def observe_length(self, sequence: Sequence) -> None:
-        """Learn of the output blocks that the sequence has begun."""
+        """Record the output blocks that the sequence has begun."""
         num_begun = len(sequence.table.blocks) - sequence.num_prompt_blocks + 1
         if num_begun > sequence.num_output_blocks:
             self._lengths.begin(sequence.num_output_blocks, num_begun)
             sequence.num_output_blocks = num_begun
 
     def observe_preemption(self, num_blocks: int) -> None:
-        """A sequence had to give its blocks back, since the pool ran out."""
+        """Record that a sequence lost `num_blocks` blocks because the pool ran out."""
         limit = _LARGEST_RESERVE * self._kv.num_blocks
         num_wanted = self._num_reserved + self._conservativeness * num_blocks
         self._num_reserved = min(num_wanted, limit)
@@ -171,7 +171,7 @@ class MemoryForecast:
         *,
         takes_later: bool = False,
     ) -> int:
-        """How many blocks are missing for `candidate` to run beside `running`; 0 if it may.
+        """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it may.
 
         It takes `num_own` blocks to begin with, at once, or in the next step if `takes_later`. The
         expected lengths of all must not overflow the pool. If no sequence runs, there is always
@@ -189,7 +189,7 @@ class MemoryForecast:
     def _num_missing(
         self, running: Iterable[Sequence], candidate: Sequence, num_own: int, *, takes_later: bool
     ) -> int:
-        """How many blocks the pool would lack when most are held, if `candidate` ran as well.
+        """Return how many blocks the pool lacks when it is fullest, if `candidate` runs as well.
 
         If none is missing, it counts as running from now on.
         """
@@ -235,7 +235,7 @@ class MemoryForecast:
         return held - shared, self._growth(held, prompt, limit, draw)
 
     def _growth(self, held: Floats, prompt: Floats, limit: Floats, draw: Floats) -> Floats:
-        """Blocks that each is going to take beyond those it holds."""
+        """Return how many blocks each output is expected to take beyond those that it holds."""
         last = self._lengths.last_blocks(held - prompt, limit - prompt, draw)
         growth: Floats = self._conservativeness * (prompt + last - held)
         return growth

@@ -11,9 +11,17 @@ from rollout.version_spans import VersionSpans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """What `Scheduler.schedule` has decided. `plan` is None if nothing can run. The others are ids
-    of requests, in order: those that got a row, lost their turn but not their blocks, go on after
-    such a pause, and went back to the queue because blocks ran out.
+    """What `Scheduler.schedule` has decided.
+
+    plan: the step to run; None if nothing can run.
+    num_forked: requests that share the prompt of their group from this step on.
+    num_prefix_hit_tokens: tokens whose KV was found in the prefix index.
+
+    The others are ids of requests, in the scheduler's order.
+    admitted: they got a row.
+    paused: they keep their blocks, but there is none for their next token.
+    resumed: they go on after such a pause.
+    preempted: they lost their blocks and are queued again.
     """
 
     plan: StepPlan | None
@@ -23,18 +31,6 @@ class SchedulerOutput:
     paused: tuple[int, ...] = ()
     resumed: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerCounts:
-    """Requests by phase, and blocks. An indexed block may be in use or not."""
-
-    num_waiting: int
-    num_running: int
-    num_paused: int
-    num_blocks_used: int
-    num_blocks_indexed: int
-    num_blocks_total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +76,7 @@ class StepUpdate:
     sample row in StepOutput; equally long. A request whose logits were not finite has no new token.
     finished: the requests that end, with that token or without one.
     prefilled: the requests of whose prompt the step has computed a chunk.
+    scored: the requests whose prompt tokens the step has scored.
     """
 
     weights_version: int

@@ -20,17 +20,17 @@ from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 
 
 class PlannedStep:
-    """The sequences of a step, by what the step does for them, and the StepPlan that says so.
+    """One step: which sequences take part in it, what it does for each of them, and its StepPlan.
 
     The scheduler adds rows: first the rows that decode, then prefills and forks. Their order is the
-    order of the step's tokens. `build_plan` packs them, and `update_from_output` writes the result
-    into the sequences. Changes the sequences' counts when rows are added.
+    order of the step's tokens. Adding a row changes the counts of its sequence. `build_plan` packs
+    the rows, and `update_from_output` writes the result into the sequences.
     """
 
     def __init__(self, step_id: int, weights_version: int) -> None:
         self.step_id, self.weights_version = step_id, weights_version
         self.num_tokens = 0
-        # What the scheduler decided on the way.
+        # What the scheduler has decided for this step.
         self.admitted: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.resumed: list[Sequence] = []
@@ -64,7 +64,7 @@ class PlannedStep:
         self._score_top_n = 0
 
     def sequences(self) -> list[Sequence]:
-        """All that compute or sample in the step, each once."""
+        """Return the sequences that compute or sample in the step, each once."""
         return [sequence for sequence, _ in self.computed] + [child for _, child in self.forks]
 
     # ---- planning

@@ -1,7 +1,7 @@
 """Scheduler: decides what runs in each step, and updates the requests from its result.
 
 Continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first, prefill
-chunks share what is left of `max_tokens`. All goes in a fixed order: higher priority, then arrival.
+chunks share what is left of `max_tokens`. The order is fixed: higher priority first, then arrival.
 A request is admitted when the lengths that outputs are expected to have leave room for it.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import MemoryForecast, length_draw
-from rollout.scheduling.output import SchedulerCounts, SchedulerOutput, StepUpdate
+from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.planned_step import PlannedStep
-from rollout.scheduling.queue import RequestQueue
-from rollout.scheduling.running import RunningRequests
+from rollout.scheduling.queues import RequestQueue, RunningRequests
 from rollout.scheduling.sequence import Phase, Sequence, request_id_of
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
+from rollout.telemetry import SchedulerCounts
 from rollout.version_spans import VersionSpans
 
 # Every so many admissions, the request that has waited longest is next, whatever its priority.
@@ -31,7 +31,7 @@ ADMISSIONS_PER_AGED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockedHead:
-    """The head of the queue that had no room, and when it is worth asking for it again."""
+    """A head of the queue that found no room, and when to try it again."""
 
     order: tuple[int, int]
     weights_version: int
@@ -124,16 +124,12 @@ class Scheduler:
         self._finish(sequence)
         return sequence.kv_spans.copy()
 
-    def blocks_of(self, request_id: int) -> list[int]:
-        """The request's blocks, also those it shares."""
-        return self.requests[request_id].table.blocks.copy()
-
     def running_ids(self) -> list[int]:
-        """The requests that have rows: they neither wait nor have ended."""
+        """Return the ids of the requests that have rows: they neither wait nor have ended."""
         return [sequence.request_id for sequence in self.running]
 
     def kv_spans(self, request_id: int) -> VersionSpans:
-        """The version that wrote the KV of each of the request's positions, so far."""
+        """Return the version that wrote the KV of each of the request's positions so far."""
         return self.requests[request_id].kv_spans.copy()
 
     @property
@@ -142,7 +138,7 @@ class Scheduler:
         return not self.requests
 
     def counts(self) -> SchedulerCounts:
-        """A snapshot."""
+        """Return the numbers of requests by phase and of blocks, as of now."""
         num_paused = len(self.running.paused)
         return SchedulerCounts(
             num_waiting=len(self.waiting),
@@ -268,7 +264,7 @@ class Scheduler:
                 self._add_prefill(step, sequence, count)
 
     def _chunk_size(self, step: PlannedStep, sequence: Sequence) -> int:
-        """Tokens of the sequence's prefill that this step has room for; 0 if it must wait.
+        """Return how many tokens of the sequence's prefill fit this step; 0 if it must wait.
 
         Without chunked prefill a prompt runs whole or not at all, unless no step could hold it: it
         then takes what it can get, and also once it has begun.
@@ -351,7 +347,7 @@ class Scheduler:
             sequence.num_computed = len(spans)
 
     def _head_needs_the_step(self, num_running: int) -> bool:
-        """Whether the head of the queue gets this step for itself, without chunked prefill.
+        """Return whether the head of the queue gets this step for itself, without chunked prefill.
 
         It does if it fits a step, but no step with the running rows beside it. The running rows
         wait for that step, and the next head of the queue waits for the step after it.
@@ -377,7 +373,7 @@ class Scheduler:
         return 0
 
     def _is_still_blocked(self, head: Sequence, step: PlannedStep) -> bool:
-        """Whether the head had no room in this period, and too few blocks have been freed since."""
+        """Return whether the head found no room, and nothing has changed that could give it any."""
         blocked = self._blocked_head
         return (
             blocked is not None
@@ -389,7 +385,7 @@ class Scheduler:
         )
 
     def _awaits_leader(self, sequence: Sequence) -> bool:
-        """Whether its group's prompt is being computed now, so that it will be forked."""
+        """Return whether its group's prompt is being computed now, so that it will be forked."""
         if sequence.group_id is None or not sequence.is_fresh or sequence.wants_prompt_logprobs:
             return False
         leader = self._leaders.get(sequence.group_id)

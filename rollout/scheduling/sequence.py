@@ -30,7 +30,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Counts are *planned*: they include the plans in flight. `tokens` has committed tokens only.
+    """The running state of one request. Its counts include the plans in flight, but `tokens` has
+    committed tokens only.
 
     order           (-priority, arrival): a smaller one runs first, a larger one is preempted first
     num_prompt      length of the original prompt, before any checkpoint
@@ -40,8 +41,8 @@ class Sequence:
     num_computed    positions whose KV is written
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_entered     tokens with which it entered this engine
-    num_in_flight   plans in flight that compute or sample it
-    num_blocks_sent first blocks of the table that earlier plans have named
+    num_in_flight   number of plans in flight that compute or sample it
+    num_blocks_sent how many first blocks of the table earlier plans have named
     writable_end    positions before this one can be written: the sequence alone holds their blocks
     is_on_device    it decodes: its last token was sampled in this row
     is_new_row      no plan has named the sampling parameters of its row yet

@@ -1,4 +1,4 @@
-"""When a request is done, as a function of its tokens and, if it has stop words, of their text."""
+"""When a request ends: a function of its tokens and, if it has stop words, of their text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StopRule:
     end_ids: each of these token ids ends it.
     stop_words: it ends when the generated tokens end with one of these sequences of ids.
     max_length: of prompt and output together.
-    stop_strings: finds the stop words in the generated text. It remembers what it has read, so that
-        a rule that has it belongs to one request.
+    stop_strings: finds the stop words in the generated text; None if there are none. It remembers
+        what it has read, so each request needs its own.
     """
 
     end_ids: tuple[int, ...]

@@ -85,4 +85,5 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes."""
         return self.num_decode_rows + len(self.prefill_token_ids)

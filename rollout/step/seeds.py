@@ -1,4 +1,4 @@
-"""Random numbers of a token as a pure function of (request seed, absolute position).
+"""The random number of a token: a pure function of (request seed, absolute position).
 
 Nothing here depends on the batch, so a token is the same whatever ran beside it. The mixer is
 SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix_seed(seed: int, *indices: int) -> int:
-    """A seed in [0, 2**63) derived from `seed` and each of `indices` in turn."""
+    """Return a seed in [0, 2**63) that follows from `seed` and each of `indices` in turn."""
     state = seed & _MASK
     for index in indices:
         state = _finalize(state + _GOLDEN * ((index & _MASK) + 1))
@@ -29,7 +29,7 @@ def _finalize(z: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position), with 53 random bits."""
+    """Return one number in [0, 1) per (seed, position), with 53 random bits. All arrays are [S]."""
     z = seeds + np.uint64(_GOLDEN) * (positions.astype(np.uint64) + np.uint64(1))
     z = _finalize_array(_finalize_array(z) ^ np.uint64(_GOLDEN))
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout import InferenceConfig, WeightUpdateError
+from rollout import InferenceConfig
 from rollout.apis import engine_process
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.link import Link
@@ -31,6 +32,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     WeightsSource,
 )
+from rollout.engine.engine import Engine
 from tests.processes import PROCESSES
 
 WAIT_S = 150.0
@@ -102,6 +104,7 @@ def _live(
         tell, book = staticmethod(words.send), _Diary(diary)
 
     engine_process.EngineAgent = Agent  # type: ignore[misc]
+    logging.getLogger("rollout.coordinator.engine_side").addHandler(_Teller(words))
     BEHAVIOURS[behaviour](Agent)
     try:
         engine_process.run_engine(
@@ -123,14 +126,29 @@ class _Diary:
             os.write(self._file, (json.dumps(tokens_of) + "\n").encode())
 
 
+class _Teller(logging.Handler):
+    """Tells what the engine's side warns of."""
+
+    def __init__(self, words: Connection) -> None:
+        super().__init__(logging.WARNING)
+        self._words = words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._words.send(("warned", record.getMessage()))
+
+
 class _TellingAgent(EngineAgent):
     """Tells the version and checksum that it serves when work comes for the first time, and after
-    each commit and rollback; and why it could not enter the fleet.
+    each commit and rollback.
     """
 
     tell: Callable[[tuple[str, Any]], None]
     book: _Diary
     has_worked = False
+
+    def __init__(self, engine: Engine, **arguments: Any) -> None:
+        super().__init__(engine, **arguments)
+        self.engine = engine
 
     def handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest) and not self.has_worked:
@@ -141,18 +159,12 @@ class _TellingAgent(EngineAgent):
             self._tell_served(type(message).__name__)
         return answers
 
-    def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        if isinstance(error, WeightUpdateError):
-            self.tell(("missed", str(error)))
-        return super()._enter(error)
-
     def _tell_served(self, word: str) -> None:
-        engine = self._engine
-        self.tell((word, (engine.weights_version, engine.weights_checksum())))
+        self.tell((word, (self.engine.weights_version, self.engine.weights_checksum())))
 
     def step(self) -> Sequence[Message]:
         outbox = super().step()
-        records = [self._engine.get_record(request_id) for request_id in self._requests._running]
+        records = [self.engine.get_record(request_id) for request_id in self.engine.request_ids()]
         self.book.note({r[0].seed: sum(len(s.generated_tokens) for s in r) for r in records})
         return outbox
 
@@ -165,7 +177,7 @@ def _die_voted(agent: type[EngineAgent]) -> None:
             super().queue(message)
             if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
                 self.flush()
-                while self._outbox._waiting or self._outbox._sent:
+                while self.num_unconfirmed:
                     time.sleep(0.005)
                 _die()
 

@@ -33,6 +33,19 @@ def census(mark: str, *more_pids: int) -> Census:
     )
 
 
+def fleet_pids() -> list[int]:
+    """The coordinator that this process has started, then its engines; none that has ended."""
+    modules = ("rollout.coordinator", "rollout.apis.engine_process")
+    return [pid for module in modules for pid in sorted(_all_pids()) if _is_own_child(pid, module)]
+
+
+def _is_own_child(pid: int, module: str) -> bool:
+    """Whether this process has started it as `python -m module`."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    is_own = len(fields) > 1 and int(fields[1]) == os.getpid()
+    return is_own and module in _text(f"/proc/{pid}/cmdline").split("\0")
+
+
 def holders(memory_files: frozenset[str]) -> list[int]:
     """All processes that have one of them open."""
     return [pid for pid in _all_pids() if memory_files.intersection(_open_files(pid))]

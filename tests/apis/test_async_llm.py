@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,10 @@ from rollout.apis.fleet_processes import coordinator_arguments
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
+from tests.apis.fake_fleet import memory_files
 from tests.apis.fleets import CONFIG, directory, params, until, weights, with_fleet
 from tests.apis.history_oracle import HistoryOracle
+from tests.apis.leftovers import fleet_pids
 from tests.tiny_models import VOCAB_SIZE, prompt_of
 
 pytestmark = pytest.mark.distributed
@@ -54,14 +57,21 @@ def test_two_engines_give_the_trainers_models_tokens() -> None:
         assert isinstance(single, DynamicInferenceRequest)
         assert await llm.generate([]) == []
 
+        is_published, order = asyncio.Event(), llm.client.update_weights
+
+        def noted_order(*args: Any, **options: Any) -> Any:
+            is_published.set()
+            return order(*args, **options)
+
+        llm.client.update_weights = noted_order  # type: ignore[method-assign]
         cut = asyncio.ensure_future(llm.update_weights(weights(1).state_dict(), in_flight=True))
-        await until(lambda: llm._publisher._pending is not None, "the update is published")
+        await is_published.wait()
         cut.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cut
         report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
         assert report.version == 2, "the first one came to its end all the same"
-        assert llm._publisher.committed is not None
+        assert len(memory_files()) == 1, "an engine that comes back finds the last weights"
         check_all(await llm.generate(prompt_of(9), params(1)))
 
     with_fleet(2, work)
@@ -118,9 +128,9 @@ def test_an_idle_fleet_leaves_the_processor_alone() -> None:
         request = await llm.generate("abc", params(1))
         assert request.generated_text == llm.tokenizer.decode(request.generated_tokens)
         await until(lambda: num_is(llm, 0), "the engine is idle")
-        before = [processor_seconds(pid) for pid in llm._fleet.pids]
+        before = [processor_seconds(pid) for pid in fleet_pids()]
         await asyncio.sleep(2)
-        used = [processor_seconds(pid) - b for pid, b in zip(llm._fleet.pids, before, strict=True)]
+        used = [processor_seconds(pid) - b for pid, b in zip(fleet_pids(), before, strict=True)]
         assert max(used) < 0.1, used
 
     with_fleet(1, work, tokenizer=LetterTokenizer())
@@ -217,7 +227,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
 def test_a_slow_start_is_told_about_and_has_a_deadline(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_processes, "_REMIND_S", 0.01)
+    monkeypatch.setattr(fleet_processes, "REMIND_S", 0.01)
     with pytest.raises(ConfigError, match=r"did not start within 0.5 s"):
         AsyncLLM(directory(), None, CONFIG, start_timeout_s=0.5)
     assert re.search(

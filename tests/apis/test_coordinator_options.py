@@ -53,11 +53,10 @@ def routed(path: Path, policy: str, **config: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_policy_that_this_process_registered_routes_in_the_coordinators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(policies, "_FACTORIES", dict(policies._FACTORIES))
-    policies.register_policy("last_first")(LastFirst)
-    schedule = routed(tmp_path / "schedule.json", "last_first")
+    policies.register_policy("test_last_first")(LastFirst)
+    schedule = routed(tmp_path / "schedule.json", "test_last_first")
     assert (schedule["data_parallel_size"], schedule["num_requests"]) == (2, 6)
     assert schedule["policy"].endswith("LastFirst")
     assert [record["rank_index"] for record in schedule["records"]] == [1] * 6

@@ -76,8 +76,8 @@ def test_an_update_that_the_engines_do_not_answer_hears_of_the_end(
 def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_llm, "_PUBLISH_S", 0.02)
-    monkeypatch.setattr(fleet_runtime, "_VERBS_S", 0.02)
+    monkeypatch.setattr(async_llm, "PUBLISH_S", 0.02)
+    monkeypatch.setattr(fleet_runtime, "VERBS_S", 0.02)
     fleet, weights = fake_fleet(monkeypatch), SlowWeights()
     llm = fleet.llm()
     updater = updating(llm, weights)

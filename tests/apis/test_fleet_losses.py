@@ -13,6 +13,7 @@ import pytest
 from rollout import AsyncLLM, DynamicInferenceRequest, Status
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
+from tests.apis.leftovers import fleet_pids
 from tests.apis.test_child_process import is_alive
 from tests.tiny_models import Margins, prompt_of
 
@@ -35,7 +36,7 @@ def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> 
             await llm.update_weights(weights(1).state_dict(), in_flight=True)
             jobs = [(prompt_of(9, seed=i), params(i, 250)) for i in range(NUM_REQUESTS)]
             undisturbed = await asyncio.gather(*(llm.generate(*job) for job in jobs))
-            killed = llm._fleet.pids[1]
+            killed = fleet_pids()[1]
             tasks = await frozen_amid_work(llm, jobs, killed)
             os.kill(killed, signal.SIGKILL)
             requests = await asyncio.gather(*tasks)
@@ -45,7 +46,7 @@ def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> 
                 return await served(llm) == [1] * size
 
             await until(is_back, "the engine has the committed weights", every_s=0.2)
-            assert llm._fleet.pids[1] != killed
+            assert killed not in fleet_pids()
             report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
             assert report.version == 2
             assert await served(llm) == [2] * size
@@ -80,7 +81,7 @@ def test_an_engine_is_not_started_again_where_that_is_not_wanted(
     async def work() -> None:
         options = {"data_parallel_size": 2, "max_engine_restarts": 0}
         async with AsyncLLM(directory(), None, CONFIG, **options) as llm:
-            os.kill(llm._fleet.pids[1], signal.SIGKILL)
+            os.kill(fleet_pids()[1], signal.SIGKILL)
             await until(lambda: "after 0 restarts" in caplog.text, "its end is logged")
             assert (await llm.generate(prompt_of(9), params(1))).succeeded()
 
@@ -95,7 +96,7 @@ def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
         try:
             await llm.start()
             other = await AsyncLLM.connect(llm.address)
-            coordinator, engine = llm._fleet.pids
+            coordinator, engine = fleet_pids()
             os.kill(engine, signal.SIGSTOP)  # it answers nothing any more
             batches = [[prompt_of(9)] * 2, [prompt_of(8)]]
             own, foreign = [
@@ -123,7 +124,7 @@ def test_a_coordinator_that_is_killed_fails_all_that_waits_at_once() -> None:
         llm = AsyncLLM(directory(), None, CONFIG)
         await llm.start()
         try:
-            coordinator, engine = llm._fleet.pids
+            coordinator, engine = fleet_pids()
             # The engine answers nothing any more, so all of these wait.
             os.kill(engine, signal.SIGSTOP)
             waiting = [

@@ -20,6 +20,7 @@ from rollout import (
     SamplingParams,
     Status,
 )
+from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fake_fleet import WAIT_S, FakeFleet, fake_fleet
 
@@ -141,11 +142,11 @@ def test_an_interrupted_generate_aborts_its_own_requests_and_no_others(
     with fleet.llm() as llm:
         (mine,) = llm.submit([1], n=2)
 
-        def interrupted(timeout_s: float | None) -> Any:
+        def interrupted(*_: Any) -> Any:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm._runtime, "advance", interrupted)
+            patch.setattr(FleetRuntime, "advance", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[2], [3]], n=2)
         assert fleet.client.open_ids == [0, 1]
@@ -197,7 +198,7 @@ def test_a_second_ctrl_c_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> Non
             raise AssertionError
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm._runtime, "submit", interrupted_twice)
+            patch.setattr(FleetRuntime, "submit", interrupted_twice)
             with pytest.raises(KeyboardInterrupt):
                 llm.submit([1])
 

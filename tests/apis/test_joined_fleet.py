@@ -16,6 +16,7 @@ import torch
 from rollout import AsyncLLM, ConfigError, EngineState, WeightUpdateError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle
+from tests.apis.leftovers import fleet_pids
 from tests.tiny_models import prompt_of
 
 pytestmark = pytest.mark.distributed
@@ -96,7 +97,7 @@ def test_weights_that_are_not_finite_pass_where_the_engines_config_lets_them() -
 def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> None:
     async def work() -> None:
         async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=0) as llm:
-            assert len(llm._fleet.pids) == 1
+            assert len(fleet_pids()) == 1
             waiting = asyncio.ensure_future(llm.generate(prompt_of(9), params(1)))
             with shell_engine(llm.address) as engine:
                 HistoryOracle(weights).check(await waiting)

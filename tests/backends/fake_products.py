@@ -16,8 +16,9 @@ class PackedProduct(Product):
 
     packs = True
 
-    def __init__(self, name: str, *, unpacks: bool) -> None:
-        self.name = self.kind = name
+    def __init__(self, name: str, *, kind: str | None = None, unpacks: bool = True) -> None:
+        self.name = name
+        self.kind = name if kind is None else kind
         self.unpacks = unpacks
 
     def pack(self, weight_NK: Tensor) -> Tensor:
@@ -28,18 +29,9 @@ class PackedProduct(Product):
         return x_TK @ handle.packed.T
 
 
-class StreamedProduct(Product):
-    """Needs no packed copy; of the kind that is the default for a few rows."""
-
-    kind = "native"
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-PRODUCTS = [PLAIN, PackedProduct("onednn", unpacks=True), PackedProduct("tiled", unpacks=True)]
+PRODUCTS = [PLAIN, PackedProduct("onednn"), PackedProduct("tiled")]
 PRODUCTS += [PackedProduct("mkl", unpacks=False)]
-PRODUCTS += [StreamedProduct("native-a"), StreamedProduct("native-b")]
+PRODUCTS += [PackedProduct(name, kind="native") for name in ("native-a", "native-b")]
 
 
 @dataclass(slots=True)

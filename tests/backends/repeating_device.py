@@ -34,6 +34,15 @@ class RepeatingDevice:
 
     def __init__(self) -> None:
         self.num_replays = 0
+        self._results: list[StepOutput[Tensor]] = []
+        self._num_lost = 0
+
+    def lose_graphs(self, token_id: int) -> None:
+        """From now on a replay of what is captured so far leaves `token_id` for every sample."""
+        self._num_lost = len(self._results)
+        for result in self._results:
+            with torch.inference_mode():
+                result.token_ids.fill_(token_id)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -42,10 +51,13 @@ class RepeatingDevice:
         self, program: Callable[[], StepOutput[Tensor]]
     ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         program()
-        static = program()
+        static, number = program(), len(self._results)
+        self._results.append(static)
 
         def replay() -> None:
             self.num_replays += 1
+            if number < self._num_lost:
+                return
             again = program()
             for field in fields(static):
                 if getattr(static, field.name) is not None:
@@ -115,6 +127,7 @@ def graph_engine(
             attention=attention or HostlessAttention(),
             memory=memory or backend.memory,
             executor=made[0],
+            fuse_decoder=None,
         )
 
     monkeypatch.setattr("rollout.engine.build.create_backend", create_backend)

@@ -100,5 +100,5 @@ def test_the_default_pool_is_a_quarter_of_what_the_process_may_use(
 ) -> None:
     monkeypatch.setattr(cpu, "memory_limit_bytes", lambda: 1 << 20)
     engine = tiny_engine(tiny_model(), buffer_size_gb=None, block_size_tokens=8)
-    bytes_per_block = 8 * 2 * 2 * 2 * 12 * 4  # tokens x layers x (K, V) x heads x dim x float32
+    bytes_per_block = 8 * 2 * 2 * 2 * 16 * 4  # tokens x layers x (K, V) x heads x dim x float32
     assert engine.stats().num_blocks_total == (1 << 18) // bytes_per_block

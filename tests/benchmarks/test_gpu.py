@@ -28,6 +28,7 @@ from benchmarks.gpu_shapes import (
 )
 from benchmarks.gpu_steps import DecodeSizes, PrefillSizes, decode_window
 from rollout import DynamicInferenceEngine
+from tests.inspected_engine import changed_backends, running_ahead
 
 TINY = replace(NEAR_NOTHING, dtype=torch.float32)
 UNTIED = replace(TINY, tie_word_embeddings=False)
@@ -199,9 +200,8 @@ def test_host_share_is_of_one_step(figures: dict[str, Any]) -> None:
 def ahead() -> DynamicInferenceEngine:
     """An engine that runs one step ahead, as on a GPU."""
     config = pool_config(TINY, POOL, "cpu", memory_kind="reserved")
-    engine = DynamicInferenceEngine.from_model(random_model(TINY, "cpu"), config)
-    engine._pipeline._runner._backend.executor.overlaps = True
-    return engine
+    with changed_backends(running_ahead):
+        return DynamicInferenceEngine.from_model(random_model(TINY, "cpu"), config)
 
 
 def test_window_and_cycles_hold_where_the_engine_runs_ahead(ahead: DynamicInferenceEngine) -> None:

@@ -22,7 +22,7 @@ from benchmarks.gpu_shapes import (
     weight_bytes_per_step,
 )
 from benchmarks.gpu_steps import DecodeSizes
-from rollout import DynamicInferenceEngine
+from tests.inspected_engine import InspectedEngine
 
 TINY = replace(NEAR_NOTHING, dtype=torch.float32)
 UNTIED = replace(TINY, tie_word_embeddings=False)
@@ -36,10 +36,9 @@ def test_bytes_are_those_of_the_models_tensors(spec: Any) -> None:
     assert weight_bytes(spec) == sum(parameters.values())
     unread = 0 if spec.tie_word_embeddings else model.model.embed_tokens.weight.nbytes
     assert weight_bytes_per_step(spec) == weight_bytes(spec) - unread
-    engine = DynamicInferenceEngine.from_model(model, pool_config(spec, POOL, "cpu"))
+    engine = InspectedEngine.from_model(model, pool_config(spec, POOL, "cpu"))
     assert engine.stats().num_blocks_total == POOL.num_blocks == 3
-    layers = engine._kv.layers
-    per_token = sum(layer[1].nbytes for layer in layers) // 256
+    per_token = sum(layer[1].nbytes for layer in engine.kv.layers) // 256
     assert kv_bytes_per_token(spec) == per_token
 
 

@@ -106,14 +106,28 @@ def test_shared_block_is_free_only_when_the_last_holder_leaves() -> None:
     assert blocks.used_blocks() == []
 
 
-def test_released_block_is_reused_last() -> None:
-    blocks = manager(num_blocks=3, block_size=1)
-    first = BlockTable()
-    blocks.allocate(first, 0, 1)
+def test_the_block_that_was_freed_last_is_reused_first() -> None:
+    blocks = manager(num_blocks=6, block_size=1)
+    first, second, third = BlockTable(), BlockTable(), BlockTable()
+    blocks.allocate(first, 0, 2)
+    blocks.allocate(second, 0, 2)
     blocks.free(first)
-    second = BlockTable()
-    blocks.allocate(second, 0, 3)
-    assert second.blocks == [2, 3, 1]
+    blocks.free(second)
+    blocks.allocate(third, 0, 5)
+    assert third.blocks == [3, 4, 1, 2, 5]
+
+
+def test_a_load_that_repeats_takes_the_same_blocks_again() -> None:
+    blocks = manager(num_blocks=100, block_size=1)
+    taken = set()
+    for _ in range(20):
+        tables = [BlockTable() for _ in range(3)]
+        for table in tables:
+            blocks.allocate(table, 0, 3)
+            taken |= set(table.blocks)
+        for table in tables:
+            blocks.free(table)
+    assert len(taken) == 9
 
 
 def test_block_freed_twice_is_refused() -> None:

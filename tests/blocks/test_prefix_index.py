@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -230,13 +233,61 @@ def test_a_block_with_a_live_child_is_never_given_up() -> None:
     assert found(blocks, (1, 2)) == table.blocks
 
 
-def test_unused_blocks_are_freed_on_request_and_used_ones_stay() -> None:
+def test_unused_blocks_are_dropped_on_request_and_used_ones_stay() -> None:
     blocks = manager()
     table = compute(blocks, (1, 2))
     blocks.free(compute(blocks, (1, 2, 3)))
-    blocks.free_unused_blocks()
+    blocks.drop_unused_blocks()
     assert found(blocks, (1, 2, 3)) == table.blocks
     assert (blocks.num_used_blocks, blocks.num_free_blocks) == (2, 6)
+    assert blocks.prefix_index.num_entries == 2
+    # The dropped block can be computed again, and is kept this time.
+    blocks.free(compute(blocks, (1, 2, 3)))
+    assert len(found(blocks, (1, 2, 3))) == blocks.prefix_index.num_entries == 3
+
+
+def test_dropped_blocks_are_taken_first_and_blocks_that_can_be_found_last() -> None:
+    blocks, live = manager(4), BlockTable()
+    blocks.free(compute(blocks, (1, 2)))
+    blocks.allocate(live, 0, BLOCK)
+    blocks.begin_weights_version()
+    blocks.free(live)
+    assert (live.blocks, blocks.free_blocks) == ([], [4, 3])
+    kept = compute(blocks, (5,), version=1)
+    assert kept.blocks == [2], "the leaf of the dropped prefix"
+    blocks.free(kept)
+    orders, table = [], BlockTable()
+    for count in (1, 2, 3, 4):
+        blocks.allocate(table, 0, count * BLOCK)
+        orders.append(blocks.prefix_index.num_entries)
+    assert (table.blocks, orders) == ([1, 3, 4, 2], [1, 1, 1, 0])
+
+
+def test_dropping_many_blocks_visits_none_of_them() -> None:
+    blocks = manager(1000)
+    for drop in (blocks.drop_unused_blocks, blocks.begin_weights_version):
+        blocks.free(compute(blocks, tuple(range(1000))))
+        assert blocks.prefix_index.num_entries == 1000
+        assert num_lines(drop) < 20
+        assert blocks.prefix_index.num_entries == 0
+        assert found(blocks, (0,)) == []
+
+
+def num_lines(work: Callable[[], object]) -> int:
+    """How many lines of Python run."""
+    count, before = 0, sys.gettrace()
+
+    def observe(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return observe
+
+    sys.settrace(observe)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 # ---- any history, against a list of what must be known

@@ -18,7 +18,6 @@ from examples.settings import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
 from trainer_hooks.jobs import (
-    DataSettings,
     ProducerSettings,
     WeightSyncSettings,
     load_dataclass,
@@ -42,14 +41,10 @@ def composed(*overrides: str) -> Any:
 JOB_GROUPS = {
     name: kind for name, kind in init_field_types(JobSettings).items() if is_dataclass(kind)
 }
-# Groups that a job may have, whether or not this one does.
 ASYNC_GROUPS = {
-    "data": DataSettings,
     "producer": ProducerSettings,
     "weight_sync": WeightSyncSettings,
 }
-# What an option leaves for the command line to give.
-LEFT_OPEN = {"jsonl": "data.files=[a]", "parquet": "data.files=[a,b]"}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -59,25 +54,19 @@ def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option:
         assert isinstance(settings, JOB_GROUPS[group])
     if group in ASYNC_GROUPS:
         # Alone, so that nothing of the job fills in what the option itself lacks.
-        given = [LEFT_OPEN[option]] if option in LEFT_OPEN else []
-        config = composed(f"+{group}@alone={option}", *(f"alone.{key[5:]}" for key in given))
+        config = composed(f"+{group}@alone={option}")
         assert isinstance(load_dataclass(ASYNC_GROUPS[group], config.alone), ASYNC_GROUPS[group])
 
 
 def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
     groups = {group for group, _ in OPTIONS}
-    assert set(JOB_GROUPS) <= groups <= set(JOB_GROUPS) | set(ASYNC_GROUPS)
+    assert groups == set(JOB_GROUPS)
 
 
 @pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
 def test_an_unknown_key_of_an_asynchronous_group_is_refused(group: str, kind: type) -> None:
     with pytest.raises(ConfigError, match="unknown config key nonsense"):
         load_dataclass(kind, {"nonsense": 1})
-
-
-def test_files_that_yaml_leaves_open_must_be_given() -> None:
-    with pytest.raises(ConfigError, match="kind='jsonl' needs files"):
-        load_dataclass(DataSettings, composed("+data@alone=jsonl").alone)
 
 
 def test_the_producer_group_holds_parameters_of_the_producer() -> None:

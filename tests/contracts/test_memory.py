@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollout.backends.base import MemoryBackend
+from rollout.backends.memory import residency
 from rollout.errors import ConfigError
 from tests.contracts.implementations import GPU_MEMORY, MEMORY, marked
 from tests.contracts.residency import Meter, device_meter, host_meter, resident_bytes
@@ -44,6 +45,18 @@ def test_a_large_buffer_costs_nothing_until_it_is_touched(
     assert meter.read() - before < meter.slack
     buffer[: meter.size].fill_(1)
     assert meter.size - meter.slack < meter.read() - before < meter.size + 2 * meter.slack
+
+
+@pytest.mark.parametrize("kind", ON_HOST)
+def test_what_was_written_is_known_to_be_resident(memory: MemoryBackend, meter: Meter) -> None:
+    buffer = memory.allocate("a", 4 * meter.size + 10)
+    assert residency.resident_bytes(buffer) == resident_bytes(buffer) == 0
+    buffer[: meter.size].fill_(1)
+    found = residency.resident_bytes(buffer)
+    assert found == resident_bytes(buffer)
+    assert meter.size <= found < 2 * meter.size
+    buffer.fill_(1)
+    assert residency.resident_bytes(buffer) == buffer.numel()
 
 
 def test_released_bytes_go_back_to_the_system(memory: MemoryBackend, meter: Meter) -> None:

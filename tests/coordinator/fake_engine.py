@@ -13,6 +13,7 @@ from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     AssignRequest,
+    Attempt,
     Command,
     Commit,
     Credit,
@@ -27,7 +28,6 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
     ReplyAck,
     Rollback,
-    RunningAttempt,
     Sample,
     WeightsSource,
     nack_of,
@@ -99,10 +99,13 @@ class FakeEngine:
     held: dict[int, Held] = field(default_factory=dict)
     ended: dict[int, EngineReply] = field(default_factory=dict)
     prepared: Prepare | None = None
-    rank: int | None = None
+    has_entered: bool = False
+    is_in_step: bool = False  # its thread answers nothing, while heartbeats go on
+    to_answer: list[Message] = field(default_factory=list)  # what came amid the step
     num_steps: int = 0
     must_register: bool = False
     max_requests: int = 64
+    block_size_tokens: int = 2
     num_waiting: int = 0  # as it says: all it holds make a token in each step
     num_received: int = 0
     num_granted: int = 0
@@ -111,19 +114,15 @@ class FakeEngine:
 
     def registration(self) -> Register:
         running = [
-            RunningAttempt(request_id=i, attempt=h.attempt, num_tokens=h.num_tokens)
-            for i, h in self.held.items()
-        ]
-        running += [
-            RunningAttempt(request_id=i, attempt=reply.attempt, num_tokens=0)
-            for i, reply in self.ended.items()
+            Attempt(request_id=i, attempt=each.attempt)
+            for i, each in [*self.held.items(), *self.ended.items()]
         ]
         return Register(
             engine_id=self.engine_id,
             state=self.state,
             weights_version=self.version,
             weights_checksum=self.checksum,
-            block_size_tokens=4,
+            block_size_tokens=self.block_size_tokens,
             max_requests=self.max_requests,
             running=tuple(running),
             prepared_command_id=None if self.prepared is None else self.prepared.command_id,
@@ -155,6 +154,12 @@ class FakeEngine:
                 held.num_reported = held.num_tokens
         return [*out, *self.credit()]
 
+    def end_step(self) -> list[Message]:
+        """End a step that has brought nothing; answers what came meanwhile."""
+        self.is_in_step, waiting = False, self.to_answer
+        self.num_steps, self.to_answer = self.num_steps + 1, []
+        return [answer for message in waiting for answer in self.receive(message)]
+
     def credit(self) -> list[Message]:
         """What it accepts, if that is more than it has said."""
         ahead = num_ahead(self.max_requests)
@@ -181,6 +186,9 @@ class FakeEngine:
 
     def receive(self, message: Message) -> list[Message]:
         self.seen.append(message)
+        if self.is_in_step:
+            self.to_answer.append(message)
+            return []
         answers = self._answers(message)
         return answers if self.must_register else [*answers, *self.credit()]
 
@@ -220,7 +228,7 @@ class FakeEngine:
         return []
 
     def _enter(self, message: RegisterAck) -> list[Message]:
-        self.rank, self.must_register = message.rank, False
+        self.has_entered, self.must_register = True, False
         self.num_received, self.num_granted, self.session = 0, 0, message.session
         kept = {a.request_id: a.attempt for a in message.keep}
         self.held = {i: h for i, h in self.held.items() if kept.get(i) == h.attempt}
@@ -241,7 +249,11 @@ class FakeEngine:
             self._do(message)
         except EngineStateError as error:
             return [nack_of(message.command_id, error)]
-        result = {"checksum": message.source.checksum} if isinstance(message, Prepare) else {}
+        result = {}
+        if isinstance(message, Prepare):
+            result = {"checksum": message.source.checksum}
+        elif name == "SUSPEND":
+            result = {"mode": message.arguments.get("mode", "recompute")}
         return [Ack(command_id=message.command_id, result=result), self.heartbeat()]
 
     def _do(self, message: Command | Prepare | Commit | Rollback) -> None:

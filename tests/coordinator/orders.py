@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from collections import Counter
@@ -69,6 +70,8 @@ def _update(name: str = "good", **arguments: Any) -> Callable[[Giver, float], Co
 
 
 BOTH = ("kv_cache", "weights")
+# Versions that nobody has set before: between two of them there are fewer updates than that.
+_EPOCHS = itertools.count(1000, 1000)
 ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType(
     {
         "pause": lambda giver, s: giver.client.pause_engines(deadline_s=s),
@@ -89,9 +92,7 @@ ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType
         "resume kv": _resume("kv_cache"),
         "resume weights": _resume("weights"),
         "resume badly": _resume("hair"),
-        "epoch": lambda giver, s: giver.client.set_generation_epoch(
-            next_epoch(giver), deadline_s=s
-        ),
+        "epoch": lambda giver, s: giver.client.set_generation_epoch(next(_EPOCHS), deadline_s=s),
         "epoch backwards": _epoch(0),
         "epoch of words": _epoch("seven"),
         "increment": lambda giver, s: giver.client.increment_staleness(deadline_s=s),
@@ -106,14 +107,6 @@ ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType
     }
 )
 FINAL = ("stop", "shutdown")
-_FIRST_EPOCH = 1000
-
-
-def next_epoch(giver: Giver) -> int:
-    """A number that nobody has set before: command ids only rise."""
-    return _FIRST_EPOCH * (giver.client._next_command_id + 1)
-
-
 # ---- answers
 
 _NAMES_STATE = re.compile(r"\b(RUNNING|PAUSED|SUSPENDED|STOPPED|STOPPING)\b")

@@ -47,6 +47,7 @@ def connect_ack(**changes: object) -> ConnectAck:
         "weights_version": 3,
         "lease_s": 60.0,
         "heartbeat_s": HEARTBEAT_S,
+        "answer_grace_s": 15.0,
         "is_resumed": True,
     }
     return ConnectAck(**{**fields, **changes})
@@ -55,11 +56,9 @@ def connect_ack(**changes: object) -> ConnectAck:
 def register_ack(**changes: object) -> RegisterAck:
     fields = {
         "coordinator_id": COORDINATOR_ID,
-        "rank": 0,
         "state": "RUNNING",
         "lease_s": LEASE_S,
         "heartbeat_s": HEARTBEAT_S,
-        "progress_deadline_s": 60.0,
         "report_interval_tokens": 1,
         "weights_version": 0,
     }

@@ -126,7 +126,7 @@ def lines(address: str, num_engines: int = 2) -> Iterator[tuple[Line, list[Line]
         engines.append(Line(context, address, engine))
         engines[-1].send(engine.registration())
     try:
-        until(lambda: all(line.peer.rank is not None for line in engines), *engines)
+        until(lambda: all(line.peer.has_entered for line in engines), *engines)
         yield client, engines
     finally:
         context.destroy()
@@ -187,7 +187,7 @@ def test_an_engine_process_that_is_killed_is_noticed_at_once_and_its_requests_mo
             other = FakeEngine(b"other", bytes([78]) * 16)
             line = Line(context, address, other)
             line.send(other.registration())
-            until(lambda: other.rank is not None, line)
+            until(lambda: other.has_entered, line)
             os.kill(engine_process.pid or 0, signal.SIGKILL)
             killed_at = time.monotonic()
             until(lambda: other.num_received, client, line)
@@ -206,7 +206,7 @@ def engine_alone(address: str, pipe: Connection) -> None:
     engine = FakeEngine(b"alone", bytes([77]) * 16)
     line = Line(context, address, engine)
     line.send(engine.registration())
-    until(lambda: engine.rank is not None, line)
+    until(lambda: engine.has_entered, line)
     pipe.send("registered")
     engine.num_waiting = num_ahead(engine.max_requests)  # it makes no step
     while True:

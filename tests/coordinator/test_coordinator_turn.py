@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from socket import socketpair
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import Connect, Message
@@ -18,20 +20,26 @@ ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in 
 
 
 class ScriptedSocket:
-    """In a router's place: `incoming` is received, at one second each. `sent`: to whom, and whether
-    it was to be kept for a peer that is slow."""
+    """In a router's place: `incoming` is received in the first turn, at `seconds_per_frame` each.
+    Then `after_turn` is called. `sent`: to whom, and whether it was to be kept for a slow peer.
+    """
 
     address = "tcp://nowhere"
 
     def __init__(self, incoming: Sequence[tuple[bytes, Message]]) -> None:
-        self.incoming = incoming
+        self.incoming = list(incoming)
         self.now = 100.0
         self.seconds_per_frame = 0.25
         self.sent: list[tuple[bytes, bool]] = []
         self.reaches_anybody = True
+        self.after_turn: Callable[[], object] = lambda: None
+        self._num_turns = 0
+        self.socket, self._waker = socketpair()
+        self._waker.send(b"news")  # so that no turn is waited for
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        for identity, message in self.incoming:
+        while self.incoming:
+            identity, message = self.incoming.pop(0)
             self.now += self.seconds_per_frame
             yield identity, encode(message)
 
@@ -42,22 +50,33 @@ class ScriptedSocket:
         return self.reaches_anybody
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Called when a turn begins."""
+        self._num_turns += 1
+        if self._num_turns == 2:
+            self.after_turn()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        self.socket.close()
+        self._waker.close()
 
 
-def turned(
-    monkeypatch: pytest.MonkeyPatch, socket: ScriptedSocket
-) -> DataParallelInferenceCoordinator:
-    """A coordinator that has taken what there is at `socket`, by the time there."""
+def run_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+    socket: ScriptedSocket,
+    then: Callable[[DataParallelInferenceCoordinator], object] = lambda _: None,
+) -> None:
+    """A coordinator takes what there is at `socket`, by the time there; it stops after `then`."""
     module = "rollout.coordinator.coordinator"
     monkeypatch.setattr(f"{module}.Router", lambda *_, **__: socket)
     monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: socket.now))
     coordinator = DataParallelInferenceCoordinator(None, 1, None)
-    coordinator._turn()
-    return coordinator
+
+    def stop() -> None:
+        then(coordinator)
+        coordinator.stop()
+
+    socket.after_turn = stop
+    coordinator.start()
 
 
 def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
@@ -65,19 +84,30 @@ def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
 ) -> None:
     """Else its lease could end at the coordinator while it still runs at the engine, which counts
     it from when it sent what was received."""
+    heard_at: list[float] = []
+
+    class Core(CoordinatorCore):
+        def handle(self, identity: bytes, frame: Any, now: float) -> Any:
+            heard_at.append(now)
+            return super().handle(identity, frame, now)
+
+    monkeypatch.setattr("rollout.coordinator.coordinator.CoordinatorCore", Core)
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
-    coordinator: Any = turned(monkeypatch, socket)
-    engines = coordinator._core._registry.engines
-    assert [engine.last_seen for engine in engines.values()] == [100.25, 100.5, 100.75]
-    coordinator.stop()
+    run_one_turn(monkeypatch, socket)
+    assert heard_at == [100.25, 100.5, 100.75]
 
 
 def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     socket.seconds_per_frame = 100.0  # far above any lease
-    coordinator: Any = turned(monkeypatch, socket)
-    assert len(coordinator._core._registry.engines) == len(ENGINES)
-    coordinator.stop()
+    counted: list[tuple[int, int]] = []
+
+    def count(coordinator: DataParallelInferenceCoordinator) -> None:
+        counters = coordinator.counters
+        counted.append((counters.num_engines_joined, counters.num_engines_lost))
+
+    run_one_turn(monkeypatch, socket, count)
+    assert counted == [(len(ENGINES), 0)]
 
 
 def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
@@ -86,18 +116,20 @@ def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
     """A client is told again; an engine would be given up."""
     greeting = Connect(protocol_version=PROTOCOL_VERSION, client_id=bytes(16))
     socket = ScriptedSocket([(b"client", greeting), (b"engine0", ENGINES[0].registration())])
-    coordinator = turned(monkeypatch, socket)
-    assert socket.sent == [(b"client", False), (b"engine0", True)]
-    coordinator.stop()
+    sent: list[tuple[bytes, bool]] = []
+    run_one_turn(monkeypatch, socket, lambda _: sent.extend(socket.sent))
+    assert sent == [(b"client", False), (b"engine0", True)]
 
 
 def test_peers_that_have_gone_before_the_end_are_no_alarm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
-    coordinator = turned(monkeypatch, socket)
-    socket.sent.clear()
-    socket.reaches_anybody = False
-    coordinator.stop()
+
+    def all_leave(_: DataParallelInferenceCoordinator) -> None:
+        socket.sent.clear()
+        socket.reaches_anybody = False
+
+    run_one_turn(monkeypatch, socket, all_leave)
     assert [identity for identity, _ in socket.sent] == [engine.identity for engine in ENGINES]
     assert not caplog.records

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import find, given
 from hypothesis import strategies as st
 
 from rollout.coordinator.dealer import CoordinatorLostError, Dealer
@@ -26,19 +26,31 @@ from rollout.coordinator.protocol.codec import batched, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
+    AbortRequest,
     Ack,
+    AssignRequest,
     Attempt,
+    Commit,
+    Connect,
+    ConnectAck,
     Disconnect,
+    EngineReply,
+    EngineReplyPartial,
     EngineStatus,
     Heartbeat,
     Message,
+    Nack,
+    Prepare,
     Register,
+    RegisterAck,
     ReplyAck,
+    Rollback,
     nack_of,
 )
 from rollout.coordinator.router import Router
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
+from tests.coordinator.message_strategies import FROM_COORDINATORS, TYPES, messages
 from tests.coordinator.scripted_router import (
     BOUND_S,
     ScriptedRouter,
@@ -181,6 +193,45 @@ def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
         assert link.num_malformed == 6
         assert len([r for r in caplog.records if "garbage" in r.message]) == 1
         assert link.may_step()
+
+
+FOR_CLIENTS = {EngineReply, EngineReplyPartial, Ack, Nack}
+FOR_ENGINES = {*COMMAND_TYPES.values(), AssignRequest, AbortRequest, ReplyAck}
+FOR_ENGINES |= {Prepare, Commit, Rollback}
+# What a link takes for itself: the answers to its handshakes and heartbeats, and a goodbye.
+FOR_THE_SESSION = {ConnectAck, RegisterAck, Heartbeat, Disconnect}
+
+
+def test_every_message_of_a_coordinator_is_for_clients_engines_or_the_session():
+    assert FROM_COORDINATORS == FOR_CLIENTS | FOR_ENGINES | FOR_THE_SESSION
+
+
+@pytest.mark.parametrize(
+    ("handed_on", "options"),
+    [
+        (FOR_ENGINES, {}),
+        (
+            FOR_CLIENTS,
+            {
+                "handshake": lambda: Connect(
+                    protocol_version=PROTOCOL_VERSION, client_id=bytes(16)
+                ),
+                "status": None,
+            },
+        ),
+    ],
+    ids=["engine", "client"],
+)
+def test_a_link_hands_on_what_is_for_its_kind_of_peer_and_refuses_all_else(handed_on, options):
+    sent = [find(messages(cls), lambda _: True) for cls in TYPES if cls not in FOR_THE_SESSION]
+    # Without an id a Nack refuses the handshake itself.
+    sent = [nack_of(1, ProtocolError("no")) if isinstance(m, Nack) else m for m in sent]
+    with ScriptedRouter() as router, link_to(router, **options) as link:
+        received(link)
+        router.send(*sent)
+        kinds = {type(message) for message in received(link, num=len(handed_on))}
+        assert kinds == handed_on
+        assert becomes(lambda: link.num_malformed == len(sent) - len(handed_on))
 
 
 def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
@@ -410,7 +461,7 @@ def test_a_connection_that_breaks_at_any_time_loses_no_message():
             router.come_back()
         expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
         assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
-        assert becomes(lambda: link._outbox.num_kept == 0)
+        assert becomes(lambda: link.num_unconfirmed == 0)
 
 
 def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
@@ -436,7 +487,7 @@ def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
 def test_answers_to_nothing_that_was_asked_are_dropped():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
-        router.send(register_ack(rank=5), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
+        router.send(register_ack(), Heartbeat(sequence=10**6), ReplyAck(attempts=()))
         assert received(link) == [ReplyAck(attempts=())]
         assert link.may_step()
 

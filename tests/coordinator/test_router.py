@@ -52,7 +52,7 @@ def frame_of(number: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "_MAX_WAITING_FRAMES", 4)
+    monkeypatch.setattr(router_module, "MAX_WAITING_FRAMES", 4)
 
 
 def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
@@ -84,7 +84,7 @@ def test_what_a_slow_client_is_sent_is_not_kept() -> None:
 def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 8)
+    monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 8)
     with router_and_peer() as (router, identity, _):
         sent = [router.send(identity, frame_of(i), keeps=everybody) for i in range(NUM_FRAMES)]
         assert sent == sorted(sent, reverse=True)
@@ -101,9 +101,9 @@ def test_what_is_kept_for_an_engine_counts_the_messages_of_a_batch(
                 for i in range(NUM_FRAMES)
             )
 
-    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 0)
+    monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 0)
     num_in_socket = num_sent(1)
-    monkeypatch.setattr(router_module, "_MAX_KEPT_MESSAGES", 64)
+    monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 64)
     assert num_sent(1) == pytest.approx(num_in_socket + 64, abs=8)
     assert num_sent(32) == pytest.approx(num_in_socket + 2, abs=8)
 

@@ -355,6 +355,10 @@ def test_a_private_socket_has_no_port_and_no_other_host(options: dict[str, Any])
         pass
 
 
+def refuse_to_bind(*_: Any) -> None:
+    raise zmq.ZMQError(zmq.EADDRINUSE)
+
+
 def test_a_refused_router_leaves_no_thread_and_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,8 +368,8 @@ def test_a_refused_router_leaves_no_thread_and_no_directory(
         pass
     with pytest.raises(ConfigError), router(None, port=1, curve=keys):
         pass
-    monkeypatch.setattr(Router, "_bind", lambda *_: (_ for _ in ()).throw(ConfigError("no")))
-    with pytest.raises(ConfigError), router(None):
+    monkeypatch.setattr(zmq.Socket, "bind", refuse_to_bind)
+    with pytest.raises(ConfigError, match="cannot bind ipc://"), router(None):
         pass
     assert os.listdir(tmp_path) == []
     assert not [thread for thread in threading.enumerate() if thread.name == "key gate"]

@@ -161,7 +161,7 @@ class EngineLife(RuleBasedStateMachine):
         self._check(known, self.engine.abort_request(known.request_id))
         self.handed_out.add(known.request_id)
         if self.kv_mode in ("offload", "recompute"):
-            self.oracle.forget_unused(self.engine._scheduler.kv_cache_manager.used_blocks())
+            self.oracle.forget_unused(self.engine.scheduler.kv_cache_manager.used_blocks())
 
     @rule(choice=st.integers(0, 20))
     def move_away(self, choice: int) -> None:
@@ -264,7 +264,7 @@ class EngineLife(RuleBasedStateMachine):
         if mode == "recompute":
             self.oracle.requeue_active()
         if mode != "persist":
-            self.oracle.forget_unused(self.engine._scheduler.kv_cache_manager.used_blocks())
+            self.oracle.forget_unused(self.engine.scheduler.kv_cache_manager.used_blocks())
         self.tally[f"suspends {mode}"] += 1
 
     @in_state(EngineState.SUSPENDED)

@@ -94,7 +94,7 @@ def engine_with_fuse(
         return replace(backend, memory=wrapped, create_host_arena=create_arena)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_copy_runs", fuse.around("kv copy", cache._copy_runs))
+        patch.setattr(cache, "copy_runs", fuse.around("kv copy", cache.copy_runs))
         size = {"buffer_size_gb": pool_gb(model, num_blocks)}
         return tiny_engine(causal_lm, change_backend=change, **size, **config), fuse
 

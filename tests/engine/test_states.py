@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rollout import (
     SamplingParams,
     Status,
 )
+from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
 
 PARAMS = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True)
@@ -61,6 +63,23 @@ def test_a_stopped_engine_still_gives_its_records_back() -> None:
     request = engine.abort_request(0).merge()
     assert len(request.generated_tokens) == 3
     assert not engine.has_unfinished_requests()
+    with pytest.raises(EngineStateError, match="must be RUNNING or PAUSED or SUSPENDED;"):
+        engine.add_request(prompt_of(9), PARAMS)
+
+
+def test_an_engine_whose_device_fails_while_it_pauses_is_stopped_all_the_same() -> None:
+    # A failed step, a prefill, and a decode step that is in flight when the device breaks for good.
+    faults = chain(("fetch", "fetch", None, "fetch"), repeat("launch"))
+    engine = tiny_engine(model(), change_backend=failing_steps(lambda: next(faults), overlaps=True))
+    engine.add_request(prompt_of(9), PARAMS)
+    for _ in range(2):
+        engine.step()
+    assert engine.num_steps_in_flight == 1
+    engine.shutdown()
+    assert engine.state is S.STOPPED
+    assert engine.num_steps_in_flight == 0
+    assert not engine.kv_data_ptrs()
+    assert engine.abort_request(0).merge().finish_reason == "abort"
 
 
 # ---- abort

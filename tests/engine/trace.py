@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout import DynamicInferenceEngine
 from rollout.scheduling.output import SchedulerOutput
 from rollout.scheduling.sequence import Phase
+from tests.inspected_engine import InspectedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Decision:
     is_alone: bool  # of a request that was in failed steps
 
 
-def trace_decisions(engine: DynamicInferenceEngine) -> list[Decision]:
+def trace_decisions(engine: InspectedEngine) -> list[Decision]:
     """A list that grows with every schedule of the engine from now on."""
-    scheduler, decisions = engine._scheduler, []
+    scheduler, decisions = engine.scheduler, []
     decide, decide_alone = scheduler.schedule, scheduler.schedule_alone
 
     def note(schedule: SchedulerOutput, weights_version: int, *, is_alone: bool) -> SchedulerOutput:

@@ -14,9 +14,9 @@ from trainer_hooks.jobs.hydra_job import checked_overrides
 TINY = {
     "model.hidden_size": 16,
     "model.intermediate_size": 16,
-    "model.num_layers": 1,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 1,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 2,
+    "model.num_key_value_heads": 1,
     "model.head_dim": 8,
     "task.num_held_out": 4,
     "warmup.target_reward": 0.0,

@@ -1,4 +1,4 @@
-"""The two minimal programs learn, in each setting, and stand in the README as they are."""
+"""The two minimal programs learn, in each setting, and stand in their pages as they are."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ def test_a_minimal_program_learns(program: str, arguments: list[str]) -> None:
     assert sum(rewards[-5:]) / 5 > 0.5
 
 
-@pytest.mark.parametrize("program", ["grpo_minimal.py", "async_minimal.py"])
-def test_the_readme_quotes_the_program_whole(program: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "page"),
+    [("grpo_minimal.py", "README.md"), ("async_minimal.py", "docs/producer.md")],
+)
+def test_a_page_quotes_the_program_whole(program: str, page: str) -> None:
     source = (ROOT / "examples" / program).read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"```python\n{source}```\n" in readme, f"copy examples/{program} into README.md"
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert f"```python\n{source}```\n" in text, f"copy examples/{program} into {page}"

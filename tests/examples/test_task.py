@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("transformers")
 
-from examples.palindromes import NUM_PROMPTS, PalindromeTask, build_tokenizer
+from examples.palindromes import NUM_PROMPTS, PalindromeTask
 from examples.settings import TaskSettings
 from trainer_hooks import PromptItem
 
@@ -55,7 +55,7 @@ def test_the_verifier_of_the_library_scores_completions(task: PalindromeTask) ->
 
 
 def test_the_tokenizer_has_one_token_per_letter_and_constant_part(task: PalindromeTask) -> None:
-    tokenizer = build_tokenizer(task.constant_parts)
+    tokenizer = task.tokenizer
     item = task.held_out[0]
     tokens = tokenizer.encode(item.prompt)
     num_letters = len(letters(item))

@@ -16,6 +16,7 @@ pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import palindromes
 from examples.learner import Learner
 from examples.train_grpo import run_seed
 from rollout import ConfigError, RolloutError
@@ -96,7 +97,7 @@ def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) 
     assert {"train/vf_loss", "train/vpred_mean", "train/loss", "train/kl"} <= set(rows[0])
     checkpoint = find_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
-    critic = Learner.load(checkpoint, settings.algorithm, settings.trainer).critic
+    critic = Learner.load(checkpoint, settings)[0].critic
     assert critic is not None
     assert critic.head.weight.abs().sum() > 0, "its head began at zero"
 
@@ -147,6 +148,59 @@ def test_a_kl_term_that_comes_with_a_resume_is_refused(tmp_path: Path) -> None:
         run_seed(directory, settings, seed=0)
 
 
+def test_a_resume_from_step_0_is_the_very_run_that_a_fresh_one_is(tmp_path: Path) -> None:
+    # By turns, so that no token depends on how quick the trainer is.
+    by_turns = {"producer": "synchronous", "trainer__num_steps": 2}
+    directory, rewards, weights = tmp_path / "seed_0", [], []
+    for resume in ("never", "auto"):
+        run_seed(directory, tiny_settings(**by_turns, resume=resume), seed=0)
+        rows = training_rows(directory)
+        rewards.append([(row["reward"], row.get("train/loss")) for row in rows])
+        end = directory / "checkpoints" / "step_000002"
+        weights.append(AutoModelForCausalLM.from_pretrained(end).lm_head.weight)
+        shutil.rmtree(end)  # what a kill before the first checkpoint of a step leaves
+    assert len(rewards[0]) == 2
+    assert rewards[0] == rewards[1]
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__hidden_size": 32}, r"model\.hidden_size=32.*step_000001 has 16.*run_name"),
+        ({"algorithm": "ppo", "algorithm__group_size": 1}, r"step_000001 has an optimizer of \["),
+    ],
+    ids=["policy", "critic"],
+)
+def test_a_run_of_other_settings_does_not_resume_from_this_one(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    directory = tmp_path / "seed_0"
+    run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
+    with pytest.raises(ConfigError, match=message):
+        run_seed(directory, tiny_settings(resume="auto", **changes), seed=0)
+
+
+def test_ctrl_c_amid_the_warm_up_leaves_no_checkpoint_and_the_next_run_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, answer_loss = tmp_path / "seed_0", palindromes.answer_loss
+
+    def interrupted_loss(*given: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return answer_loss(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(palindromes, "answer_loss", interrupted_loss)
+        with pytest.raises(KeyboardInterrupt):
+            run_seed(directory, tiny_settings(), seed=0)
+    assert [row["warmup/step"] for row in read_jsonl(directory / "metrics.jsonl")] == [1]
+    assert find_checkpoint(directory / "checkpoints") is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    summary = run_seed(directory, tiny_settings(trainer__num_steps=1, resume="auto"), seed=0)
+    assert summary["num_steps"] == 1
+
+
 def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +241,15 @@ def test_a_warm_up_that_ends_before_its_first_check_measures_what_it_reached(
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=3, warmup__first_check=60)
     with pytest.raises(RolloutError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
+
+
+def test_a_warm_up_that_wants_more_prompts_than_there_are_begins_with_the_first_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(palindromes, "NUM_PROMPTS", 5)  # it takes 4 for each of 2 steps
+    run_seed(tmp_path, tiny_settings(trainer__num_steps=1), seed=0)
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "warmup/step" in row]
+    assert [row["warmup/step"] for row in rows] == [1, 2]
 
 
 def test_a_warm_up_without_a_step_is_refused() -> None:

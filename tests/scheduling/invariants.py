@@ -53,6 +53,8 @@ def check_blocks(scheduler: Scheduler) -> None:
     blocks = range(1, kv.num_blocks + 1)
     assert {b: kv.num_users(b) for b in blocks if kv.num_users(b)} == dict(users)
     check_index(scheduler, users)
+    without_user = Counter([*kv.free_blocks, *kv.prefix_index.unused])
+    assert without_user == Counter(set(blocks) - set(users)), "a block is lost, or free twice"
     assert kv.used_blocks() == sorted(users)
     assert kv.num_used_blocks == kv.num_blocks - kv.num_free_blocks == len(users)
     assert scheduler.counts().num_blocks_used == len(users)
@@ -72,6 +74,8 @@ def check_index(scheduler: Scheduler, users: Counter[int]) -> None:
     assert not any(users[block] for block in unused)
     assert {entry.block for entry in entries if not users[entry.block]} <= set(unused)
     assert len(unused) == len(set(unused)) == index.unused.num_blocks
+    dropped = [by_block[b] for b in unused[: index.num_dropped] if b in by_block]
+    assert not any(index.is_current(entry) for entry in dropped)
     assert index.keeps_unused or not unused
     current = {entry.block for entry in entries if index.is_current(entry)}
     assert len(current) == index.num_entries == scheduler.counts().num_blocks_indexed

@@ -90,7 +90,7 @@ class NewVersion:
         rig.set_version(rig.version + 1)
         if self.recomputes:
             rig.requeue_running()
-            rig.free_unused_blocks()
+            rig.drop_unused_blocks()
         if self.num_kept is not None:
             rig.requeue_older_than(rig.version - self.num_kept)
 

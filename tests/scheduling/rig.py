@@ -201,7 +201,7 @@ class Rig:
             self.commit()
         self.settle()
         assert self.kv_cache_manager.used_blocks() == []
-        self.free_unused_blocks()
+        self.drop_unused_blocks()
         assert self.scheduler.counts().num_blocks_indexed == 0
         for spans, as_handed_out in self._handed_out:
             assert spans == as_handed_out, "a request was stamped after it was gone"
@@ -215,9 +215,9 @@ class Rig:
             self.kv_cache_manager.begin_weights_version()
             invariants.check_blocks(self.scheduler)
 
-    def free_unused_blocks(self) -> None:
+    def drop_unused_blocks(self) -> None:
         self.settle()
-        self.kv_cache_manager.free_unused_blocks()
+        self.kv_cache_manager.drop_unused_blocks()
         invariants.check_blocks(self.scheduler)
         assert self.scheduler.counts().num_blocks_indexed <= len(
             self.kv_cache_manager.used_blocks()

@@ -58,6 +58,13 @@ def test_state_optimizer_and_random_numbers_come_back(tmp_path: Path) -> None:
     assert restored.param_groups[0]["lr"] == 0.1
 
 
+def test_a_checkpoint_of_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    with_critic = [{"params": SavedPolicy().parameters()}, {"params": SavedPolicy().parameters()}]
+    with pytest.raises(ConfigError, match=r"step_000001.*\[2\].*\[2, 2\].*settings that the run"):
+        load_checkpoint(checkpoint, torch.optim.AdamW(with_critic))
+
+
 def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "missing") is None
     for step in (8, 9, 100):

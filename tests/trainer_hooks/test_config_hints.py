@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym")
 
 from examples.settings import JobSettings
 from rollout.errors import ConfigError
-from trainer_hooks.jobs import DataSettings, checked_overrides, config_hints, load_dataclass
+from trainer_hooks.jobs import ProducerSettings, checked_overrides, config_hints, load_dataclass
 from trainer_hooks.jobs.config_loading import dataclass_of, init_field_types
 
 
@@ -39,14 +39,14 @@ def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "parquet", "train_files": ["a"]}, "train_files"),
+        ({"max_staleness": 1}, "max_staleness (TRL) is producer.max_staleness_versions"),
         ({"actor_rollout_ref": {"rollout": {"n": 4}}}, "rollout.n (verl) is algorithm.group_size"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type (TRL) is the kind of loss"),
     ],
 )
 def test_in_yaml_too(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_dataclass(DataSettings, values)
+        load_dataclass(ProducerSettings, values)
 
 
 def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
@@ -63,8 +63,8 @@ def all_keys(kind: Any, path: str = "") -> set[str]:
 
 
 def test_the_hints_name_settings_that_exist() -> None:
-    known = all_keys(JobSettings) | all_keys(DataSettings, "data.")
-    parts = "algorithm|trainer|producer|data|logger"
+    known = all_keys(JobSettings)
+    parts = "algorithm|trainer|producer|logger"
     named = set(re.findall(rf'\b(?:{parts})\.[a-z_.]+(?=[" ,(=])', source_of_targets()))
     assert named
     assert sorted(named - known) == []

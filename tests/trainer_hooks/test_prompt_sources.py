@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
-from trainer_hooks.jobs import DataSettings, load_prompts
 from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.prompt_sources import (
     JsonlPrompts,
@@ -210,41 +209,3 @@ def test_reasoning_gym_refusals_name_the_dataset_and_its_settings() -> None:
         ReasoningGymPrompts("nope", size=1)
     with pytest.raises(ConfigError, match=r"'palindrome_generation'.*max_lenth"):
         ReasoningGymPrompts("palindrome_generation", size=1, max_lenth=3)
-
-
-# ---- settings
-
-
-def test_settings_open_every_kind_of_source(tmp_path: Path) -> None:
-    jsonl = write_rows(tmp_path / "p.jsonl", [{"q": "a"}])
-    settings = DataSettings(kind="jsonl", files=(str(jsonl),), prompt_column="q")
-    assert load_prompts(settings)[0].prompt == "a"
-    parquet = write_parquet(tmp_path / "p.parquet", [{"prompt": MESSAGES}])
-    settings = DataSettings(kind="parquet", files=(str(parquet),))
-    assert load_prompts(settings, joined)[0].prompt == "<user>2 + 2<assistant>"
-    pytest.importorskip("reasoning_gym")
-    settings = DataSettings(
-        kind="reasoning_gym", dataset="chain_sum", size=2, dataset_config={"max_terms": 2}
-    )
-    assert len(load_prompts(settings)) == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"kind": "jsonl"}, "kind='jsonl' needs files"),
-        ({"kind": "jsonl", "files": ("a",), "dataset": "x"}, "dataset='x'"),
-        ({"kind": "reasoning_gym", "size": 3}, "needs dataset"),
-        ({"kind": "reasoning_gym", "dataset": "x"}, "size=0"),
-        ({"kind": "reasoning_gym", "dataset": "x", "size": 1, "files": ("a",)}, "files"),
-        (
-            {"kind": "reasoning_gym", "dataset": "x", "size": 1, "dataset_config": {"seed": 1}},
-            "dataset_config holds seed",
-        ),
-    ],
-)
-def test_settings_that_contradict_themselves_are_refused(
-    values: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DataSettings(**values)

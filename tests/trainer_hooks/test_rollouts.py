@@ -31,7 +31,6 @@ def test_a_rollouts_tokens_are_those_of_its_last_turn() -> None:
     assert rollout.completion_ids == [10, 11, *TOOL, 20, 30, 31, 32]
     assert rollout.generated_ids == [10, 11, 20, 30, 31, 32]
     assert rollout.policy_versions.tolist() == [0, 0, 1, 1, 2, 2]
-    assert rollout.tokens_T[rollout.generated_mask_T].tolist() == rollout.generated_ids
 
 
 def test_the_mask_is_on_the_generated_tokens_of_all_turns_and_on_nothing_else() -> None:

@@ -11,7 +11,11 @@ from torch import nn
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
-from trainer_hooks import InProcessWeightSync
+from trainer_hooks import InProcessWeightSync, SharedMemoryWeightSync, WeightSync
+
+
+def test_one_class_has_the_names_of_both_kinds_of_llm() -> None:
+    assert InProcessWeightSync is SharedMemoryWeightSync is WeightSync
 
 
 def tied_module() -> nn.Module:

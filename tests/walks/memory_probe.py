@@ -14,9 +14,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout import InferenceConfig, SamplingParams
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
+from tests.inspected_engine import InspectedEngine
 
 # 44 MiB of weights, which are packed once more; a pool of 512 MiB.
 SPEC = ModelSpec(
@@ -54,7 +55,7 @@ def private_dirty() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
 
 
-def filled_engine(kind: str, *, is_static: bool) -> DynamicInferenceEngine:
+def filled_engine(kind: str, *, is_static: bool) -> InspectedEngine:
     """An engine with two requests under way; every page of its pool has been written."""
     config = InferenceConfig(
         block_size_tokens=16,
@@ -64,8 +65,8 @@ def filled_engine(kind: str, *, is_static: bool) -> DynamicInferenceEngine:
         kv_cache_management_mode="recompute" if is_static else "persist",
         static_kv_memory_pointers=is_static,
     )
-    engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
-    for layer in engine._kv.layers:
+    engine = InspectedEngine.from_model(CausalLM.random(SPEC), config)
+    for layer in engine.kv.layers:
         layer.fill_(1.0)
     for seed in range(2):
         params = SamplingParams(num_tokens_to_generate=64, seed=seed)

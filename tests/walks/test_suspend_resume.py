@@ -247,6 +247,43 @@ def test_a_suspend_while_suspended_releases_what_is_not_released_yet(mode: str) 
         Margins().compare(model(), finished[i], expected.generated_tokens)
 
 
+POOL_GB = 0.25
+
+
+@pytest.mark.parametrize("kind", ["device", "reserved"])
+def test_a_suspend_says_how_much_of_what_it_releases_took_memory(kind: str) -> None:
+    engine = tiny_engine(model(), buffer_size_gb=POOL_GB, memory_kind=kind)
+    generate_all(engine, jobs())
+    engine.pause()
+    report = engine.suspend("offload")
+    assert report.bytes_released > 0.9 * POOL_GB * 2**30
+    assert 0 < report.resident_bytes_released < 0.1 * report.bytes_released
+    assert engine.suspend(release=("weights",)).resident_bytes_released > 0
+    engine.resume()
+    assert engine.suspend("persist").resident_bytes_released == 0
+
+
+@pytest.mark.parametrize("lru", [False, True])
+def test_fifty_cycles_of_the_same_load_touch_no_more_memory_than_one(lru: bool) -> None:
+    fields: dict[str, Any] = {"enable_prefix_caching": True}
+    if lru:
+        fields["prefix_caching_eviction_policy"] = "lru"
+    resident = []
+    for num_cycles in (1, 50):
+        engine = tiny_engine(model(), buffer_size_gb=POOL_GB, **fields)
+        for cycle in range(num_cycles):
+            prompts = [prompt_of(40, seed=10 * cycle + i) for i in range(4)]
+            generate_all(engine, [(prompt, jobs()[0][1]) for prompt in prompts])
+            engine.pause()
+            engine.suspend("persist")
+            engine.set_generation_epoch(cycle + 1)
+            engine.resume()
+            engine.unpause()
+        engine.pause()
+        resident.append(engine.suspend("recompute").resident_bytes_released)
+    assert resident[1] <= 1.05 * resident[0]
+
+
 def test_kv_that_a_suspend_left_in_place_is_released_by_one_in_another_mode() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="persist")
     engine.add_request(*jobs()[0])

@@ -8,23 +8,15 @@ from trainer_hooks.jobs.curve import write_reward_curve
 from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.jobs.hydra_job import checked_overrides, run_hydra_job, wandb_names
 from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interrupt
-from trainer_hooks.jobs.settings import (
-    DataSettings,
-    LoggerSettings,
-    ProducerSettings,
-    WeightSyncSettings,
-    load_prompts,
-)
+from trainer_hooks.jobs.settings import LoggerSettings, ProducerSettings, WeightSyncSettings
 
 __all__ = [
-    "DataSettings",
     "Dashboard",
     "LoggerSettings",
     "ProducerSettings",
     "WeightSyncSettings",
     "checked_overrides",
     "load_dataclass",
-    "load_prompts",
     "open_logger",
     "run_hydra_job",
     "set_aside",

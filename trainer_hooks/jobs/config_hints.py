@@ -60,8 +60,6 @@ _VERL = {
     "algorithm.norm_adv_by_std_in_grpo": f"{_NORMALIZATION}=std or none",
     "data.train_batch_size": _GROUPS_PER_STEP,
     "data.max_response_length": _MAX_NEW_TOKENS,
-    "data.train_files": "data.files",
-    "data.prompt_key": "data.prompt_column",
     "trainer.total_training_steps": _NUM_STEPS,
     "trainer.save_freq": _CHECKPOINTS,
     "trainer.project_name": "logger.wandb_project",

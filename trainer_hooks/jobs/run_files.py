@@ -14,34 +14,29 @@ from types import FrameType
 from typing import Any
 
 from trainer_hooks.jobs.hydra_job import wandb_names
-from trainer_hooks.jobs.settings import LoggerSettings
 from trainer_hooks.metrics import MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
 
 
 def open_logger(
-    directory: Path,
-    settings: LoggerSettings,
-    run_name: str,
-    config: Any,
-    view: MetricsView,
-    resume_step: int | None = None,
+    directory: Path, settings: Any, view: MetricsView, resume_step: int | None = None
 ) -> MetricsLogger:
     """The logger of the run in `directory`: its metrics.jsonl, `view` and, if wanted, a W&B run.
 
-    `config`: the dataclass that W&B shows as the run's config. `resume_step`: the step that a
-    resumed run goes on from; None starts metrics.jsonl anew.
+    `settings`: the job's dataclass, which W&B shows as the run's config; its `logger` holds
+    LoggerSettings, its `run_name` names the run. `resume_step`: the step from which a resumed run
+    continues; None starts metrics.jsonl anew.
     """
-    wandb_run = None
-    if settings.wandb != "off":
-        name, group = wandb_names(run_name, directory.name)
+    wandb_run, wanted = None, settings.logger
+    if wanted.wandb != "off":
+        name, group = wandb_names(settings.run_name, directory.name)
         wandb_run = start_wandb_run(
-            project=settings.wandb_project,
+            project=wanted.wandb_project,
             name=name,
             group=group,
             directory=directory,
-            config=asdict(config),
-            mode=settings.wandb,
+            config=asdict(settings),
+            mode=wanted.wandb,
             resume=resume_step is not None,
         )
     return MetricsLogger(

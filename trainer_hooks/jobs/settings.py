@@ -5,13 +5,10 @@ Each refuses, when it is made, what cannot work, and names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from rollout.errors import ConfigError
-from trainer_hooks.prompt_ledger import PromptItem
-from trainer_hooks.prompt_sources import JsonlPrompts, ParquetPrompts, ReasoningGymPrompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,60 +70,12 @@ class WeightSyncSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
-    """Where prompts come from; `load_prompts` opens it.
-
-    `files`: of kind jsonl or parquet, one after another. `prompt_column`: text or chat messages.
-    `dataset`, `dataset_config`: of kind reasoning_gym, its name and its own settings, of which
-    `size` and `seed` stand here.
-    """
-
-    kind: Literal["jsonl", "parquet", "reasoning_gym"]
-    files: tuple[str, ...] = ()
-    prompt_column: str = "prompt"
-    dataset: str = ""
-    dataset_config: Mapping[str, Any] = field(default_factory=dict)
-    size: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        is_generated = self.kind == "reasoning_gym"
-        if is_generated and (not self.dataset or self.size < 1):
-            raise ConfigError(
-                f"kind='reasoning_gym' needs dataset, its name, and size, above 0; they are "
-                f"dataset={self.dataset!r} and size={self.size}"
-            )
-        if both := sorted({"size", "seed"} & set(self.dataset_config)):
-            raise ConfigError(f"dataset_config holds {', '.join(both)}, which stand beside it")
-        if is_generated and self.files:
-            raise ConfigError(f"files={list(self.files)} with kind='reasoning_gym'; leave them out")
-        if not is_generated and not self.files:
-            raise ConfigError(f"kind={self.kind!r} needs files, one or more")
-        if not is_generated and (self.dataset or self.dataset_config):
-            raise ConfigError(
-                f"dataset={self.dataset!r} and dataset_config belong to kind='reasoning_gym', not "
-                f"to kind={self.kind!r}; leave them out"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerSettings:
     """Where metrics go besides metrics.jsonl: to the terminal, and to Weights & Biases."""
 
     console: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "rollout"
-
-
-def load_prompts(settings: DataSettings, chat_template: Any | None = None) -> Sequence[PromptItem]:
-    """The source of prompts that a config names."""
-    if settings.kind == "reasoning_gym":
-        return ReasoningGymPrompts(
-            settings.dataset, settings.size, settings.seed, **settings.dataset_config
-        )
-    if settings.kind == "jsonl":
-        return JsonlPrompts(settings.files, settings.prompt_column, chat_template)
-    return ParquetPrompts(settings.files, settings.prompt_column, chat_template=chat_template)
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

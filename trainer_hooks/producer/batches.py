@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout.errors import RolloutError
 from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
+from trainer_hooks.metrics.measure import rollout_metrics
 from trainer_hooks.producer.groups import GroupMaker, ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 
@@ -37,7 +38,7 @@ class TrainingBatch:
 
     `index`: how many batches this producer handed over before. `version`: the weights version that
     it is to be trained at. `admitted_at_version`: the one at which it was begun. `metrics`: flat,
-    for MetricsLogger.
+    for MetricsLogger; those of `rollout_metrics`, and how the batch was made.
     """
 
     index: int
@@ -55,9 +56,8 @@ class TrainingBatch:
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """That of each rollout's last turn, in the order of the rows of `rollouts`."""
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        return [rollout.requests[-1].finish_reason for rollout in rollouts]
+        """The finish reason of each rollout's last turn, in the order of the rows of `rollouts`."""
+        return _finish_reasons(self.groups)
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -77,22 +77,31 @@ def collate_groups(
     return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode)
 
 
+def _finish_reasons(groups: Sequence[ScoredGroup]) -> list[str | None]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [rollout.requests[-1].finish_reason for rollout in rollouts]
+
+
 def batch_metrics(
     groups: Sequence[ScoredGroup],
+    rollouts: RolloutBatch,
     counts: Counter[str],
     *,
     waited_s: float,
     num_waiting_batches: int,
 ) -> dict[str, float]:
-    """Where the time of a batch went, in seconds, and what became of its prompts, in groups.
+    """Metrics of the rollouts, where the time of their batch went, in seconds, and what became of
+    its prompts, in groups.
 
-    `timing_s/batch_wait` is what the trainer waited for it; generation and rewards ran beside.
+    `timing_s/batch_wait` is how long the trainer waited; generation and rewards ran beside it.
     """
+    group_size = len(groups[0].rewards)
     generate_s = [group.generate_s for group in groups]
     reward_s = [group.reward_s for group in groups]
     num_samples = sum(len(group.rewards) for group in groups)
     num_valid = sum(len(group.valid_rewards) for group in groups)
     return {
+        **rollout_metrics(rollouts, group_size, finish_reasons=_finish_reasons(groups)),
         "timing_s/batch_wait": waited_s,
         "timing_s/group_generate_mean": sum(generate_s) / len(groups),
         "timing_s/group_generate_max": max(generate_s),

@@ -381,6 +381,10 @@ class AsyncRolloutProducer:
             version=self.version,
             admitted_at_version=admitted_at,
             metrics=batch_metrics(
-                groups, batch.counts, waited_s=waited_s, num_waiting_batches=num_waiting
+                groups,
+                rollouts,
+                batch.counts,
+                waited_s=waited_s,
+                num_waiting_batches=num_waiting,
             ),
         )

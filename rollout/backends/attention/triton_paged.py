@@ -79,7 +79,8 @@ def split_choice(
     """
     wanted = 2 * num_multiprocessors / (num_rows * num_kv_heads)
     useful = table_tokens / (block_n * _MIN_TILES_PER_SPLIT)
-    return 2 ** int(math.log2(max(1.0, min(wanted, useful, MAX_SPLITS))))
+    exponent = int(math.log2(max(1.0, min(wanted, useful, MAX_SPLITS))))
+    return 1 << exponent
 
 
 class TritonPagedAttention:
@@ -189,4 +190,5 @@ def _launch(
 
 def _padded(head_dim: int) -> int:
     """A power of two of at least 16, the least depth of a matrix product."""
-    return max(16, triton.next_power_of_2(head_dim))
+    padded: int = triton.next_power_of_2(head_dim)
+    return max(16, padded)

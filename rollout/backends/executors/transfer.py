@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Te
     if inputs.processing is not None:
         on_device: Any = _uploaded(inputs.processing, _LOGITS_INPUTS, device)
         tensors["processing"] = LogitsInputs(**on_device)
-    return replace(inputs, **tensors)
+    # replace() is declared to keep the arrays' type.
+    return cast("StepInputs[Tensor]", replace(inputs, **tensors))
 
 
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:

@@ -20,7 +20,7 @@ class PinnedHostArena:
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._tensor: Tensor | None = None
-        self._unpin: weakref.finalize | None = None
+        self._unpin: weakref.finalize[..., PinnedHostArena] | None = None
 
     def reserve(self, num_bytes: int) -> Tensor:
         """A flat uint8 view of exactly `num_bytes`; earlier contents are lost if it has to grow.

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
 _SIGNATURES = {
     "linear": "pii",
+    "pack_float": "ppiiiii",
+    "pack_half": "ppiiiii",
+    "unpack_float": "ppiiiii",
+    "unpack_half": "ppiiiii",
     "rms_norm": "pppiiiif",
     "add_rms_norm": "pppppiif",
     "rotary": "ppppiiii",
@@ -27,6 +31,8 @@ _SIGNATURES = {
     "sample_rows": "ppii",
     "score_rows": "ppii",
     "fingerprint": "ppiiiii",
+    "decoder_forward": "pp",
+    "decoder_tokens_at_once": "",
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
     "linear_max_lanes": "",
@@ -47,13 +53,50 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class WeightArgs(ctypes.Structure):
+    """struct weight of decoder.c."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64))
+
+
+class LayerArgs(ctypes.Structure):
+    """struct layer of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, WeightArgs) for name in ("qkv", "output", "gate_up", "down")),
+        ("cache", c_void_p),
+    )
+
+
+class DecoderArgs(ctypes.Structure):
+    """struct decoder of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "embedding", "final_norm", "cos", "sin")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "lanes", "is_half")),
+        ("eps", c_double),
+    )
+
+
+class PassArgs(ctypes.Structure):
+    """struct pass of decoder.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
+        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "scratch")),
+        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads")),
+        ("attention", AttentionArgs),
+    )
+
+
 class LinearArgs(ctypes.Structure):
-    """struct linear of linear.c."""
+    """struct linear of linear.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "locality")),
+        *((name, c_int64) for name in ("lanes", "is_half", "accumulate")),
     )
 
 
@@ -85,7 +128,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in arguments]
-            function.restype = c_int64 if name.endswith(("_bytes", "_lanes")) else None
+            function.restype = c_int64 if name.endswith(("_bytes", "_lanes", "_at_once")) else None
             setattr(self, name, function)
         self.version = Path(library._name).stem  # of the sources, the compiler and the CPU
         self._pool: ThreadPoolExecutor | None = None

@@ -1,90 +1,156 @@
-/* linear_<WIDTH>, the product with vectors of WIDTH floats. linear.c includes it for each width. */
+/* linear_<WIDTH>, the product with vectors of WIDTH floats and tiles of up to MAX_TOKENS tokens.
+   linear.c includes it for each width. */
 
 #define JOIN_(name, width) name##_##width
 #define JOIN(name, width) JOIN_(name, width)
 #define vec JOIN(vec, WIDTH)
-#define dot_rows JOIN(dot_rows, WIDTH)
-#define dot_tokens JOIN(dot_tokens, WIDTH)
-#define dot_streams JOIN(dot_streams, WIDTH)
-#define dot_all JOIN(dot_all, WIDTH)
+#define halves JOIN(halves, WIDTH)
+#define words JOIN(words, WIDTH)
+#define load_weights JOIN(load_weights, WIDTH)
+#define store_sums JOIN(store_sums, WIDTH)
+#define tile JOIN(tile, WIDTH)
+#define tile_of JOIN(tile_of, WIDTH)
+#define tiles_of JOIN(tiles_of, WIDTH)
+#define widened JOIN(widened, WIDTH)
+#define few_tokens JOIN(few_tokens, WIDTH)
+#define PANEL (2 * WIDTH)
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
 
-/* y[t][n] for `tokens` rows of x and `outputs` rows of w, `step` apart; the other three are constants. */
-INLINE void dot_rows(const struct linear *a, int64_t t, int64_t n, int64_t step, const int tokens,
-                     const int outputs, const int locality) {
-    const float *x = a->x + t * a->x_stride, *w = a->w + n * a->inputs;
-    const int64_t stream = step * a->inputs;
-    vec sums[MAX_TOKENS][MAX_OUTPUTS];
-    for (int i = 0; i < tokens; i++) {
-        for (int j = 0; j < outputs; j++) sums[i][j] = (vec){0};
+INLINE vec load_weights(const char *p, const int is_half) {
+    if (!is_half) return *(const vec *)p;
+    return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16);
+}
+
+/* A panel's sums of one token to their place in y; the last panel may be wider than what is left. */
+static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t token, int64_t panel,
+                                                 const float *sums) {
+    int64_t n = panel * PANEL, left = a->outputs - n < PANEL ? a->outputs - n : PANEL;
+    float *y = a->y + token * a->outputs + n;
+    for (int64_t j = 0; j < left; j++) {
+        float sum = a->bias ? sums[j] + a->bias[n + j] : sums[j];
+        y[j] = a->accumulate ? y[j] + sum : sum;
     }
-    for (int64_t k = 0; k < a->inputs; k += WIDTH) {
-        vec weights[MAX_OUTPUTS];
-        for (int j = 0; j < outputs; j++) {
-            weights[j] = *(const vec *)(w + j * stream + k);
-            if (t == 0) prefetch(w + j * stream + k + AHEAD, locality);
+}
+
+/* `tokens` from `token` on, with `panels` panels, `step` apart; the constants are of the caller. */
+INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t step, const int tokens,
+                 const int panels, const int is_half) {
+    const int64_t size = is_half ? sizeof(uint16_t) : sizeof(float), bytes = a->inputs * PANEL * size;
+    const float *x = a->x + token * a->x_stride;
+    const char *w = (const char *)a->w + panel * bytes;
+    vec sums[MAX_TOKENS][8], weights[8];
+    UNROLL for (int i = 0; i < tokens; i++) {
+        UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] = (vec){0};
+    }
+    for (int64_t k = 0; k < a->inputs; k++, w += PANEL * size) {
+        UNROLL for (int j = 0; j < panels; j++) {
+            const char *here = w + j * step * bytes;
+            weights[2 * j] = load_weights(here, is_half);
+            weights[2 * j + 1] = load_weights(here + WIDTH * size, is_half);
+            __builtin_prefetch(here + FAR_AHEAD * PANEL * size);
         }
-        for (int i = 0; i < tokens; i++) {
-            vec value = *(const vec *)(x + i * a->x_stride + k);
-            for (int j = 0; j < outputs; j++) sums[i][j] += value * weights[j];
+        UNROLL for (int i = 0; i < tokens; i++) {
+            vec value = x[i * a->x_stride + k] - (vec){0};
+            UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] += value * weights[j];
         }
     }
-    for (int i = 0; i < tokens; i++) {
-        for (int j = 0; j < outputs; j++) {
-            float sum = a->bias ? a->bias[n + j * step] : 0;
-            for (int lane = 0; lane < WIDTH; lane += 8) {
-                sum += sum_v8(*(const v8f *)((const float *)&sums[i][j] + lane));
-            }
-            a->y[(t + i) * a->outputs + n + j * step] = sum;
+    UNROLL for (int i = 0; i < tokens; i++) {
+        UNROLL for (int j = 0; j < panels; j++) {
+            vec stored[2] = {sums[i][2 * j], sums[i][2 * j + 1]};
+            store_sums(a, token + i, panel + j * step, (const float *)stored);
         }
     }
 }
 
-INLINE void dot_tokens(const struct linear *a, int64_t n, int64_t step, const int outputs,
-                       const int locality) {
-    int64_t t = 0;
-    if (outputs <= 2) {
-        for (; t + 4 <= a->tokens; t += 4) dot_rows(a, t, n, step, 4, outputs, locality);
+INLINE void tile_of(const struct linear *a, int64_t token, int64_t panel, int64_t tokens, const int is_half) {
+    switch (tokens) {
+        case 1: tile(a, token, panel, 0, 1, 1, is_half); break;
+        case 2: tile(a, token, panel, 0, 2, 1, is_half); break;
+        case 3: tile(a, token, panel, 0, 3, 1, is_half); break;
+        case 4: tile(a, token, panel, 0, 4, 1, is_half); break;
+        case 5: tile(a, token, panel, 0, 5, 1, is_half); break;
+        case 6: tile(a, token, panel, 0, 6, 1, is_half); break;
+#if MAX_TOKENS == 12
+        case 7: tile(a, token, panel, 0, 7, 1, is_half); break;
+        case 8: tile(a, token, panel, 0, 8, 1, is_half); break;
+        case 9: tile(a, token, panel, 0, 9, 1, is_half); break;
+        case 10: tile(a, token, panel, 0, 10, 1, is_half); break;
+        case 11: tile(a, token, panel, 0, 11, 1, is_half); break;
+        case 12: tile(a, token, panel, 0, 12, 1, is_half); break;
+#endif
     }
-    if (outputs <= 4) {
-        for (; t + 2 <= a->tokens; t += 2) dot_rows(a, t, n, step, 2, outputs, locality);
-    }
-    for (; t < a->tokens; t++) dot_rows(a, t, n, step, 1, outputs, locality);
 }
 
-/* Outputs [first, last) from `streams` equal parts of w at once, and the few left over. */
-INLINE void dot_streams(const struct linear *a, int64_t first, int64_t last, const int streams,
-                        const int locality) {
-    int64_t step = (last - first) / streams;
-    for (int64_t n = first; n < first + step; n++) dot_tokens(a, n, step, streams, locality);
-    for (int64_t n = first + step * streams; n < last; n++) dot_tokens(a, n, 1, 1, locality);
+/* Few tokens are multiplied with several panels that lie far apart: with one, their few sums would
+   wait for each other, and so would the memory. */
+INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, const int is_half) {
+    int64_t step = (last - first) / (a->tokens == 1 ? 4 : 2);
+    for (int64_t panel = first; panel < first + step; panel++) {
+        switch (a->tokens) {
+            case 1: tile(a, 0, panel, step, 1, 4, is_half); break;
+            case 2: tile(a, 0, panel, step, 2, 2, is_half); break;
+            case 3: tile(a, 0, panel, step, 3, 2, is_half); break;
+#if MAX_TOKENS == 12
+            case 4: tile(a, 0, panel, step, 4, 2, is_half); break;
+            case 5: tile(a, 0, panel, step, 5, 2, is_half); break;
+            case 6: tile(a, 0, panel, step, 6, 2, is_half); break;
+#endif
+        }
+    }
+    return first + step * (a->tokens == 1 ? 4 : 2);
 }
 
-INLINE void dot_all(const struct linear *a, int64_t first, int64_t last, const int locality) {
-    if (a->tokens == 1) {
-        dot_streams(a, first, last, 8, locality);
-    } else if (a->tokens < 4) {
-        dot_streams(a, first, last, 4, locality);
-    } else {
-        dot_streams(a, first, last, 2, locality);
+/* The tiles of one panel with tokens [start, end), all of nearly the same size. */
+INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t panel, const int is_half) {
+    int64_t tiles = (end - start + MAX_TOKENS - 1) / MAX_TOKENS;
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t token = start + (end - start) * i / tiles, next = start + (end - start) * (i + 1) / tiles;
+        tile_of(a, token, panel, next - token, is_half);
     }
+}
+
+/* As for float32, with each panel widened once for all tiles; `wide` has the room. */
+static void widened(const struct linear *a, int64_t start, int64_t end, int64_t panel, float *wide) {
+    const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
+    struct linear one = *a; /* of which this is panel 0 */
+    for (int64_t i = 0; i < a->inputs * PANEL; i += WIDTH) {
+        *(vec *)(wide + i) = load_weights((const char *)(w + i), 1);
+    }
+    one.w = wide - panel * PANEL * a->inputs;
+    tiles_of(&one, start, end, panel, 0);
 }
 
 static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t last) {
-    switch (a->locality) {
-        case 0: dot_all(a, first, last, 0); break;
-        case 1: dot_all(a, first, last, 1); break;
-        case 2: dot_all(a, first, last, 2); break;
-        case 3: dot_all(a, first, last, 3); break;
-        default: dot_all(a, first, last, -1);
+    const int64_t block = tokens_at_once(a->inputs, MAX_TOKENS);
+    float *wide = NULL;
+    if (a->tokens <= MAX_TOKENS / 2) {
+        first = a->is_half ? few_tokens(a, first, last, 1) : few_tokens(a, first, last, 0);
     }
+    if (a->is_half && a->tokens > 2 * MAX_TOKENS) wide = malloc(a->inputs * PANEL * sizeof(float));
+    for (int64_t start = 0; start < a->tokens; start += block) {
+        int64_t end = start + block < a->tokens ? start + block : a->tokens;
+        for (int64_t panel = first; panel < last; panel++) {
+            if (wide) widened(a, start, end, panel, wide);
+            else if (a->is_half) tiles_of(a, start, end, panel, 1);
+            else tiles_of(a, start, end, panel, 0);
+        }
+    }
+    free(wide);
 }
 
 #undef JOIN_
 #undef JOIN
 #undef vec
-#undef dot_rows
-#undef dot_tokens
-#undef dot_streams
-#undef dot_all
+#undef halves
+#undef words
+#undef load_weights
+#undef store_sums
+#undef tile
+#undef tile_of
+#undef tiles_of
+#undef widened
+#undef few_tokens
+#undef PANEL

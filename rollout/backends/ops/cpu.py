@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,18 +46,14 @@ class CpuOps(ReferenceOps):
         """x @ weight.T + bias, [T, N]."""
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
-    def stage(  # type: ignore[override]
-        self, handle: LinearHandle, parts: Sequence[Tensor]
-    ) -> Tensor | None:
+    def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:  # type: ignore[override]
         """The packed copy of the weight to come, None where none is kept."""
         if handle.packing is None:
             return None
         dtype = handle.weight_NK.dtype
         return handle.packing.pack(torch.cat([part.detach().to(dtype) for part in parts]))
 
-    def refresh(  # type: ignore[override]
-        self, handle: LinearHandle, staged: Tensor | None = None
-    ) -> None:
+    def refresh(self, handle: LinearHandle, staged: Any = None) -> None:  # type: ignore[override]
         """Take the staged packed copy, or pack again, after the weight was changed in place."""
         handle.refresh(staged)
 
@@ -64,13 +61,14 @@ class CpuOps(ReferenceOps):
         """Drop the packed copy; plain products stand in until `refresh`."""
         handle.release()
 
-    def packed(self, handle: LinearHandle) -> Tensor | None:  # type: ignore[override]
+    def packed(self, handle: LinearHandle) -> Any:  # type: ignore[override]
         """The packed copy, if it can be unpacked; `refresh` replaces it and never writes to it."""
         return handle.packed if handle.packing is not None and handle.packing.unpacks else None
 
-    def unpack(self, packed: Tensor) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """The weight; its packed copy only has its numbers in another order."""
-        return packed.to_dense()
+        weight_NK: Tensor = packed.to_dense()
+        return weight_NK
 
 
 def default_selection(kernels: Kernels | None = None) -> ProductSelection:

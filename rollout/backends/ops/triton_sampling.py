@@ -54,7 +54,7 @@ def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResul
     chunk_statistics_kernel[(num_rows, num_chunks)](
         *(max_SC, mass_SC, raw_mass_SC, *logits, *scale), CHUNK=CHUNK
     )
-    kept = (None, None, None, None)
+    kept: tuple[Tensor | None, ...] = (None, None, None, None)
     if sampling.any_truncation:
         kept = _truncate(logits_SV, max_SC, mass_SC, sampling)
     draw_kernel[(num_rows,)](

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +18,24 @@ from rollout.backends.native.kernels import Kernels, LinearArgs
 
 _PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
 _PROBED_ROWS = (1, 3, 64, 129)
-_MIN_WEIGHTS_PER_THREAD = 1 << 19
-_HINTS = {"none": -1, "nta": 0, "t2": 1, "t1": 2, "t0": 3}  # named after the x86 instructions
+_MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 class Product:
     """One way to compute a product. This one is torch's own, with the weight as it is stored.
 
     `kind` groups the variants of one implementation. `packs`: it needs a packed copy of the weight.
-    `unpacks`: `to_dense` of that copy gives the very weight. `max_rows`: with more rows than this
-    it is never the fastest, so it is not timed.
+    `unpacks`: `to_dense` of that copy gives the very weight.
     """
 
     name = kind = "plain"
     packs = unpacks = False
-    max_rows: int | None = None
 
     def suits(self, weight_NK: Tensor) -> bool:
         """Whether it can multiply with this weight."""
         return True
 
-    def pack(self, weight_NK: Tensor) -> Tensor | None:
+    def pack(self, weight_NK: Tensor) -> Any:
         """The copy of the weight that it needs; None if it needs none."""
         return None
 
@@ -50,16 +48,20 @@ PLAIN = Product()
 
 
 class LinearHandle:
-    """A linear layer's weight, at most one packed copy of it, and a product for each bucket."""
+    """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    __slots__ = ("bias_N", "chosen", "packed", "packing", "products", "weight_NK")
+    `generation` counts how often the packed copy or the products have changed.
+    """
+
+    __slots__ = (*("bias_N", "chosen", "generation", "packed", "packing", "products", "weight_NK"),)
 
     def __init__(
         self, weight_NK: Tensor, bias_N: Tensor | None, products: Sequence[Product]
     ) -> None:
         self.weight_NK, self.bias_N = weight_NK, bias_N
         self.packing: Product | None = None
-        self.packed: Tensor | None = None
+        self.packed: Any = None
+        self.generation = 0
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
@@ -69,19 +71,22 @@ class LinearHandle:
         self.chosen, self.packing = tuple(products), packing
         if is_packed:
             self.products = self.chosen
+            self.generation += 1
         else:
             self.release()
             self.refresh()
 
-    def refresh(self, staged: Tensor | None = None) -> None:
+    def refresh(self, staged: Any = None) -> None:
         """Take the staged packed copy, or make one of the weight as it is now."""
         if staged is None and self.packing is not None:
             staged = self.packing.pack(self.weight_NK)
         self.packed, self.products = staged, self.chosen
+        self.generation += 1
 
     def release(self) -> None:
         """Drop the packed copy; until `refresh`, the plain product stands in."""
         self.packed = None
+        self.generation += 1
         self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
 
 
@@ -127,40 +132,82 @@ class MklProduct(Product):
         return y_TN
 
 
+class NativeWeight:
+    """A weight in the compiled kernel's own layout, which only reorders the numbers.
+
+    `panels_PKW` holds P panels of W outputs, for each of the K inputs; W is two vectors' floats.
+    """
+
+    __slots__ = ("_kernels", "num_outputs", "panels_PKW")
+
+    def __init__(self, kernels: Kernels, weight_NK: Tensor, lanes: int) -> None:
+        """Pack `weight_NK`, contiguous float32 or bfloat16, in panels of 2 * `lanes` outputs."""
+        self._kernels = kernels
+        self.num_outputs, num_inputs = weight_NK.shape
+        num_panels = -(-self.num_outputs // (2 * lanes))
+        self.panels_PKW = torch.empty(num_panels, num_inputs, 2 * lanes, dtype=weight_NK.dtype)
+        self._reorder("pack", self.panels_PKW, weight_NK)
+
+    def to_dense(self) -> Tensor:
+        """The weight, [N, K]."""
+        num_inputs, dtype = self.panels_PKW.shape[1], self.panels_PKW.dtype
+        weight_NK = torch.empty(self.num_outputs, num_inputs, dtype=dtype)
+        self._reorder("unpack", weight_NK, self.panels_PKW)
+        return weight_NK
+
+    def _reorder(self, verb: str, target: Tensor, source: Tensor) -> None:
+        size = "half" if target.dtype == torch.bfloat16 else "float"
+        function = getattr(self._kernels, f"{verb}_{size}")
+        num_panels, num_inputs, width = self.panels_PKW.shape
+        shape = self.num_outputs, num_inputs, width
+
+        def work(first: int, last: int) -> None:
+            function(target.data_ptr(), source.data_ptr(), *shape, first, last)
+
+        self._kernels.split(num_panels, work, _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1)
+
+
 class NativeProduct(Product):
-    """The compiled kernel's, which reads the weight as it is stored, once for a few rows."""
+    """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
+
+    It computes in float32. What a row of x gets does not depend on the rows beside it.
+    """
 
     kind = "native"
-    max_rows = 32  # beyond, its arithmetic outweighs the reading that it saves
+    packs = unpacks = True
 
-    def __init__(self, kernels: Kernels, lanes: int, hint: str) -> None:
-        self.name = f"native-{32 * lanes}-{hint}"
+    def __init__(self, kernels: Kernels, lanes: int) -> None:
+        self.name = f"native-{32 * lanes}"
         self._kernels = kernels
-        self._lanes = lanes
-        self._variant = lanes, _HINTS[hint]
+        self.lanes = lanes
 
     def suits(self, weight_NK: Tensor) -> bool:
-        is_plain = weight_NK.dtype == torch.float32 and weight_NK.is_contiguous()
-        return is_plain and weight_NK.is_cpu and weight_NK.shape[1] % self._lanes == 0
+        return weight_NK.is_cpu and weight_NK.dtype in (torch.float32, torch.bfloat16)
+
+    def pack(self, weight_NK: Tensor) -> NativeWeight:
+        return NativeWeight(self._kernels, weight_NK.detach().contiguous(), self.lanes)
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        if x_TK.stride(1) != 1 or x_TK.dtype != torch.float32:
-            return super().__call__(x_TK, handle)
+        x_TK = x_TK.float()
+        if x_TK.stride(1) != 1:
+            x_TK = x_TK.contiguous()
         num_tokens, num_inputs = x_TK.shape
-        weight_NK, bias_N = handle.weight_NK, handle.bias_N
-        num_outputs = weight_NK.shape[0]
+        panels_PKW, num_outputs = handle.packed.panels_PKW, handle.packed.num_outputs
+        bias_N = None if handle.bias_N is None else handle.bias_N.float()
         y_TN = torch.empty(num_tokens, num_outputs, dtype=torch.float32)
         args = LinearArgs(
-            *(y_TN.data_ptr(), x_TK.data_ptr(), weight_NK.data_ptr()),
+            *(y_TN.data_ptr(), x_TK.data_ptr(), panels_PKW.data_ptr()),
             None if bias_N is None else bias_N.data_ptr(),
-            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), *self._variant),
+            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
+            *(panels_PKW.dtype == torch.bfloat16, False),
         )
 
         def work(first: int, last: int) -> None:
             self._kernels.linear(addressof(args), first, last)
 
-        self._kernels.split(num_outputs, work, _MIN_WEIGHTS_PER_THREAD // num_inputs + 1)
-        return y_TN
+        num_panels, _, width = panels_PKW.shape
+        self._kernels.split(num_panels, work, _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1)
+        return y_TN.to(panels_PKW.dtype)
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:
@@ -174,8 +221,7 @@ def _native_products(kernels: Kernels | None) -> Iterator[Product]:
     if kernels is not None:
         for lanes in (16, 8):
             if lanes <= kernels.linear_max_lanes():
-                for hint in reversed(_HINTS):
-                    yield NativeProduct(kernels, lanes, hint)
+                yield NativeProduct(kernels, lanes)
 
 
 def _is_floating_on_cpu(weight_NK: Tensor) -> bool:

@@ -14,7 +14,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the 
 # By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 
-_MIN_MARGIN = 0.02  # by which a product must be faster than the default to replace it
+_MIN_MARGIN = 0.02  # by which a product, or a packed copy, must beat the default to replace it
 _MARGIN_OF_ONE_ROUND = 0.10
 _COST_OF_NO_DEFAULT = 1.25  # relative to the default product, where nothing was measured
 
@@ -33,11 +33,11 @@ def bucket_of(num_rows: int) -> int:
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
-    """The rule without measurements: to 16 rows native, to 128 oneDNN, then plain.
+    """The rule without measurements: native; without it to 128 rows oneDNN, then plain.
 
-    Where a kind is missing, the next one takes its place. `candidates` hold the plain one.
+    `candidates` hold the plain one.
     """
-    kinds = ["native"] * (num_rows <= 16) + ["onednn"] * (num_rows <= 128)
+    kinds = ["native"] + ["onednn"] * (num_rows <= 128)
     for kind in kinds:
         for product in candidates:
             if product.kind == kind:
@@ -63,15 +63,19 @@ def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
     """The fastest choosable product of each bucket, where all share one packed copy, or need none.
 
     Of the packed copies, and of none, the one is taken for which the sum of the buckets' times,
-    each relative to the fastest product of its bucket, is smallest; none if the sums are equal.
-    Within a bucket a product must beat the default one by more than the noise.
+    each relative to the fastest product of its bucket, is smallest. Another than the default one's
+    must be better by a margin, and within a bucket a product must beat the default by more than
+    the noise.
     """
     candidates = [product for product in choosable(candidates) if product.name in seconds]
+    defaults = [default_product(num_rows, candidates) for num_rows in BUCKETS]
     options = []
     for packing in (None, *(product for product in candidates if product.packs)):
         allowed = [product for product in candidates if not product.packs or product is packing]
         picks = [_pick(bucket, seconds, allowed).name for bucket in range(len(BUCKETS))]
-        options.append((_relative_cost(picks, seconds, candidates), picks))
+        is_default = packing is next((p for p in defaults if p.packs), None)
+        cost = _relative_cost(picks, seconds, candidates)
+        options.append((cost * (1 - _MIN_MARGIN * is_default), picks))
     _, picks = min(options, key=lambda option: option[0])
     times = [min(seconds[name][bucket], default=None) for bucket, name in enumerate(picks)]
     return Choice(

@@ -115,7 +115,7 @@ def _rows(bucket: int) -> str:
 
 
 def _summary(choice: Choice) -> str:
-    """Such as "native-256-t0 from 1, onednn from 32 rows"."""
+    """Such as "native-256 from 1, plain from 129 rows"."""
     parts = []
     num_rows = 1
     for name, buckets in groupby(zip(choice.products, BUCKETS, strict=True), lambda pair: pair[0]):

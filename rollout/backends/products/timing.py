@@ -99,12 +99,10 @@ class _Sample:
 
     def is_contender(self, product: Product, bucket: int, index: int) -> bool:
         """Whether the product takes part in round `index`: all that can do in the first one."""
-        num_rows = BUCKETS[bucket]
-        is_small = product.max_rows is None or num_rows <= product.max_rows
-        if product not in self._candidates or not is_small:
+        if product not in self._candidates:
             return False
         fastest = fastest_of(bucket, self.seconds)[:_MAX_CONTENDERS]
-        is_default = product is default_product(num_rows, self._candidates)
+        is_default = product is default_product(BUCKETS[bucket], self._candidates)
         return index == 0 or is_default or product.name in fastest
 
     def arguments(self, product: Product, bucket: int) -> tuple[Tensor, LinearHandle]:

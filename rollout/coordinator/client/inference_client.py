@@ -40,8 +40,6 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import as_tokenizer
 
 _logger = logging.getLogger(__name__)
-# Above a coordinator's commit_grace_s and abort_grace_s: it may answer so long after a deadline.
-_GRACE_S = 15.0
 COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
@@ -90,8 +88,8 @@ class InferenceClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._news = asyncio.Event()
-        self._requests = PendingRequests(self._send, self._tokenizer, _GRACE_S)
-        self._commands = PendingCommands(self._send, _GRACE_S)
+        self._requests = PendingRequests(self._send, self._tokenizer)
+        self._commands = PendingCommands(self._send)
         self._lost: RolloutError | None = None
         self._is_stopped = self._is_flush_due = False
 
@@ -126,7 +124,7 @@ class InferenceClient:
         )
         try:
             await asyncio.to_thread(self._link.wait_registered, timeout_s)
-        except BaseException:
+        except BaseException:  # a cancelled start must not leave the link's thread, either
             await self.aclose()
             raise
         self._take(self._link.receive())
@@ -437,6 +435,7 @@ class InferenceClient:
             elif isinstance(message, ConnectAck):
                 self.coordinator = message
                 self._requests.welcome(message)
+                self._commands.grace_s = message.answer_grace_s
 
     def _lose(self, error: RolloutError) -> None:
         self._lost = error

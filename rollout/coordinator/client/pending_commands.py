@@ -22,11 +22,11 @@ CommandFuture = asyncio.Future[dict[str, Any]]
 
 
 class PendingCommands:
-    """Futures by command id. Lives in one event loop. One that nobody looks at warns nobody."""
+    """Futures by command id. Lives in one event loop. One that nobody looks at warns nobody.
+    `grace_s`: how long after a deadline the coordinator may still answer, as it says."""
 
-    def __init__(self, send: Callable[[Message], None], grace_s: float) -> None:
-        """`grace_s`: how long after a deadline the coordinator may still answer."""
-        self._send, self._grace_s = send, grace_s
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self.grace_s = send, 0.0
         self._futures: dict[int, CommandFuture] = {}
 
     def submit(self, command: Command | UpdateWeights) -> CommandFuture:
@@ -41,7 +41,7 @@ class PendingCommands:
         future.add_done_callback(_retrieve_exception)
         future.add_done_callback(lambda _: self._futures.pop(command_id, None))
         if command.deadline_s is not None:
-            limit_s = command.deadline_s + self._grace_s
+            limit_s = command.deadline_s + self.grace_s
             name = command_name(command)
             error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
             timer = loop.call_later(limit_s, set_exception, future, error)

@@ -61,22 +61,21 @@ class PendingRequests:
     failed. Then it is to be aborted.
     """
 
-    def __init__(
-        self, send: Callable[[Message], None], tokenizer: Tokenizer | None, grace_s: float
-    ) -> None:
-        """`grace_s`: how long after a deadline the coordinator may still answer."""
-        self._send, self._tokenizer, self._grace_s = send, tokenizer, grace_s
+    def __init__(self, send: Callable[[Message], None], tokenizer: Tokenizer | None) -> None:
+        self._send, self._tokenizer = send, tokenizer
         self.futures: dict[int, RequestFuture] = {}
         self._requests: dict[int, _Request] = {}
         self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
         self._order = count()
         self._num_sent = self._num_sent_bytes = 0  # of those whose replies are not here
         self._max_sent = self._max_sent_bytes = 0
+        self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
         self._to_abort: list[int] = []
         self._to_acknowledge: list[Attempt] = []
 
     def welcome(self, ack: ConnectAck) -> None:
-        """The coordinator says how much it takes."""
+        """The coordinator says how much it takes, and how late it may answer."""
+        self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
 
     # ---- submitting
@@ -84,8 +83,8 @@ class PendingRequests:
     def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
         """Send, or hold, all of them or none. Returns a future per sample.
 
-        What no frame can carry fails by itself. So does, `grace_s` seconds after its deadline, a
-        request that the coordinator does not answer.
+        What no frame can carry fails by itself. So does a request that the coordinator
+        does not answer, some time after its deadline.
         """
         added: list[list[RequestFuture]] = []
         try:
@@ -93,7 +92,7 @@ class PendingRequests:
                 added.append([])
                 self._add(submission, added[-1])
             self._send_held()
-        except BaseException:  # also a KeyboardInterrupt
+        except BaseException:  # after a KeyboardInterrupt, too, nobody has the futures
             for future in (future for futures in added for future in futures):
                 future.cancel()
             raise

@@ -71,6 +71,7 @@ class Clients:
             weights_version=self._fleet.weights_version,
             lease_s=limits.client_lease_s,
             heartbeat_s=limits.heartbeat_s,
+            answer_grace_s=limits.answer_grace_s,
             max_requests=limits.max_client_requests,
             max_request_bytes=limits.max_client_request_bytes,
             is_resumed=is_resumed,

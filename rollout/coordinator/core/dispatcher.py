@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.request_table import EngineSession, Group, Request, RequestTable
-from rollout.coordinator.protocol.messages import AssignRequest, Credit, RunningAttempt, Sample
+from rollout.coordinator.protocol.messages import AssignRequest, Attempt, Credit, Sample
 from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
@@ -87,7 +87,7 @@ class Dispatcher:
         """`block_size_tokens`: None routes without looking at prefixes."""
         self._context, self._table = context, table
         self._policy, self._recorder = policy, recorder
-        self._block_size = block_size_tokens
+        self.block_size_tokens = block_size_tokens
         self._queue = GroupQueue()
         self._last_chances: dict[int, Request] = {}
         self._ready: dict[int, EngineSession] = {}  # by rank
@@ -96,9 +96,9 @@ class Dispatcher:
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
         """The block hashes to route by; [] where prefixes do not matter."""
-        if self._block_size is None or len(prompt_tokens) < self._block_size:
+        if self.block_size_tokens is None or len(prompt_tokens) < self.block_size_tokens:
             return []
-        return compute_block_hashes_batched(prompt_tokens, self._block_size)
+        return compute_block_hashes_batched(prompt_tokens, self.block_size_tokens)
 
     # ---- engines
 
@@ -127,11 +127,12 @@ class Dispatcher:
             self._watch_orphans(self._waiting_groups(), now)
         return requests
 
-    def weights_changed(self, engines: Iterable[EngineSession]) -> None:
-        """What these engines have cached was written under other weights."""
+    def caches_dropped(self, engines: Iterable[EngineSession]) -> None:
+        """These engines reuse no block that they had cached: they serve other weights, or have
+        released their KV memory."""
         for engine in engines:
             if engine.is_ready:
-                self._policy.weights_changed(engine.rank)
+                self._policy.cache_dropped(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
         """The engine accepts so many requests since it registered; the latest number counts.
@@ -184,7 +185,7 @@ class Dispatcher:
         if engine.last_chance_id == request.server_id:
             engine.last_chance_id = None
 
-    def reclaim(self, engine: EngineSession, running: Sequence[RunningAttempt]) -> None:
+    def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
         """Leave to a registering engine the attempts that still count: the current ones of
         requests that it had last and nobody has got since."""
         for held in running:

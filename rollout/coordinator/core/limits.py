@@ -19,7 +19,8 @@ class CoordinatorLimits:
     command_deadline_s: of commands that name none.
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
     abort_grace_s: how long an aborted request waits for its engine's record.
-    commit_grace_s: least time engines have for a commit, once it is decided, and for one step.
+    commit_grace_s: least time engines have for a commit once it is decided. One that is amid work
+    has longer: it may make steps, none of which takes longer than progress_deadline_s.
     report_interval_tokens: most tokens of a request between two reports of its engine.
     max_client_requests: unfinished requests of one client; a client holds the others back.
     max_requests: unfinished requests and kept replies of all clients.
@@ -67,6 +68,12 @@ class CoordinatorLimits:
                     f"{name}={getattr(self, name)} must be at least twice "
                     f"heartbeat_s={self.heartbeat_s}"
                 )
+
+    @property
+    def answer_grace_s(self) -> float:
+        """How long after its deadline a request or command may still be answered: a commit that is
+        decided just then waits for the step under way and the next one. With time for the way."""
+        return max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
 
 
 def num_ahead(max_requests: int) -> int:

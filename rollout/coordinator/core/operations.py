@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
+from rollout.config import KVCacheManagementMode
 from rollout.coordinator.core.fleet import EPOCH_COMMANDS, CommittedWeights
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
@@ -30,6 +31,8 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
+
+_RECOMPUTE = KVCacheManagementMode.RECOMPUTE.value  # the mode that keeps no cached block
 
 
 class Operation:
@@ -167,6 +170,12 @@ class StateChange(Operation):
             before = self.fleet.state
             self.fleet.change_state(self.message)
             logger.info("%s -> %s", before.name, self.fleet.state.name)
+            if self.message.header is Headers.SUSPEND and "kv_cache" in self.fleet.released:
+                self.registry.dispatcher.caches_dropped(
+                    engine
+                    for engine in self.members.values()
+                    if self.results.get(engine.rank, {}).get("mode") == _RECOMPUTE
+                )
         super().complete(now)
 
     def timed_out(self, now: float) -> None:
@@ -213,7 +222,7 @@ class EpochChange(Operation):
             else:
                 reason = f"{self.name} was not confirmed"
                 self.registry.remove(engine, reason, now, suspects=())
-        self.registry.dispatcher.weights_changed(self.members.values())
+        self.registry.dispatcher.caches_dropped(self.members.values())
 
 
 class WeightCommit(Operation):
@@ -262,7 +271,7 @@ class WeightCommit(Operation):
 
     def complete(self, now: float) -> None:
         if self._is_decided:
-            self.registry.dispatcher.weights_changed(self.members.values())
+            self.registry.dispatcher.caches_dropped(self.members.values())
             super().complete(now)
         elif self.refusals:
             self._roll_back(next(iter(self.refusals.values())), now)
@@ -282,12 +291,21 @@ class WeightCommit(Operation):
             ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
             self._refuse(f"no vote in time from rank {ranks}", now)
             return
-        for engine in self.stop_waiting_for_all(now):
+        # One that makes steps takes the commit between two of them, and confirms it after another.
+        longest_step_s = self.context.limits.progress_deadline_s
+        ends = {i: e.progress_at + longest_step_s for i, e in self.waiting.items() if e.is_stepping}
+        for engine in list(self.waiting.values()):
+            if now < ends.get(engine.engine_id, 0.0):
+                continue
+            self.stop_waiting(engine, now)
             reason = f"it did not commit version {self._version} in time"
             self.registry.remove(engine, reason, now, suspects=())
             self.members.pop(engine.engine_id)
             self.lost_ranks.append(engine.rank)
-        self.complete(now)
+        if self.waiting:
+            self.deadline_at = min(ends[engine_id] for engine_id in self.waiting)
+        else:
+            self.complete(now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
         """The checksum that source and members name, and what is wrong if they name several."""
@@ -332,8 +350,7 @@ class WeightCommit(Operation):
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)
         for engine in self.members.values():
-            rollback = Rollback(command_id=self.command_id, version=self._version)
-            self.context.send(engine, rollback)
+            self.context.send(engine, Rollback(command_id=self.command_id))
         self.outcome = error
 
 

@@ -26,7 +26,7 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.engine.state import EngineState
-from rollout.errors import EngineStateError, RolloutError, WeightUpdateError
+from rollout.errors import ConfigError, EngineStateError, RolloutError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,13 @@ class Registry:
 
     def _refusal(self, message: Register) -> RolloutError | None:
         weights, version = self.fleet.weights, message.weights_version
+        own, routed = message.block_size_tokens, self.dispatcher.block_size_tokens
+        if routed is not None and (own < 1 or routed % own):
+            return ConfigError(
+                f"the engine's blocks have {own} tokens, and prompts are routed by blocks of "
+                f"{routed}: an engine may lack the block it is chosen for; start it with "
+                f"block_size_tokens={routed}"
+            )
         if self.fleet.state is CoordinatorState.STOPPING:
             return EngineStateError("the fleet is stopped; no engine is taken any more")
         num_others = len({*self.engines, *self._registered} - {message.engine_id})
@@ -213,11 +220,9 @@ class Registry:
         is_running = state is CoordinatorState.RUNNING
         ack = RegisterAck(
             coordinator_id=self.context.coordinator_id,
-            rank=engine.rank,
             state=EngineState.PAUSED.name if is_renumbered and is_running else state.name,
             lease_s=limits.engine_lease_s,
             heartbeat_s=limits.heartbeat_s,
-            progress_deadline_s=limits.progress_deadline_s,
             report_interval_tokens=limits.report_interval_tokens,
             weights_version=weights.version,
             weights=weights.source if is_behind else None,
@@ -227,8 +232,7 @@ class Registry:
         self.context.send(engine, ack)
         if prepared_command_id is not None and ack.weights is None:
             # Had it been committed, there would be a source, and what is fetched replaces it.
-            rollback = Rollback(command_id=prepared_command_id, version=weights.version)
-            self.context.send(engine, rollback)
+            self.context.send(engine, Rollback(command_id=prepared_command_id))
         if is_renumbered:
             self._command(engine, Headers.SET_GENERATION_EPOCH, {"version": weights.version})
             if is_running:
@@ -248,10 +252,8 @@ class Registry:
         status = message.status
         if status is not None:
             before, engine.status = engine.status, status
-            has_work = status.num_waiting + status.num_running > 0
-            is_stepping = status.state == EngineState.RUNNING.name and has_work
             has_stepped = before is None or status.num_steps != before.num_steps
-            if has_stepped or not is_stepping or not engine.is_ready or engine.num_awaited:
+            if has_stepped or not engine.is_stepping or not engine.is_ready:
                 engine.progress_at = now
             if not engine.is_ready:
                 engine.weights_version = status.weights_version

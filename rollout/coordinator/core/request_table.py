@@ -21,6 +21,7 @@ from rollout.coordinator.protocol.messages import (
     WireError,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
+from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError
 
 K = TypeVar("K", bound=Hashable)
@@ -110,6 +111,14 @@ class EngineSession:
     last_chance_id: int | None = None
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it runs and has work, by its last heartbeat."""
+        status = self.status
+        if status is None or status.state != EngineState.RUNNING.name:
+            return False
+        return status.num_waiting + status.num_running > 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (engine {self.engine_id.hex()[:8]})"

@@ -128,7 +128,7 @@ class EngineAgent:
             weights_checksum=self._updates.checksum,
             block_size_tokens=self._block_size,
             max_requests=self._max_requests,
-            running=tuple(self._requests.held()),
+            running=self._requests.held(),
             prepared_command_id=self._registered_vote,
         )
 
@@ -236,7 +236,7 @@ class EngineAgent:
         votes = [*confirmed, *(self._cancel_update() if self._ends_staging(message) else [])]
         try:
             answer = Ack(command_id=message.command_id, result=self._do(message))
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is the command's answer
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
@@ -358,7 +358,7 @@ class EngineAgent:
             if self._lacks_weights_of(entry):
                 return []
             self._reach(EngineState[entry.state])
-        except Exception as fault:
+        except Exception as fault:  # memory may be short, or the publisher gone, for a while
             self._num_entry_failures += 1
             if self._num_entry_failures == _MAX_ENTRY_FAILURES:
                 raise

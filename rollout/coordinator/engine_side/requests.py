@@ -12,7 +12,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     Message,
     Progress,
-    RunningAttempt,
     Sample,
     WireError,
 )
@@ -75,20 +74,13 @@ class EngineRequests:
         """Attempts that have not ended, in the engine's queue or beyond."""
         return len(self._running)
 
-    def held(self) -> list[RunningAttempt]:
-        """All attempts with the tokens told of them; those ended and not acknowledged included.
+    def held(self) -> tuple[Attempt, ...]:
+        """All attempts; those that have ended and are not acknowledged included.
 
         Another thread may ask: the dictionaries are copied in one go, and the engine is not asked.
         """
-        running = [
-            RunningAttempt(request_id=i, attempt=r.attempt, num_tokens=r.num_reported)
-            for i, r in list(self._running.items())
-        ]
-        ended = [
-            RunningAttempt(request_id=i, attempt=reply.attempt, num_tokens=0)
-            for i, reply in list(self._ended.items())
-        ]
-        return running + ended
+        running, ended = list(self._running.items()), list(self._ended.items())
+        return tuple(Attempt(request_id=i, attempt=each.attempt) for i, each in running + ended)
 
     def attempts(self, request_ids: Iterable[int]) -> tuple[Attempt, ...]:
         """Those of running requests, by their ids."""

@@ -34,7 +34,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
                 continue
             try:
                 outbox = agent.step()
-            except Exception as error:
+            except Exception as error:  # one step may fail for a reason that passes
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:
                     link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 # Peers of different versions do not talk. Any change of a header or of a field raises it.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Headers(IntEnum):

@@ -45,14 +45,6 @@ class Attempt(WireData, frozen=True, kw_only=True):
     attempt: Count = 0
 
 
-class RunningAttempt(WireData, frozen=True, kw_only=True):
-    """An attempt that an engine still holds, finished or not, and its generated tokens."""
-
-    request_id: Count
-    attempt: Count
-    num_tokens: Count
-
-
 class Sample(WireData, frozen=True, kw_only=True):
     """One request of a group. `sampling_params`: packed by `pack_params`, for the engine to read.
 
@@ -159,7 +151,8 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
-    long has vanished. heartbeat_s: how often it should send one. max_requests, max_request_bytes:
+    long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how long
+    after its deadline a request or command may still be answered. max_requests, max_request_bytes:
     the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
     is_resumed: this client was here before, and nothing of it is forgotten.
     """
@@ -171,6 +164,7 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     weights_version: Version
     lease_s: Seconds
     heartbeat_s: Seconds
+    answer_grace_s: Seconds
     max_requests: Count = 2**16
     max_request_bytes: Count = 2**30
     is_resumed: bool = False
@@ -179,9 +173,9 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
 class Register(Message, frozen=True, kw_only=True, tag=73):
     """Engine -> coordinator, first of all and whenever its lease has run out.
 
-    engine_id: a uuid, one for the life of the process. state: name of its state.
-    prepared_command_id: the Prepare it has voted yes to and has no decision on; Commit or Rollback
-    follows the RegisterAck.
+    engine_id: a uuid, one for the life of the process. state: name of its state. running: the
+    attempts that it still holds, those that have ended included. prepared_command_id: the Prepare
+    that it has voted yes to and has no decision on; Commit or Rollback follows the RegisterAck.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -191,27 +185,24 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
     weights_checksum: Name
     block_size_tokens: Count
     max_requests: Count
-    running: Annotated[tuple[RunningAttempt, ...], Meta(max_length=MAX_ITEMS)] = ()
+    running: Attempts = ()
     prepared_command_id: Count | None = None
 
 
 class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     """Coordinator -> engine: what to be. The engine aborts all attempts that `keep` does not name.
 
-    rank: its place, small integers. state: the one to enter before it gets work.
-    lease_s: stop stepping when the coordinator was not heard for so long. heartbeat_s: how often to
-    send one. progress_deadline_s: a step count that stands still for so long, with work to do, is
-    death. report_interval_tokens: most tokens of a request between two reports (Progress).
+    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator was not
+    heard for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
+    tokens of a request between two reports (Progress).
     weights: where to get `weights_version`, None if the engine serves it. session: names this
     registration in the engine's Credit.
     """
 
     coordinator_id: Uuid
-    rank: Count
     state: Name
     lease_s: Seconds
     heartbeat_s: Seconds
-    progress_deadline_s: Seconds
     report_interval_tokens: Count
     weights_version: Version
     weights: WeightsSource | None = None
@@ -285,7 +276,6 @@ class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
     """Coordinator -> client: new tokens of a request that it streams."""
 
     request_id: Count
-    attempt: Count = 0
     tokens: TokenRun
 
 
@@ -415,7 +405,6 @@ class Rollback(Message, frozen=True, kw_only=True, tag=80):
     was."""
 
     command_id: Count
-    version: Version
 
 
 COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(

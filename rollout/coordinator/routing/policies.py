@@ -31,11 +31,9 @@ class RoutingPolicy(Protocol):
         """The rank takes no more. Its blocks and unfinished requests are gone: those are assigned
         again, never reported as finished."""
 
-    def weights_changed(self, rank: int) -> None:
-        """What the rank has cached was written under other weights than it serves now."""
-
-    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
-        """The rank dropped these blocks."""
+    def cache_dropped(self, rank: int) -> None:
+        """The rank reuses no block that it had cached: it serves other weights now, or has released
+        its KV memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         """One of `ranks`, the joined ones that have room, for samples of a prompt with these
@@ -81,12 +79,8 @@ class LongestPrefixPolicy(RoundRobinPolicy):
     def rank_left(self, rank: int) -> None:
         self._ownership.remove_rank(rank)
 
-    def weights_changed(self, rank: int) -> None:
-        """Its blocks are forgotten: an engine does not reuse them under other weights."""
+    def cache_dropped(self, rank: int) -> None:
         self._ownership.drop_rank(rank)
-
-    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
-        self._ownership.drop_blocks(rank, hashes)
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         owner = self._ownership.longest_match_owner(hashes)

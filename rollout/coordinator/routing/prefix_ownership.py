@@ -57,15 +57,6 @@ class PrefixOwnership:
         self.remove_rank(rank)
         self.add_rank(rank)
 
-    def drop_blocks(self, rank: int, hashes: Sequence[int]) -> None:
-        """The rank no longer owns these blocks; unknown ones are ignored."""
-        tenure = self._tenure_of_rank[rank]
-        for block_hash in hashes:
-            if self._latest.get(block_hash) == tenure:
-                self._drop_latest(block_hash)
-            elif tenure in self._earlier.get(block_hash, ()):
-                self._drop_earlier(block_hash, tenure)
-
     def latest_owner(self, block_hash: int) -> int | None:
         """The rank that was assigned this block last and still owns it; None if nobody does."""
         while (tenure := self._latest.get(block_hash)) is not None:

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams, Status
-from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -554,16 +554,16 @@ def test_a_batch_with_a_malformed_prompt_is_not_sent_at_all():
 def test_an_interrupt_amid_a_batch_aborts_what_of_it_was_sent(monkeypatch):
     async def test(client, router):
         before = client.add_request([9], PARAMS)
-        send, num_sent = client._requests._send, 0
+        queue, num_sent = Link.queue, 0
 
-        def interrupted(message):
+        def interrupted(link, message):
             nonlocal num_sent
-            send(message)
+            queue(link, message)
             num_sent += 1
             if num_sent == 3:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(client._requests, "_send", interrupted)
+        monkeypatch.setattr(Link, "queue", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.add_groups([([i], [PARAMS] * 2) for i in range(1, 6)])
         await heard(router, AbortRequest)
@@ -871,14 +871,15 @@ def test_futures_that_nobody_looks_at_warn_nobody():
     run(politely(script), test)
 
 
-def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline():
-    limits = CoordinatorLimits()
-    coordinators_grace_s = max(limits.commit_grace_s, limits.abort_grace_s)
-    assert coordinators_grace_s < inference_client._GRACE_S
+@pytest.mark.parametrize("name", ["abort_grace_s", "commit_grace_s", "progress_deadline_s"])
+def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline(name: str):
+    limits = CoordinatorLimits(**{name: 400.0})
+    assert limits.answer_grace_s > 400.0
 
 
-def test_what_is_never_answered_fails_soon_after_its_deadline(monkeypatch):
-    monkeypatch.setattr("rollout.coordinator.client.inference_client._GRACE_S", 0.1)
+def test_what_is_never_answered_fails_soon_after_its_deadline():
+    def impatient(message):
+        return [connect_ack(answer_grace_s=0.1)] if isinstance(message, Connect) else None
 
     async def test(client, router):
         command = client.pause_engines(deadline_s=0.1)
@@ -891,7 +892,7 @@ def test_what_is_never_answered_fails_soon_after_its_deadline(monkeypatch):
         router.send(Ack(command_id=0), reply_to(0))  # too late, and no harm
         await heard(router, ReplyAck)
 
-    run(polite, test)
+    run(politely(impatient), test)
 
 
 # ---- liveness

@@ -323,7 +323,7 @@ def test_a_stop_fails_what_is_unfinished_and_takes_nothing_more() -> None:
     fleet.run()
     for asked in client.asked.values():
         assert asked.replies[0].error is not None
-    assert late.rank is None
+    assert not late.has_entered
 
 
 def test_too_many_commands_are_refused() -> None:

@@ -15,7 +15,12 @@ from rollout.coordinator.protocol.messages import (
     Register,
 )
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
-from tests.coordinator.message_strategies import FROM_CLIENTS, FROM_ENGINES, messages
+from tests.coordinator.message_strategies import (
+    FROM_CLIENTS,
+    FROM_ENGINES,
+    FROM_STRANGERS,
+    messages,
+)
 
 
 def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
@@ -101,3 +106,11 @@ def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
     core = FakeFleet().core
     assert set(core._from_client) == FROM_CLIENTS
     assert set(core._from_engine) == FROM_ENGINES
+
+
+@quick
+@given(messages())
+def test_of_a_stranger_only_handshakes_are_taken(message: Message) -> None:
+    fleet = FakeFleet()
+    fleet.core.handle(b"stranger", message, fleet.now)
+    assert fleet.core.counters.num_strangers == (type(message) not in FROM_STRANGERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from rollout.coordinator.protocol.headers import Headers
@@ -20,6 +21,7 @@ from rollout.coordinator.protocol.messages import (
     Progress,
     ReplyAck,
 )
+from rollout.coordinator.routing.policies import LongestPrefixPolicy
 from rollout.errors import ProtocolError
 from tests.coordinator.fake_engine import FakeEngine, progress_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
@@ -431,7 +433,7 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
     assert "aborted" in str(reply.error.message)
     fleet.pass_time(LIMITS.command_deadline_s)
     fleet.run()
-    assert first.rank is not None
+    assert first.has_entered
     assert not first.held
     assert not assignments(second)
 
@@ -489,8 +491,6 @@ def test_too_many_requests_are_refused_and_taken_later() -> None:
 
 
 def test_prompts_are_routed_by_their_blocks() -> None:
-    from rollout.coordinator.routing.policies import LongestPrefixPolicy
-
     fleet = FakeFleet(LongestPrefixPolicy(), block_size_tokens=2)
     client, first, second = fleet.client(), fleet.engine(), fleet.engine()
     fleet.run()
@@ -499,6 +499,27 @@ def test_prompts_are_routed_by_their_blocks() -> None:
         fleet.send(client, client.submission([3], prompt_tokens=prompt))
     fleet.run()
     assert [len(first.held), len(second.held)] == [2, 1]
+
+
+@pytest.mark.parametrize(("mode", "is_kept"), [("persist", True), ("recompute", False)])
+def test_prompts_do_not_follow_blocks_that_a_suspend_has_dropped(mode: str, is_kept: bool) -> None:
+    fleet = FakeFleet(LongestPrefixPolicy(), block_size_tokens=2)
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine()
+    fleet.run()
+    prompt = np.array([1, 2, 3, 4], np.int32)
+    fleet.send(client, client.submission([3], prompt_tokens=prompt))
+    fleet.run()
+    assert first.held
+    fleet.finish()
+    for header, arguments in (
+        *((Headers.PAUSE, {}), (Headers.SUSPEND, {"mode": mode})),
+        *((Headers.RESUME, {}), (Headers.UNPAUSE, {})),
+    ):
+        fleet.give(client, client.command(header, arguments=arguments))
+    fleet.send(client, client.submission([3], prompt_tokens=prompt))
+    fleet.run()
+    assert bool(first.held) is is_kept
+    assert bool(second.held) is not is_kept
 
 
 def test_a_slow_client_is_sent_again_what_it_missed_and_nothing_else() -> None:

@@ -13,8 +13,10 @@ from rollout.coordinator.protocol.messages import (
     Prepare,
     RegisterAck,
     Rollback,
+    UpdateWeights,
 )
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
+from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 
@@ -111,7 +113,7 @@ def test_a_voter_that_comes_back_before_the_decision_is_out_of_it_and_follows() 
     fleet.give(client, update)  # the first has voted
     fleet.redial(engines[0])
     fleet.run()
-    assert engines[0].rank == 0
+    assert engines[0].has_entered
     assert list(fleet.core.ranks()) == [1]  # it is let in once the update has ended
     engines[1].ignores = set()
     prepare = next(m for m in engines[1].seen if isinstance(m, Prepare))
@@ -136,6 +138,49 @@ def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() 
         fleet.redial(engines[1])
         fleet.run()
         assert versions(engines) == [1, 1]
+
+
+def committing_amid_a_step() -> tuple[FakeFleet, FakeClient, list[FakeEngine], UpdateWeights]:
+    """A decided update of two engines. The first one is in a step with a request, and hears the
+    Commit only when that ends."""
+    fleet, client, engines = fleet_in("RUNNING", 2)
+    fleet.send(client, client.submission([99]))
+    fleet.run()
+    update = client.update(source_of(1), in_flight=True, deadline_s=1.0)
+    fleet.send(client, update)
+    fleet.run(client, engines[1])
+    fleet.move_one(engines[0])  # it votes yes
+    engines[0].is_in_step = True
+    fleet.run()
+    assert versions(engines) == [0, 1]
+    return fleet, client, engines, update
+
+
+def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> None:
+    fleet, client, engines, update = committing_amid_a_step()
+    step_s = LIMITS.progress_deadline_s - 2
+    assert step_s > 3 * LIMITS.commit_grace_s
+    fleet.pass_time(step_s)
+    engines[0].num_steps += 1  # it takes the commit, and begins the first step under it
+    fleet.pass_time(step_s)
+    assert list(fleet.core.ranks()) == [0, 1]
+    assert client.answer(update) is None
+    fleet.send(engines[0], *engines[0].end_step())
+    fleet.run()
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == []
+    assert versions(engines) == [1, 1]
+
+
+def test_an_engine_that_makes_no_step_for_the_progress_deadline_is_removed_amid_a_commit() -> None:
+    fleet, client, _, update = committing_amid_a_step()
+    fleet.pass_time(LIMITS.progress_deadline_s + 2)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [0]
 
 
 def test_votes_with_different_checksums_roll_all_back() -> None:
@@ -181,7 +226,7 @@ def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
     assert list(fleet.core.ranks()) == [0]
     fleet.run()
     (ack,) = [m for m in late.seen if isinstance(m, RegisterAck)]
-    assert (ack.rank, ack.state, ack.weights) == (1, "SUSPENDED", source_of(2))
+    assert (ack.state, ack.weights) == ("SUSPENDED", source_of(2))
     assert (late.version, late.state) == (2, "SUSPENDED")
     assert list(fleet.core.ranks()) == [0, 1]
 
@@ -222,6 +267,22 @@ def test_an_engine_with_other_weights_and_nowhere_to_get_the_right_ones_is_refus
     assert list(fleet.core.ranks()) == [0]
 
 
+@pytest.mark.parametrize(
+    ("routed", "own", "is_taken"),
+    [(16, 16, True), (16, 4, True), (16, 32, False), (None, 32, True)],
+)
+def test_an_engine_whose_blocks_do_not_divide_those_of_the_routing_is_refused(
+    routed: int | None, own: int, is_taken: bool
+) -> None:
+    fleet = FakeFleet(block_size_tokens=routed)
+    engine = fleet.engine(block_size_tokens=own)
+    fleet.run()
+    assert bool(fleet.core.ranks()) is is_taken
+    if not is_taken:
+        (nack,) = engine.seen
+        assert "start it with block_size_tokens=16" in error_of(nack)
+
+
 def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:
     fleet, _, _ = fleet_in("PAUSED", 1)
     prepare = Prepare(command_id=77, version=5, source=source_of(5))
@@ -239,11 +300,10 @@ def test_ranks_are_the_lowest_free_and_kept_for_who_returns() -> None:
     fleet.pass_time(LIMITS.engine_lease_s + 1)
     fleet.redial(engines[1])
     fleet.run()
-    assert engines[1].rank == 1
     assert fleet.core.ranks() == {1: engines[1].engine_id, 2: engines[2].engine_id}
     other = fleet.engine()
     fleet.run()
-    assert other.rank == 0
+    assert fleet.core.ranks()[0] == other.engine_id
 
 
 def test_in_deterministic_mode_ranks_follow_the_ids_and_not_the_arrival() -> None:
@@ -255,7 +315,11 @@ def test_in_deterministic_mode_ranks_follow_the_ids_and_not_the_arrival() -> Non
     assert not fleet.core.ranks()
     fleet.attach(engines[2], engines[2].registration())
     fleet.run()
-    assert [engine.rank for engine in engines] == [2, 0, 1]
+    assert fleet.core.ranks() == {
+        0: engines[1].engine_id,
+        1: engines[2].engine_id,
+        2: engines[0].engine_id,
+    }
 
 
 def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still() -> None:

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from numpy.testing import assert_allclose
 
-from rollout import DynamicInferenceRequest, SamplingParams
+from rollout import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
@@ -90,10 +90,11 @@ def source_of(seed: int, checksum: str = "") -> WeightsSource:
 def make_agent(
     fetch: Callable[[WeightsSource], NamedTensors] = fetch,
     clock: Callable[[], float] = time.monotonic,
+    engine: DynamicInferenceEngine | None = None,
     **config: Any,
 ) -> EngineAgent:
     return EngineAgent(
-        tiny_engine(model(), **config),
+        engine or tiny_engine(model(), **config),
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=8,
@@ -107,7 +108,7 @@ def over_the_wire(messages: Iterable[Message]) -> list[Message]:
     received: list[Message] = []
     for message in (decode(encode(message)) for message in messages):
         runs = message.runs.apart() if isinstance(message, Progress) else ()
-        received += [EngineReplyPartial(request_id=r, attempt=a, tokens=run) for r, a, run in runs]
+        received += [EngineReplyPartial(request_id=r, tokens=run) for r, _, run in runs]
         received += [] if isinstance(message, Progress) else [message]
     return received
 
@@ -159,10 +160,8 @@ def assignment(
 def entered(*keep: Attempt, state: str = "RUNNING", **changes: Any) -> RegisterAck:
     fields = {
         "coordinator_id": bytes(16),
-        "rank": 0,
         "lease_s": 1.0,
         "heartbeat_s": 0.1,
-        "progress_deadline_s": 10.0,
         "report_interval_tokens": 3,
         "weights_version": 0,
     }
@@ -368,7 +367,7 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     *_, vote = prepare(3, 5, source_of(21, announced))
     assert isinstance(vote, Ack)
     steps(agent, 2)
-    assert isinstance(tell(agent, Rollback(command_id=9, version=5))[-1], Ack)
+    assert isinstance(tell(agent, Rollback(command_id=9))[-1], Ack)
     assert agent.registration().weights_checksum == before
     *_, done = [*tell(agent, Commit(command_id=3, version=5)), *steps(agent, 1)]
     assert isinstance(done, Ack)
@@ -378,7 +377,7 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     assert request.policy_versions.tolist() == [0] * 5 + [5] * 9
     assert tell(agent, Commit(command_id=3, version=5)) == [done], "a repeated one is not done"
     prepare(4, 6, source_of(20))
-    tell(agent, Rollback(command_id=4, version=6))
+    tell(agent, Rollback(command_id=4))
     assert isinstance(tell(agent, Commit(command_id=4, version=6))[-1], Nack)
     assert agent.registration().weights_checksum == announced
 
@@ -414,11 +413,9 @@ def test_an_agent_accepts_as_many_as_may_wait_and_more_as_they_begin_and_end() -
     agent = make_agent(max_requests=2)  # it says that it runs 8, and so holds 16
     ack = RegisterAck(
         coordinator_id=bytes(16),
-        rank=0,
         state="RUNNING",
         lease_s=9,
         heartbeat_s=1,
-        progress_deadline_s=9,
         report_interval_tokens=4,
         weights_version=0,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout import SamplingParams
+from rollout.backends.forward_batch import ForwardBatch
 from rollout.coordinator.engine_side import serve as serving
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.link import LinkClosedError
@@ -46,9 +48,16 @@ class FaultyEngine:
     """A real engine, but that some of its functions raise the first `num_faults` times."""
 
     def __init__(
-        self, num_faults: int = 1000, *, max_requests: int = 4, **faults: Exception
+        self,
+        num_faults: int = 1000,
+        *,
+        max_requests: int = 4,
+        before_forward: Callable[[ForwardBatch], None] | None = None,
+        **faults: Exception,
     ) -> None:
-        self._engine = tiny_engine(MODEL, num_blocks=64, max_requests=max_requests)
+        self._engine = tiny_engine(
+            MODEL, num_blocks=64, max_requests=max_requests, before_forward=before_forward
+        )
         self._faults = {name: [fault] * num_faults for name, fault in faults.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -155,19 +164,21 @@ def test_any_fault_of_adding_a_request_is_its_end() -> None:
     assert not good.is_failed
 
 
-def failing_at(engine: FaultyEngine, length: int) -> FaultyEngine:
-    """Its forward passes raise while a request's context has this length; 0 for always."""
+def failing_at(*lengths: int, max_requests: int = 4) -> FaultyEngine:
+    """Its forward passes raise while a context has one of these lengths; without any, always.
 
-    def forward(_: Any, arguments: tuple[Any, ...]) -> None:
-        if not length or length in arguments[0].context_lens.tolist():
+    The steps without requests, which show whether the device is at fault, have contexts of 1.
+    """
+
+    def fail(batch: ForwardBatch) -> None:
+        if not lengths or not {*lengths}.isdisjoint(batch.context_lens.tolist()):
             raise ArithmeticError("this forward pass cannot be done")
 
-    engine._engine._pipeline._runner._model.register_forward_pre_hook(forward)
-    return engine
+    return FaultyEngine(max_requests=max_requests, before_forward=fail)
 
 
 def test_a_request_that_fails_every_step_is_told_as_failed_and_the_engine_goes_on() -> None:
-    agent = agent_of(failing_at(FaultyEngine(), length=6))
+    agent = agent_of(failing_at(6))
     link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
     serve(agent, link)
     replies = {
@@ -185,14 +196,12 @@ def test_a_request_that_fails_every_step_is_told_as_failed_and_the_engine_goes_o
 def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None:
     link = ScriptedLink(register_ack(), assignment(0), assignment(1))
     with pytest.raises(ArithmeticError, match="cannot be done"):
-        serving.serve(agent_of(failing_at(FaultyEngine(), length=0)), link)  # type: ignore[arg-type]
+        serving.serve(agent_of(failing_at()), link)  # type: ignore[arg-type]
     assert not link.of(EngineReply)
 
 
 def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
-    engine = failing_at(FaultyEngine(max_requests=2), length=7)
-    broken = engine._engine._pipeline
-    broken._can_step_without_requests = lambda _: False  # type: ignore[method-assign]
+    engine = failing_at(1, 7, max_requests=2)
     assigned = [assignment(index) for index in range(4)]
     # All are there before the first step: two of them have rows.
     agent = agent_of(engine)
@@ -214,7 +223,7 @@ def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones(
     def fail(*_: Any) -> None:
         raise LookupError("no such block")
 
-    engine._engine._scheduler.schedule = fail  # type: ignore[assignment, method-assign]
+    engine.scheduler.schedule = fail
     link = ScriptedLink()
     with pytest.raises(LookupError, match="no such block"):
         serving.serve(agent, link)  # type: ignore[arg-type]

@@ -25,13 +25,13 @@ from tests.coordinator.engine_side.test_engine_agent import (
     tell,
     told,
 )
+from tests.inspected_engine import running_ahead
 
 
 @pytest.mark.parametrize("num_steps", [12, 13])
 def test_the_last_token_of_a_request_is_told_with_its_end_only(num_steps: int) -> None:
     """With a step in flight the pause takes in a token, and at 13 of 14 steps that is the last."""
-    agent = make_agent()
-    agent._engine._pipeline._runner._backend.executor.overlaps = True
+    agent = make_agent(change_backend=running_ahead)
     tell(agent, entered(report_interval_tokens=1))
     tell(agent, assignment(0))
     before = steps(agent, num_steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollout import DynamicInferenceEngine
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.protocol.headers import Headers
@@ -36,6 +37,7 @@ from tests.coordinator.engine_side.test_engine_agent import (
     steps,
     tell,
 )
+from tests.tiny_models import tiny_engine
 
 BOUND_S = 30.0
 
@@ -88,9 +90,13 @@ def sources() -> Any:
     held.free_all()
 
 
-def holding_agent(sources: HeldSources, clock: Clock | None = None) -> EngineAgent:
+def holding_agent(
+    sources: HeldSources,
+    clock: Clock | None = None,
+    engine: DynamicInferenceEngine | None = None,
+) -> EngineAgent:
     """An engine in the fleet, with one request."""
-    agent = make_agent(fetch=sources.fetch, clock=clock or Clock())
+    agent = make_agent(fetch=sources.fetch, clock=clock or Clock(), engine=engine)
     agent.handle(entered())
     agent.handle(assignment(0))
     return agent
@@ -129,9 +135,9 @@ def test_the_engine_steps_while_its_weights_are_fetched(sources: HeldSources) ->
     assert versions_of(agent) == [0] * 6 + [5] * 8
 
 
-def committed(sources: HeldSources) -> EngineAgent:
+def committed(sources: HeldSources, engine: DynamicInferenceEngine | None = None) -> EngineAgent:
     """An engine amid a request, that has just committed version 5 and not confirmed it."""
-    agent = holding_agent(sources)
+    agent = holding_agent(sources, engine=engine)
     agent.step()
     sources.add(21)
     sources.free(21)
@@ -141,15 +147,15 @@ def committed(sources: HeldSources) -> EngineAgent:
 
 
 def test_the_reported_stall_is_the_gap_between_two_steps(sources: HeldSources) -> None:
-    start = time.perf_counter()
-    agent = committed(sources)
-    step, one_step_s = agent._engine.step, time.perf_counter() - start
+    start, engine = time.perf_counter(), tiny_engine(model())
+    agent = committed(sources, engine)
+    step, one_step_s = engine.step, time.perf_counter() - start
 
     def slow_first_step() -> Any:
         time.sleep(2 * one_step_s)  # what it touches was moved, say
         return step()
 
-    agent._engine.step = slow_first_step  # type: ignore[method-assign]
+    engine.step = slow_first_step  # type: ignore[method-assign]
     (ack,) = [m for m in agent.step() if isinstance(m, Ack)]
     assert ack.command_id == 1
     assert ack.result["stall_seconds"] >= one_step_s, "twice that, less the length of a step"
@@ -245,9 +251,9 @@ def test_a_rollback_while_fetching_is_the_vote_no_and_nothing_is_staged(
 ) -> None:
     agent = holding_agent(sources)
     agent.handle(prepare(1, 5, sources.add(21)))
-    assert not isinstance(agent.handle(Rollback(command_id=7, version=4))[0], Nack)
+    assert not isinstance(agent.handle(Rollback(command_id=7))[0], Nack)
     assert agent.is_staging, "the rollback of another one changes nothing"
-    answers = agent.handle(Rollback(command_id=1, version=5))
+    answers = agent.handle(Rollback(command_id=1))
     assert "given up" in refusal(answers, 1)
     assert isinstance(answers[-1], Ack)
     sources.free_all()
@@ -275,8 +281,8 @@ def test_a_newer_update_is_staged_while_the_fetch_of_an_older_one_hangs(
 
 def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
     """The older one is amid its tensors when the newer one comes: it ends before that begins."""
-    agent = holding_agent(sources)
-    engine, log = agent._engine, []
+    engine, log = tiny_engine(model()), []
+    agent = holding_agent(sources, engine=engine)
     stage, begun = engine.stage_weights, threading.Event()
 
     def slow(tensors: NamedTensors, check: Any, checksum: str) -> Any:
@@ -305,9 +311,9 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
 
 @pytest.mark.parametrize("header", [Headers.SUSPEND, Headers.SHUTDOWN])
 def test_no_thread_reads_weights_whose_memory_goes(sources: HeldSources, header: Headers) -> None:
-    agent = holding_agent(sources)
+    engine, begun, log = tiny_engine(model()), threading.Event(), []
+    agent = holding_agent(sources, engine=engine)
     agent.handle(command(Headers.PAUSE, 7))
-    engine, begun, log = agent._engine, threading.Event(), []
 
     def endless(_: NamedTensors, check: Any, checksum: str) -> None:
         begun.set()

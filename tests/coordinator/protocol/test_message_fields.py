@@ -85,7 +85,6 @@ LEGAL = {
     "PlainMap": _PLAIN,
     "Samples": set(),
     "Attempts": _LIST,
-    "Register.running": _LIST,
     "TensorEntry.shape": _LIST | {"list of 16"},
     "WeightsSource.manifest": {"empty map"},
     "Sample.sampling_params": _BYTES,
@@ -137,10 +136,14 @@ EXAMPLES = [
     SOURCE,
     STATUS,
     wire.Attempt(request_id=1),
-    wire.RunningAttempt(request_id=1, attempt=2, num_tokens=3),
     wire.Connect(client_id=bytes(16)),
     wire.ConnectAck(
-        coordinator_id=bytes(16), state="", data_parallel_size=2, weights_version=0, **SECONDS
+        coordinator_id=bytes(16),
+        state="",
+        data_parallel_size=2,
+        weights_version=0,
+        answer_grace_s=1.0,
+        **SECONDS,
     ),
     wire.Register(
         engine_id=bytes(16),
@@ -152,9 +155,7 @@ EXAMPLES = [
     ),
     wire.RegisterAck(
         coordinator_id=bytes(16),
-        rank=0,
         state="paused",
-        progress_deadline_s=9.0,
         report_interval_tokens=8,
         weights_version=1,
         **SECONDS,
@@ -175,7 +176,7 @@ EXAMPLES = [
     wire.UpdateWeights(command_id=1, source=SOURCE),
     wire.Prepare(command_id=1, version=1, source=SOURCE),
     wire.Commit(command_id=1, version=1),
-    wire.Rollback(command_id=1, version=1),
+    wire.Rollback(command_id=1),
 ]
 MESSAGES = [example for example in EXAMPLES if isinstance(example, wire.Message)]
 FIELDS = [

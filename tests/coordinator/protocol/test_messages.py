@@ -69,7 +69,6 @@ PARTS = [
     TokenRun,
     TokenRuns,
     TopNRun,
-    wire.RunningAttempt,
     wire.EngineStatus,
     wire.WireError,
     wire.TensorEntry,
@@ -124,7 +123,7 @@ def test_public_headers_have_the_numbers_of_the_public_interface():
 def test_arrays_are_little_endian_binary_and_decoded_as_views():
     ids = np.array([1, 2**31 - 1], dtype=np.int32)
     frame = encode(EngineReplyPartial(request_id=3, tokens=run_of(2, token_ids=ids)))
-    assert msgpack.unpackb(frame)[3][2] == b"\x01\0\0\0\xff\xff\xff\x7f"
+    assert msgpack.unpackb(frame)[2][2] == b"\x01\0\0\0\xff\xff\xff\x7f"
     token_ids = decode(frame).tokens.token_ids
     assert not token_ids.flags.owndata
     assert not token_ids.flags.writeable
@@ -225,7 +224,7 @@ def test_the_frames_that_the_page_has_a_client_send_are_messages():
     assert submitted.prompt_tokens.tolist() == [0, 1, 2]
     assert submitted.samples[0] == Sample(request_id=7, sampling_params=params, seed=5)
     assert unpack_params(params) == SamplingParams(num_tokens_to_generate=4)
-    assert decode(msgpack.packb([0, 3, bytes(16), ""])) == wire.Connect(client_id=bytes(16))
+    assert decode(msgpack.packb([0, 4, bytes(16), ""])) == wire.Connect(client_id=bytes(16))
     assert decode(msgpack.packb([72, 9, None])) == Heartbeat(sequence=9)
     assert decode(msgpack.packb([76, [[7, 0]]])).attempts == (wire.Attempt(request_id=7),)
     assert decode(msgpack.packb([60, "done"])) == wire.Disconnect(reason="done")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rollout import PrefixCachingCoordinatorPolicy
-from rollout.coordinator.routing import policies as routing
 from rollout.coordinator.routing.policies import (
     LoadBalancedPolicy,
     RoundRobinPolicy,
@@ -30,12 +29,6 @@ def ready(policy: RoutingPolicy) -> RoutingPolicy:
     return policy
 
 
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(routing, "_FACTORIES", dict(routing._FACTORIES))
-
-
 class LastRankPolicy(RoundRobinPolicy):
     """A user's: always the highest rank, shifted down by `offset`."""
 
@@ -47,14 +40,13 @@ class LastRankPolicy(RoundRobinPolicy):
         return sorted(ranks)[-1 - self.offset]
 
 
-@pytest.mark.usefixtures("own_registry")
 def test_a_registered_policy_is_made_by_its_name_with_its_options() -> None:
-    assert register_policy("last_rank")(LastRankPolicy) is LastRankPolicy
-    assert ready(make_policy("last_rank", offset=1)).choose([], {0, 1, 2}, 1) == 1
-    register_policy("last_rank")(LastRankPolicy)  # a module imported again
-    with pytest.raises(ConfigError, match=r"'last_rank' is .*LastRankPolicy already"):
-        register_policy("last_rank")(RoundRobinPolicy)
-    assert find_policy("last_rank") is LastRankPolicy
+    assert register_policy("test_last_rank")(LastRankPolicy) is LastRankPolicy
+    assert ready(make_policy("test_last_rank", offset=1)).choose([], {0, 1, 2}, 1) == 1
+    register_policy("test_last_rank")(LastRankPolicy)  # a module imported again
+    with pytest.raises(ConfigError, match=r"'test_last_rank' is .*LastRankPolicy already"):
+        register_policy("test_last_rank")(RoundRobinPolicy)
+    assert find_policy("test_last_rank") is LastRankPolicy
 
 
 def test_a_path_a_member_or_a_class_makes_a_policy_too() -> None:

@@ -52,11 +52,8 @@ class NaivePolicy:
     def rank_left(self, rank: int) -> None:
         self.ranks.remove(rank)
 
-    def weights_changed(self, rank: int) -> None:
+    def cache_dropped(self, rank: int) -> None:
         self.owned[rank] = {}
-
-    def blocks_evicted(self, rank: int, hashes: Sequence[int]) -> None:
-        self.owned[rank] = {h: n for h, n in self.owned[rank].items() if h not in hashes}
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         self.num_assignments += 1
@@ -98,8 +95,7 @@ events = st.lists(
         st.tuples(st.just("send"), ranks, prompts),
         st.tuples(st.just("finish"), st.integers(0, 9)),
         st.tuples(st.just("join or leave"), ranks),
-        st.tuples(st.just("weights_changed"), ranks),
-        st.tuples(st.just("blocks_evicted"), ranks, prompts),
+        st.tuples(st.just("cache_dropped"), ranks),
     ),
     max_size=60,
 )

@@ -1,8 +1,9 @@
-"""RunningRequests: the requests that have rows, and what happens when blocks run out."""
+"""A scheduler's requests: those that wait (RequestQueue) and those with rows (RunningRequests)."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Iterator
 
 from rollout.blocks.kv_cache_manager import KVCacheManager
@@ -10,9 +11,77 @@ from rollout.scheduling.forecast import MemoryForecast
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.sequence import Phase, Sequence, order_of
 
+_Order = tuple[int, int]
+
+
+class RequestQueue:
+    """The requests that wait, sorted by `Sequence.order`, so that a preempted request comes back to
+    its place. Adding, removing and reading the head take O(log n). Iteration is in no particular
+    order.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Order, Sequence] = {}
+        self._groups: dict[int, dict[_Order, Sequence]] = {}
+        # Heaps. Entries of sequences that have left are skipped, and removed once there are many.
+        self._by_order: list[_Order] = []
+        self._by_arrival: list[tuple[int, _Order]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
+
+    @property
+    def head(self) -> Sequence:
+        """The first sequence in order. The caller has checked that there is one."""
+        while self._by_order[0] not in self._waiting:
+            heapq.heappop(self._by_order)
+        return self._waiting[self._by_order[0]]
+
+    def promote_longest_waiting(self) -> None:
+        """Move the request that arrived first to the head, with the priority of the old head."""
+        while self._by_arrival[0][1] not in self._waiting:
+            heapq.heappop(self._by_arrival)
+        sequence, head = self._waiting[self._by_arrival[0][1]], self.head
+        if sequence is not head:
+            self.remove(sequence)
+            sequence.order = (head.order[0], sequence.order[1])
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at its place."""
+        order = sequence.order
+        self._waiting[order] = sequence
+        if sequence.group_id is not None:
+            self._groups.setdefault(sequence.group_id, {})[order] = sequence
+        heapq.heappush(self._by_order, order)
+        heapq.heappush(self._by_arrival, (order[1], order))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue."""
+        del self._waiting[sequence.order]
+        if sequence.group_id is not None:
+            group = self._groups[sequence.group_id]
+            del group[sequence.order]
+            if not group:
+                del self._groups[sequence.group_id]
+        if len(self._by_order) + len(self._by_arrival) > 4 * len(self._waiting) + 64:
+            self._by_order = sorted(self._waiting)
+            self._by_arrival = sorted((order[1], order) for order in self._waiting)
+
+    def siblings(self, leader: Sequence) -> list[Sequence]:
+        """Return the waiting members of the leader's group, in order."""
+        if leader.group_id is None:
+            return []
+        group = self._groups.get(leader.group_id, {})
+        return [group[order] for order in sorted(group)]
+
 
 class RunningRequests:
-    """Sorted by `Sequence.order`. Gives them the blocks of their next tokens, oldest first.
+    """The requests that have rows, sorted by `Sequence.order`. It gives them the blocks of their
+    next tokens, oldest first.
 
     When blocks run out, the newest request is preempted: its row and blocks are freed, and the
     scheduler queues it again. With `max_paused_blocks` above 0, a request that finds no block is
@@ -45,9 +114,10 @@ class RunningRequests:
         self._forecast.add(sequence)
 
     def finish(self, sequence: Sequence, *, has_stopped: bool) -> None:
-        """The sequence has ended. `has_stopped`: by itself, and not by a limit or an abort.
+        """Remove a sequence that has ended. Its row and blocks are free at once, or when no plan in
+        flight uses them any more.
 
-        Its row and blocks are free at once, or when no plan in flight uses them.
+        `has_stopped`: it ended by itself, and not by a limit or an abort.
         """
         self._remove(sequence, has_stopped=has_stopped)
         sequence.phase = Phase.FINISHED
@@ -55,7 +125,7 @@ class RunningRequests:
             self._free(sequence)
 
     def leave_flight(self, step: PlannedStep) -> None:
-        """The step is no longer in flight. Free what only waited for that."""
+        """Record that the step has left the flight, and free ended sequences that waited for it."""
         for sequence in step.sequences():
             sequence.num_in_flight -= 1
             if sequence.phase is Phase.FINISHED and not sequence.num_in_flight:
@@ -105,8 +175,8 @@ class RunningRequests:
         return runnable
 
     def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Give one sequence the blocks of its next tokens, whatever its place, and see that a row
-        is free for it if it waits. Others are preempted if they hold what it needs.
+        """Give one sequence the blocks of its next tokens, whatever its place. If it waits, a row
+        is free for it afterwards. Others are preempted if they hold what it needs.
         """
         has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
         has_blocks = has_row and self._allocate(sequence, step)

@@ -1,0 +1,189 @@
+/* A whole forward pass of a dense pre-norm decoder (Llama, Qwen2, Qwen3) in one call: the same
+   arithmetic as the layers one by one, in the same order, without Python in between.
+
+   Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. */
+
+#include "layers.h"
+#include "linear.h"
+#include "paged_cache.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define TOKENS_AT_ONCE 256 /* of the gated activation, which is the widest */
+
+struct weight {
+    const void *packed; /* as in struct linear */
+    const float *bias;  /* or NULL */
+    int64_t outputs;
+};
+
+struct layer {
+    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+    struct weight qkv, output, gate_up, down;
+    float *cache;
+};
+
+struct decoder {
+    const struct layer *layers;
+    const float *embedding, *final_norm;
+    const float *cos, *sin; /* [positions, dim] */
+    int64_t num_layers, hidden, lanes, is_half;
+    double eps;
+};
+
+struct pass {
+    float *out;                         /* [kept, hidden] */
+    const int64_t *token_ids, *positions, *kept;
+    float *residual;                    /* [tokens, hidden], as all that follows is room to work in */
+    float *normed;                      /* [tokens, max(hidden, heads * dim)] */
+    float *fused;                       /* [tokens, (heads + 2 * kv_heads) * dim] */
+    float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
+    char *scratch;                      /* [threads, prefill_scratch_bytes()] */
+    int64_t num_kept, rows, decode_rows, threads;
+    struct attention attention;         /* without out, q, k, v, their strides and cache */
+};
+
+void write_tokens(const struct attention *a);
+void attend_decode(const struct attention *a, int64_t first, int64_t last);
+void attend_prefill(const struct attention *a, void *scratch, int64_t first, int64_t last);
+int64_t prefill_scratch_bytes(void);
+
+EXPORT int64_t decoder_tokens_at_once(void) { return TOKENS_AT_ONCE; }
+
+struct thread {
+    int64_t index, count;
+};
+
+INLINE int64_t first_of(struct thread t, int64_t items) { return items * t.index / t.count; }
+
+INLINE int64_t end_of(struct thread t, int64_t items) { return items * (t.index + 1) / t.count; }
+
+INLINE void barrier(struct thread t) {
+    if (t.count > 1) {
+#pragma omp barrier
+    }
+}
+
+static void multiply(const struct decoder *d, struct thread t, const struct weight *w, float *y,
+                     const float *x, int64_t tokens, int64_t inputs, int accumulate) {
+    struct linear a = {y, x, w->packed, w->bias, tokens, inputs, w->outputs, inputs, d->lanes, d->is_half, accumulate};
+    int64_t panels = (w->outputs + 2 * d->lanes - 1) / (2 * d->lanes);
+    linear(&a, first_of(t, panels), end_of(t, panels));
+    barrier(t);
+}
+
+static void norm(const struct decoder *d, struct thread t, float *out, const float *x, const float *weight,
+                 int64_t tokens) {
+    for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
+        norm_row(out + i * d->hidden, x + i * d->hidden, weight, d->hidden, (float)d->eps);
+    }
+    barrier(t);
+}
+
+/* Norm (where there is one) and rotate the query and key heads of this thread's tokens in place, and
+   write their K and V into the cache. */
+static void enter_cache(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
+                        const struct attention *a) {
+    const int64_t first = first_of(t, a->tokens), end = end_of(t, a->tokens), dim = a->dim;
+    struct attention own = *a;
+    for (int64_t i = first; i < end; i++) {
+        const float *cos = d->cos + p->positions[i] * dim, *sin = d->sin + p->positions[i] * dim;
+        float *head = p->fused + i * a->q_stride;
+        for (int64_t h = 0; h < a->heads + a->kv_heads; h++, head += dim) {
+            const float *weight = h < a->heads ? layer->q_norm : layer->k_norm;
+            if (weight) norm_row(head, head, weight, dim, (float)d->eps);
+            rotate_head(head, head, cos, sin, dim);
+        }
+    }
+    own.slots += first, own.k += first * a->k_stride, own.v += first * a->v_stride;
+    own.tokens = end - first;
+    write_tokens(&own);
+    barrier(t);
+}
+
+/* The decode row at which a thread's share of all the tokens they attend to begins. */
+static int64_t first_decode_row(const struct pass *p, struct thread t, int64_t index) {
+    int64_t total = 0, before = 0, row = 0;
+    for (int64_t i = 0; i < p->decode_rows; i++) total += p->attention.context_lens[i];
+    while (row < p->decode_rows && before * t.count < total * index) before += p->attention.context_lens[row++];
+    return row;
+}
+
+static void attend(const struct pass *p, struct thread t, const struct attention *a) {
+    int64_t first = first_decode_row(p, t, t.index), end = first_decode_row(p, t, t.index + 1);
+    if (first < end) attend_decode(a, first, end);
+    int64_t skipped = p->decode_rows * a->kv_heads, items = p->rows * a->kv_heads - skipped;
+    if (first_of(t, items) < end_of(t, items)) {
+        attend_prefill(a, p->scratch + t.index * prefill_scratch_bytes(), skipped + first_of(t, items), skipped + end_of(t, items));
+    }
+    barrier(t);
+}
+
+/* The rows `kept` of x, `width` wide, together. */
+static void gather(const struct pass *p, struct thread t, float *out, const float *x, int64_t width) {
+    for (int64_t i = first_of(t, p->num_kept); i < end_of(t, p->num_kept); i++) {
+        memcpy(out + i * width, x + p->kept[i] * width, width * sizeof(float));
+    }
+}
+
+static void feed_forward(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
+                         float *residual, int64_t tokens) {
+    const int64_t size = layer->gate_up.outputs / 2;
+    const int64_t most = tokens < TOKENS_AT_ONCE ? tokens : TOKENS_AT_ONCE;
+    float *gate_up = p->wide, *active = p->wide + most * 2 * size;
+    norm(d, t, p->normed, residual, layer->post_norm, tokens);
+    for (int64_t start = 0; start < tokens; start += most) {
+        const int64_t count = tokens - start < most ? tokens - start : most;
+        multiply(d, t, &layer->gate_up, gate_up, p->normed + start * d->hidden, count, d->hidden, 0);
+        for (int64_t i = first_of(t, count); i < end_of(t, count); i++) {
+            silu_mul_row(active + i * size, gate_up + 2 * i * size, size);
+        }
+        barrier(t);
+        multiply(d, t, &layer->down, residual + start * d->hidden, active, count, size, 1);
+    }
+}
+
+static void forward(const struct decoder *d, const struct pass *p, struct thread t) {
+    struct attention a = p->attention;
+    const int64_t heads_size = a.heads * a.dim;
+    float *residual = p->residual, *context = p->normed;
+    for (int64_t i = first_of(t, a.tokens); i < end_of(t, a.tokens); i++) {
+        memcpy(residual + i * d->hidden, d->embedding + p->token_ids[i] * d->hidden, d->hidden * sizeof(float));
+    }
+    barrier(t);
+    a.q = p->fused, a.k = a.q + heads_size, a.v = a.k + a.kv_heads * a.dim;
+    a.q_stride = a.k_stride = a.v_stride = d->layers[0].qkv.outputs;
+    a.out = context;
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const struct layer *layer = d->layers + i;
+        int64_t tokens = a.tokens;
+        a.cache = layer->cache;
+        norm(d, t, p->normed, residual, layer->input_norm, tokens);
+        multiply(d, t, &layer->qkv, p->fused, p->normed, tokens, d->hidden, 0);
+        enter_cache(d, p, t, layer, &a);
+        attend(p, t, &a);
+        if (i == d->num_layers - 1) { /* the tokens without logits end here */
+            gather(p, t, p->fused, context, heads_size);
+            gather(p, t, p->out, residual, d->hidden);
+            barrier(t);
+            context = p->fused, residual = p->out, tokens = p->num_kept;
+        }
+        multiply(d, t, &layer->output, residual, context, tokens, heads_size, 1);
+        feed_forward(d, p, t, layer, residual, tokens);
+    }
+    norm(d, t, p->out, p->out, d->final_norm, p->num_kept);
+}
+
+/* Final-normed hidden states of the kept tokens. Writes K and V of all tokens into the caches. */
+EXPORT void decoder_forward(const struct decoder *d, const struct pass *p) {
+#ifdef _OPENMP
+    if (p->threads > 1) {
+#pragma omp parallel num_threads(p->threads)
+        forward(d, p, (struct thread){omp_get_thread_num(), omp_get_num_threads()});
+        return;
+    }
+#endif
+    forward(d, p, (struct thread){0, 1});
+}

@@ -1,0 +1,162 @@
+"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels, in float32.
+
+Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.backends.base import DecoderLayerParts, DecoderParts
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.native.kernels import (
+    AttentionArgs,
+    DecoderArgs,
+    Kernels,
+    LayerArgs,
+    PassArgs,
+    WeightArgs,
+)
+from rollout.backends.products.candidates import LinearHandle, NativeProduct
+from rollout.backends.products.choice import BUCKETS, bucket_of
+
+_LANES = 8
+_MAX_HEAD_DIM = 256
+
+
+class NativeDecoder:
+    """Implements `FusedDecoder` for passes whose products are all the compiled one.
+
+    The addresses of the weights and caches are collected once, and again when they have moved.
+    """
+
+    def __init__(self, kernels: Kernels, parts: DecoderParts) -> None:
+        self._kernels, self._parts = kernels, parts
+        self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
+        self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
+        self._decoder = DecoderArgs()
+        self._seen: Any = None
+        self._buckets: frozenset[int] = frozenset()
+
+    def run(self, cos_PD: Tensor, sin_PD: Tensor, batch: ForwardBatch) -> Tensor | None:
+        """Final-normed hidden states of the kept tokens, [L, E].
+
+        Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
+        made for, and where another product is faster.
+        """
+        generation = sum(handle.generation for handle in self._handles)
+        addresses = self._parts.embedding_VE.data_ptr(), cos_PD.data_ptr(), batch.kv[0].data_ptr()
+        if self._seen != (generation, addresses):
+            self._collect(cos_PD, sin_PD, batch.kv)
+            self._seen = generation, addresses
+        num_kept = batch.logit_indices_L.shape[0]
+        if not {bucket_of(batch.num_tokens), bucket_of(num_kept)} <= self._buckets:
+            return None
+        out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
+        self._forward(out_LE, batch)
+        return out_LE
+
+    def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
+        """Find out which buckets the kernels can run, and where everything is."""
+        parts = self._parts
+        self._buckets = frozenset()
+        if not (_is_supported(parts) and all(cache.dtype == torch.float32 for cache in caches)):
+            return
+        kinds = {handle.packing for handle in self._handles}
+        product = kinds.pop()
+        if kinds or not isinstance(product, NativeProduct):
+            return
+        self._buckets = frozenset(
+            bucket
+            for bucket in range(len(BUCKETS))
+            if all(handle.products[bucket] is product for handle in self._handles)
+        )
+        if not self._buckets:
+            return
+        for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
+            args.input_norm = layer.input_norm_E.data_ptr()
+            args.post_norm = layer.post_norm_E.data_ptr()
+            args.q_norm = None if layer.q_norm_D is None else layer.q_norm_D.data_ptr()
+            args.k_norm = None if layer.k_norm_D is None else layer.k_norm_D.data_ptr()
+            args.cache = cache.data_ptr()
+            args.qkv, args.output, args.gate_up, args.down = map(_weight, _handles(layer))
+        self._decoder = DecoderArgs(
+            *(addressof(self._layers), parts.embedding_VE.data_ptr()),
+            *(parts.final_norm_E.data_ptr(), cos_PD.data_ptr(), sin_PD.data_ptr()),
+            *(len(parts.layers), parts.embedding_VE.shape[1], product.lanes, False, parts.eps),
+        )
+
+    def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
+        parts, num_tokens = self._parts, batch.num_tokens
+        query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
+        context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
+        num_threads = torch.get_num_threads()
+        room = self._room(num_tokens, out_LE.shape[0])
+        has_prefill = len(context_lens) > batch.num_decode_rows
+        num_bytes = num_threads * self._kernels.prefill_scratch_bytes() if has_prefill else 0
+        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        cache, tables_RM = batch.kv[0], batch.block_tables_RM
+        args = PassArgs(
+            *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
+            *(batch.logit_indices_L.data_ptr(), *(part.data_ptr() for part in room)),
+            *(scratch.data_ptr(), out_LE.shape[0], len(context_lens)),
+            *(batch.num_decode_rows, num_threads),
+            AttentionArgs(
+                slots=batch.slots_T.data_ptr(),
+                tables=tables_RM.data_ptr(),
+                query_starts=query_starts.ctypes.data,
+                context_lens=context_lens.ctypes.data,
+                table_stride=tables_RM.stride(0),
+                block_stride=cache.stride(0),
+                block_size=batch.block_size,
+                tokens=num_tokens,
+                heads=parts.num_heads,
+                kv_heads=parts.num_kv_heads,
+                dim=parts.head_dim,
+            ),
+        )
+        self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
+
+    def _room(self, num_tokens: int, num_kept: int) -> list[Tensor]:
+        """What a pass works in: residual, normed, fused heads, and the widest activations."""
+        parts = self._parts
+        hidden_size = parts.embedding_VE.shape[1]
+        heads_size = parts.num_heads * parts.head_dim
+        layer = parts.layers[0]
+        num_rows = max(num_tokens, num_kept)  # a token may be kept several times
+        num_at_once = min(num_rows, self._kernels.decoder_tokens_at_once())
+        sizes = (
+            num_tokens * hidden_size,
+            num_rows * max(hidden_size, heads_size),
+            num_rows * layer.qkv.weight_NK.shape[0],
+            num_at_once * layer.gate_up.weight_NK.shape[0] * 3 // 2,
+        )
+        return list(torch.empty(sum(sizes), dtype=torch.float32).split(sizes))
+
+
+def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _weight(handle: LinearHandle) -> WeightArgs:
+    bias = None if handle.bias_N is None else handle.bias_N.data_ptr()
+    return WeightArgs(handle.packed.panels_PKW.data_ptr(), bias, handle.packed.num_outputs)
+
+
+def _is_supported(parts: DecoderParts) -> bool:
+    """Float32, whole vectors, and head dims that the attention kernels take."""
+    hidden_size = parts.embedding_VE.shape[1]
+    intermediate_size = parts.layers[0].down.weight_NK.shape[1]
+    return (
+        parts.embedding_VE.dtype == torch.float32
+        and hidden_size % _LANES == 0
+        and intermediate_size % _LANES == 0
+        and parts.head_dim % (2 * _LANES) == 0
+        and parts.head_dim <= _MAX_HEAD_DIM
+    )

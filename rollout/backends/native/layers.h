@@ -1,0 +1,34 @@
+/* One row each of norms, rotary embedding and the gated activation, in float32; sizes are multiples of LANES. */
+
+#ifndef ROLLOUT_LAYERS_H
+#define ROLLOUT_LAYERS_H
+
+#include "vectors.h"
+
+/* out = x / rms(x) * weight; out may be x. */
+INLINE void norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
+    v8f squares = splat(0);
+    for (int64_t i = 0; i < dim; i += LANES) squares += load(x + i) * load(x + i);
+    const float scale = 1.0f / sqrtf(sum_v8(squares) / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* One head, rotated by the angles of its token; out may be x. */
+INLINE void rotate_head(float *out, const float *x, const float *cos, const float *sin, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        v8f low = load(x + i), high = load(x + half + i);
+        store(out + i, low * load(cos + i) - high * load(sin + i));
+        store(out + half + i, high * load(cos + half + i) + low * load(sin + half + i));
+    }
+}
+
+/* silu(the first `size` of gate_up) * the rest. */
+INLINE void silu_mul_row(float *out, const float *gate_up, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        v8f gate = load(gate_up + i);
+        store(out + i, gate / (1.0f + exp_v8(-gate)) * load(gate_up + size + i));
+    }
+}
+
+#endif

@@ -1,0 +1,227 @@
+"""Contract of a fused decoder: what the layers compute one by one, bit by bit.
+
+Shape letters: L kept tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.backends.base import Backend
+from rollout.backends.cpu import cpu_backend
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.native.library import load_library
+from rollout.models import CausalLM, ModelSpec
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 40
+SPEC = ModelSpec(
+    family="qwen3",
+    vocab_size=50,
+    hidden_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=72,
+    max_position_embeddings=256,
+)
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "all biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+}
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no C compiler")
+
+
+def native_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    return cpu_backend("device")
+
+
+def prepared(spec: ModelSpec, backend: Backend) -> CausalLM:
+    model = CausalLM.random(spec, seed=3)
+    generator = torch.Generator().manual_seed(5)
+    for name, view in model.weight_views().items():
+        if view.dim() == 1:
+            view.normal_(float(name.endswith("norm.weight")), 0.3, generator=generator)
+        else:
+            view.normal_(0, 0.3, generator=generator)
+    model.prepare(backend)
+    return model
+
+
+def caches(spec: ModelSpec, seed: int = 7) -> list[Tensor]:
+    """One piece of memory, in which a block of all layers lies together, as in `KVCache`."""
+    shape = (NUM_BLOCKS, spec.num_layers, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(shape, generator=generator).unbind(1))
+
+
+def batch_of(
+    rows: Sequence[tuple[int, int]], kept: Sequence[int], kv: Sequence[Tensor]
+) -> ForwardBatch:
+    """Rows of (context, new tokens), those of a single token first; `kept` token indices."""
+    query_lens = [new for _, new in rows]
+    starts = np.cumsum([0, *query_lens], dtype=np.int32)
+    contexts = np.array([old + new for old, new in rows], dtype=np.int32)
+    most_blocks = max(-(-int(length) // BLOCK_SIZE) for length in contexts)
+    blocks = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist())
+    tables = np.zeros((len(rows), most_blocks), dtype=np.int32)
+    positions, slots = [], []
+    for row, (old, new) in enumerate(rows):
+        for index in range(-(-(old + new) // BLOCK_SIZE)):
+            tables[row, index] = next(blocks)
+        for position in range(old, old + new):
+            positions.append(position)
+            slots.append(
+                int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+            )
+    num_tokens = int(starts[-1])
+    generator = torch.Generator().manual_seed(num_tokens)
+    return ForwardBatch(
+        token_ids_T=torch.randint(0, SPEC.vocab_size, (num_tokens,), generator=generator),
+        positions_T=torch.tensor(positions),
+        slots_T=torch.tensor(slots),
+        block_tables_RM=torch.from_numpy(tables),
+        query_starts_E=torch.from_numpy(starts),
+        context_lens_R=torch.from_numpy(contexts),
+        query_starts=starts,
+        context_lens=contexts,
+        num_decode_rows=sum(new == 1 for new in query_lens),
+        block_size=BLOCK_SIZE,
+        logit_indices_L=torch.tensor(kept, dtype=torch.int64),
+        kv=tuple(kv),
+    )
+
+
+def fused(model: CausalLM, batch: ForwardBatch) -> Tensor | None:
+    assert model.fused is not None
+    return model.fused.run(model.rotary.cos_PD, model.rotary.sin_PD, batch)
+
+
+def one_by_one(model: CausalLM, batch: ForwardBatch) -> Tensor:
+    hidden_LE: Tensor = model.model(*model.rotary(batch.positions_T), batch)
+    return hidden_LE
+
+
+def assert_equal_to_layers(
+    model: CausalLM, rows: Sequence[tuple[int, int]], kept: Sequence[int]
+) -> None:
+    model.reserve_positions(128)
+    batch = batch_of(rows, kept, caches(model.spec))
+    other = replace(batch, kv=caches(model.spec))
+    result, expected = fused(model, batch), one_by_one(model, other)
+    assert result is not None
+    assert torch.equal(result, expected)
+    for ours, theirs in zip(batch.kv, other.kv, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(20, 1)],
+        [(0, 1), (31, 1), (16, 1)],
+        [(0, 23)],
+        [(3, 1), (40, 1), (0, 17), (5, 30)],
+    ],
+)
+def test_it_computes_what_the_layers_compute_one_by_one(
+    family: str, rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepared(replace(SPEC, **FAMILIES[family]), native_backend(monkeypatch))
+    num_tokens = sum(new for _, new in rows)
+    assert_equal_to_layers(model, rows, [num_tokens - 1, *range(0, num_tokens, 3)])
+
+
+@given(data=st.data())
+def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = prepared(replace(SPEC, qk_norm=True), native_backend(monkeypatch))
+    decode = data.draw(st.lists(st.integers(0, 60), max_size=8))
+    prefill = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(2, 40)), max_size=3))
+    rows = [(old, 1) for old in decode] + prefill or [(0, 1)]
+    num_tokens = sum(new for _, new in rows)
+    kept = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=6))
+    assert_equal_to_layers(model, rows, kept)
+
+
+def test_a_long_prompt_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(SPEC, max_position_embeddings=1024)
+    model = prepared(spec, native_backend(monkeypatch))
+    model.reserve_positions(600)
+    assert_equal_to_layers(model, [(2, 1), (0, 600)], [0, 600])
+
+
+def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(SPEC, native_backend(monkeypatch))
+    model.reserve_positions(128)
+    rows, kept = [(50, 1), (3, 1), (9, 1), (0, 40), (7, 21)], [0, 1, 2, 42, 63]
+    alone = fused(model, batch_of(rows, kept, caches(SPEC)))
+    torch.set_num_threads(3)
+    try:
+        together = fused(model, batch_of(rows, kept, caches(SPEC)))
+    finally:
+        torch.set_num_threads(1)
+    assert alone is not None
+    assert together is not None
+    assert torch.equal(alone, together)
+
+
+def test_it_follows_new_weights_and_caches_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(SPEC, native_backend(monkeypatch))
+    assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
+    for view in model.weight_views().values():
+        view.mul_(1.25)
+    model.refresh()
+    assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
+
+
+def test_without_packed_copies_the_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(SPEC, native_backend(monkeypatch))
+    model.reserve_positions(128)
+    batch = batch_of([(5, 1)], [0], caches(SPEC))
+    expected = fused(model, batch)
+    assert expected is not None
+    model.release_packed()
+    assert fused(model, batch) is None
+    torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-4)
+    model.refresh()
+    assert torch.equal(model(batch), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.bfloat16},
+        {"head_dim": 24},
+        {"hidden_size": 36},
+        {"intermediate_size": 30},
+    ],
+)
+def test_what_it_is_not_made_for_is_left_to_the_layers(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(SPEC, **changes)  # type: ignore[arg-type]
+    model = prepared(spec, native_backend(monkeypatch))
+    model.reserve_positions(128)
+    kv = [cache.to(spec.dtype) for cache in caches(spec)]
+    assert fused(model, batch_of([(5, 1)], [0], kv)) is None
+
+
+def test_another_product_is_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_TUNE", "plain")
+    model = prepared(SPEC, cpu_backend("device"))
+    model.reserve_positions(128)
+    assert fused(model, batch_of([(5, 1)], [0], caches(SPEC))) is None

@@ -1,0 +1,41 @@
+"""Engines of tests: one that shows two of its parts, and ways to change the backend of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rollout import DynamicInferenceEngine
+from rollout.backends.base import Backend
+from rollout.backends.select import create_backend
+from rollout.kv.cache import KVCache
+from rollout.scheduling.scheduler import Scheduler
+
+ChangeBackend = Callable[[Backend], Backend]
+
+
+class InspectedEngine(DynamicInferenceEngine):
+    """An engine whose scheduler and KV cache a test can read and wrap."""
+
+    def __init__(self, *, scheduler: Scheduler, kv: KVCache, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, kv=kv, **parts)
+        self.scheduler, self.kv = scheduler, kv
+
+
+@contextmanager
+def changed_backends(change: ChangeBackend) -> Iterator[None]:
+    """Engines that are built meanwhile use the backend that `change` returns for theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "rollout.engine.build.create_backend", lambda config: change(create_backend(config))
+        )
+        yield
+
+
+def running_ahead(backend: Backend) -> Backend:
+    """Prepare a step while the one before runs, as on a GPU."""
+    backend.executor.overlaps = True
+    return backend
