@@ -29,7 +29,7 @@ from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.kv.layout import bytes_per_block, num_blocks_in
 from rollout.models.causal_lm import CausalLM
-from rollout.models.loading import build_model
+from rollout.models.loading import open_model
 from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.model_runner import ModelRunner
@@ -63,13 +63,16 @@ class DynamicInferenceEngine(Engine):
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
         backend = create_backend(config)
-        causal_lm = build_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+        causal_lm, fill = open_model(
+            model, dtype=config.dtype, device=backend.device, seed=config.seed
+        )
         sizes = _sizes(config, backend, causal_lm)
         weights = ServedWeights(
             causal_lm,
             backend,
             version=weights_version,
             reject_non_finite=config.reject_non_finite_weights,
+            fill=fill,
         )
         causal_lm.prepare(backend)
         causal_lm.reserve_positions(sizes.max_sequence_length)

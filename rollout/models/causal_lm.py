@@ -22,6 +22,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
 INIT_STD = 0.02
+_DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of a weight is made
 
 
 class CausalLM(nn.Module):
@@ -58,14 +59,19 @@ class CausalLM(nn.Module):
     ) -> CausalLM:
         """Matrices of standard deviation 0.02, norms 1, biases 0; the same on every device."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
+        model.randomize(seed)
+        return model
+
+    def randomize(self, seed: int) -> None:
+        """Overwrite all weights as `random` does, whose values are drawn on the host in float32."""
         generator = torch.Generator().manual_seed(seed)
-        for name, view in model.weight_views().items():
+        for name, view in self.weight_views().items():
             is_norm = name.endswith("norm.weight")
             if view.dim() == 1:
                 view.fill_(1.0 if is_norm else 0.0)
-            elif not (name == "lm_head.weight" and spec.tie_word_embeddings):
-                view.copy_(torch.empty(view.shape).normal_(std=INIT_STD, generator=generator))
-        return model
+            elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
+                for chunk in torch.split(view.flatten(), _DRAWN_AT_ONCE):
+                    chunk.copy_(torch.empty(chunk.shape).normal_(std=INIT_STD, generator=generator))
 
     def prepare(self, backend: Backend) -> None:
         """Bind the backend into every layer. The weights must be there: tuning may pack them."""

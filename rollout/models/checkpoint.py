@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a directory: names known at once, values read shard by shard."""
+    """The tensors of a directory: names known at once, values read tensor by tensor."""
 
     shards: dict[Path, list[str]]
 
@@ -47,14 +47,13 @@ class Checkpoint:
         return [name for names in self.shards.values() for name in names]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Each name with its tensor, read when its turn comes."""
+        """Each name with its tensor, whose pages are read from the file as they are used.
+
+        Raises ModelError naming a file that cannot be read.
+        """
         for path, names in self.shards.items():
-            try:
-                with safe_open(path, framework="pt") as shard:
-                    for name in names:
-                        yield name, shard.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise _broken(path, error) from error
+            for name in names:
+                yield name, _tensor(path, name)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -78,6 +77,17 @@ def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, 
     # transformers refuses a file that does not say for which framework it is.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    # The file is mapped anew for each tensor: pages that were read count as memory of this process
+    # until they are unmapped, and a shard may be as large as the model.
+    try:
+        with safe_open(path, framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, error) from error
+    return tensor
 
 
 def _tensor_names(path: Path) -> list[str]:

@@ -1,10 +1,12 @@
-"""build_model: a CausalLM from a directory, a transformers model, a spec or another CausalLM."""
+"""A CausalLM from a directory, a transformers model, a spec or another CausalLM."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from rollout.models.checkpoint import Checkpoint, read_config, write_directory
 from rollout.models.plain_tensors import is_sharded, named_weights
 from rollout.models.spec import ModelSpec, parse_dtype, union_of_ids
 from rollout.models.weights import NamedTensors, copy_weights
+
+Fill: TypeAlias = Callable[[], None]
 
 
 def build_model(
@@ -32,11 +36,31 @@ def build_model(
     parameters are gathered in the order of their names, which is a collective of all ranks.
     Raises ModelError for a source that is none of these or does not fit its own config.
     """
+    model, fill = open_model(source, dtype=dtype, device=device, seed=seed)
+    if fill is not None:
+        fill()
+    return model
+
+
+def open_model(
+    source: str | Path | nn.Module | ModelSpec,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[CausalLM, Fill | None]:
+    """A model whose weights are undefined, and the call that writes them; else as `build_model`.
+
+    The parameters may be moved before that call. On a CPU this costs nothing, since memory that
+    nobody has written is not resident yet. The call is None for a CausalLM that comes back itself,
+    with its values. Raises ModelError, and so does the call.
+    """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
-        return CausalLM.random(_with_dtype(source, dtype), seed, device=device)
+        model = CausalLM(_with_dtype(source, dtype), device)
+        return model, partial(model.randomize, seed)
     if isinstance(source, str | Path):
-        return _load_directory(Path(source), dtype, device)
+        return _open_directory(Path(source), dtype, device)
     if isinstance(source, CausalLM):
         return _recast(source, dtype, device)
     if _is_transformers_model(source):
@@ -68,25 +92,31 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
     write_directory(Path(path), model.spec.to_hf_config(), views)
 
 
-def _load_directory(directory: Path, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+def _open_directory(
+    directory: Path, dtype: torch.dtype | str, device: torch.device
+) -> tuple[CausalLM, Fill]:
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; models are not downloaded here")
     config = read_config(directory)
     if dtype != "auto":
         config["dtype"] = dtype
     spec = ModelSpec.from_hf_config(config)
-    return _filled(spec, Checkpoint.open(directory), str(directory), device)
+    return _empty(spec, Checkpoint.open(directory), str(directory), device)
 
 
-def _recast(model: CausalLM, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+def _recast(
+    model: CausalLM, dtype: torch.dtype | str, device: torch.device
+) -> tuple[CausalLM, Fill | None]:
     weight = model.model.embed_tokens.weight
     spec = _with_dtype(replace(model.spec, dtype=weight.dtype), dtype)
     if spec.dtype == weight.dtype and device == weight.device:
-        return model
-    return _filled(spec, model.weight_views(), "the given CausalLM", device)
+        return model, None
+    return _empty(spec, model.weight_views(), "the given CausalLM", device)
 
 
-def _copy_transformers(model: Any, dtype: torch.dtype | str, device: torch.device) -> CausalLM:
+def _copy_transformers(
+    model: Any, dtype: torch.dtype | str, device: torch.device
+) -> tuple[CausalLM, Fill]:
     weights = dict(sorted(named_weights(model).items()))
     config = dict(model.config.to_dict())
     first_dtype = next((parameter.dtype for parameter in model.parameters()), None)
@@ -96,7 +126,7 @@ def _copy_transformers(model: Any, dtype: torch.dtype | str, device: torch.devic
         config.get("eos_token_id"), getattr(generation_config, "eos_token_id", None)
     )
     spec = ModelSpec.from_hf_config(config)
-    return _filled(spec, weights, f"the given {type(model).__name__}", device)
+    return _empty(spec, weights, f"the given {type(model).__name__}", device)
 
 
 def _is_transformers_model(source: object) -> bool:
@@ -106,10 +136,12 @@ def _is_transformers_model(source: object) -> bool:
     return has_config and hasattr(source, "named_parameters")
 
 
-def _filled(spec: ModelSpec, tensors: NamedTensors, origin: str, device: torch.device) -> CausalLM:
+def _empty(
+    spec: ModelSpec, tensors: NamedTensors, origin: str, device: torch.device
+) -> tuple[CausalLM, Fill]:
+    """A model whose weights are undefined, and the call that copies `tensors` into them."""
     model = CausalLM(spec, device)
-    copy_weights(model.weight_views(), tensors, origin)
-    return model
+    return model, lambda: copy_weights(model.weight_views(), tensors, origin)
 
 
 def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:

@@ -88,9 +88,18 @@ class ServedWeights:
     """
 
     def __init__(
-        self, model: CausalLM, backend: Backend, *, version: int, reject_non_finite: bool
+        self,
+        model: CausalLM,
+        backend: Backend,
+        *,
+        version: int,
+        reject_non_finite: bool,
+        fill: Callable[[], None] | None = None,
     ) -> None:
-        """Move the parameters of `model` into the backend's memory, before anything is packed."""
+        """Move the parameters of `model` into the backend's memory, before anything is packed.
+
+        `fill` then writes the values of a model that has none yet; with None, its values are moved.
+        """
         self._model, self._ops, self._memory = model, backend.ops, backend.memory
         self._arena = backend.create_host_arena()
         self._reject_non_finite = reject_non_finite
@@ -100,11 +109,10 @@ class ServedWeights:
         self.num_bytes = max(end for _, end in self._places.values())
         self.version = version
         self.is_resident = self.has_values = True
-        values = {name: parameter.data for name, parameter in model.named_parameters()}
-        self._place_parameters(self._memory.allocate(_BUFFER, self.num_bytes))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(values[name])
+        buffer = self._memory.allocate(_BUFFER, self.num_bytes)
+        self._place_parameters(buffer, keeps_values=fill is None)
+        if fill is not None:
+            fill()
 
     # ---- what may be done now
 
@@ -297,11 +305,17 @@ class ServedWeights:
         self.is_resident = True
         return self.num_bytes if self.has_values else 0
 
-    def _place_parameters(self, buffer: Tensor) -> None:
-        """Make each parameter a view of its part of the buffer."""
+    def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
+        """Make each parameter a view of its part of the buffer, one after the other.
+
+        With `keeps_values` its values move there, and its old memory is free before the next one.
+        """
         for name, parameter in self._model.named_parameters():
             start, end = self._places[name]
-            parameter.data = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
+            place = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
+            if keeps_values:
+                place.copy_(parameter.data)
+            parameter.data = place
 
 
 def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import ModelError
 from rollout.models import CausalLM, ModelSpec, build_model, save_hf_directory
+from rollout.models.loading import open_model
 from tests.models.hf_models import LLAMA3_ROPE, PROMPT, YARN_ROPE, hf_config, hf_logits, hf_model
 from tests.models.oracle_backend import logits_of
 
@@ -73,6 +74,25 @@ def test_transformers_loads_what_we_save(
     assert_close(logits_of(model, PROMPT), hf_logits(loaded, PROMPT), rtol=1e-4, atol=1e-4)
     again = build_model(tmp_path / "new").weight_views()
     assert all(torch.equal(again[name], view) for name, view in model.weight_views().items())
+
+
+def test_an_opened_model_is_filled_where_its_parameters_are_then(directory: Path) -> None:
+    spec = ModelSpec.from_hf_config(hf_config("llama", tie_word_embeddings=True).to_dict())
+    for source in (directory, str(directory), spec, hf_model("qwen2")):
+        model, fill = open_model(source)
+        assert fill is not None
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, torch.nan)
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        fill()
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        expected = build_model(source).weight_views()
+        assert all(torch.equal(expected[n], view) for n, view in model.weight_views().items())
+
+
+def test_a_model_that_has_its_values_is_opened_as_it_is() -> None:
+    model = CausalLM.random(ModelSpec.from_hf_config(hf_config("llama").to_dict()))
+    assert open_model(model) == (model, None)
 
 
 def test_auto_dtype_is_the_configs_and_another_is_cast(reference: Any, tmp_path: Path) -> None:
