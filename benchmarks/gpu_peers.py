@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.contestants import (
     Contestant,
-    Generated,
     RolloutEngine,
     TransformersGenerate,
     timed,
@@ -23,7 +22,7 @@ from benchmarks.contestants import (
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_engines import pool_config
 from benchmarks.gpu_shapes import PoolShape
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Generated, Workload
 from rollout import LLM
 from rollout.models.spec import ModelSpec
 

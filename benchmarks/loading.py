@@ -68,7 +68,8 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
     single.unlink()
     views = model.weight_views()
     del views["lm_head.weight"]
-    names, weight_map = sorted(views), {}
+    names = sorted(views)
+    weight_map: dict[str, str] = {}
     for index in range(4):
         file_name = f"model-{index + 1:05}-of-00004.safetensors"
         shard = names[index * len(names) // 4 : (index + 1) * len(names) // 4]
