@@ -157,6 +157,29 @@ def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
     assert_equal_to_layers(model, rows, kept)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_agrees_with_the_layers_in_float32(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and KV are rounded to bfloat16; the pass rounds nothing else."""
+    spec = replace(SPEC, **FAMILIES[family])
+    backend = native_backend(monkeypatch)
+    model = prepared(replace(spec, dtype=torch.bfloat16), backend)
+    exact = prepared(spec, backend)
+    for name, view in exact.weight_views().items():
+        view.copy_(model.weight_views()[name])
+    exact.refresh()
+    rows, kept = [(3, 1), (40, 1), (0, 17), (5, 30)], [0, 1, 18, 48]
+    for each in (model, exact):
+        each.reserve_positions(128)
+    kv = [cache.bfloat16() for cache in caches(spec)]
+    result = fused(model, batch_of(rows, kept, kv))
+    assert result is not None
+    assert result.dtype == torch.bfloat16
+    expected = one_by_one(exact, batch_of(rows, kept, [c.bfloat16().float() for c in caches(spec)]))
+    torch.testing.assert_close(result.float(), expected, rtol=0.02, atol=0.05)
+
+
 def test_a_long_prompt_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(SPEC, max_position_embeddings=1024)
     model = prepared(spec, native_backend(monkeypatch))
@@ -204,7 +227,7 @@ def test_without_packed_copies_the_layers_run_one_by_one(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
         {"head_dim": 24},
         {"hidden_size": 36},
         {"intermediate_size": 30},

@@ -1,7 +1,10 @@
-"""NativePagedAttention: compiled attention that reads blocks in place, for float32.
+"""NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
 
-Other dtypes and head dims take the inherited torch path. Shape letters: T tokens, H query heads, G
-key/value heads, D head dim.
+Rows that share their first blocks, as samples of one prompt do, read them once. A row's result does
+not depend on that, nor on the other rows, nor on the number of threads. Other dtypes and head dims
+take the inherited torch path.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from rollout.backends.base import Ops
 from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 
-_MAX_HEAD_DIM = 256
-_MIN_ROWS_PER_THREAD = 8  # decode rows, some 50 us each
+MAX_HEAD_DIM = 256
+MAX_GROUP = 240  # query heads per KV head
+_MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of paged_cache.h
 
 
 class NativePagedAttention(TorchSdpaAttention):
@@ -42,59 +47,66 @@ class NativePagedAttention(TorchSdpaAttention):
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
             return super().attend(q_THD, k_TGD, v_TGD, layer, batch)
-        out_THD = torch.empty(q_THD.shape, dtype=torch.float32)
-        query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
-        context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
-        num_tokens, num_kv_heads, head_dim = k_TGD.shape
-        args = AttentionArgs(
-            out_THD.data_ptr(),
-            *(q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()),
-            *(cache.data_ptr(), batch.slots_T.data_ptr(), batch.block_tables_RM.data_ptr()),
-            *(query_starts.ctypes.data, context_lens.ctypes.data),
-            *(q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)),
-            *(batch.block_tables_RM.stride(0), cache.stride(0), batch.block_size),
-            *(num_tokens, q_THD.shape[1], num_kv_heads, head_dim),
-        )
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        args = attention_args(q_THD, k_TGD, v_TGD, out_THD, cache, batch)
         self._kernels.write_tokens(addressof(args))
-        if batch.num_decode_rows:
-            self._decode(args, batch.num_decode_rows)
-        if len(context_lens) > batch.num_decode_rows:
-            self._prefill(args, batch.num_decode_rows, len(context_lens))
+        num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
+        if num_decode:
+            kv_bytes = int(batch.context_lens[:num_decode].sum()) * cache[0, 0].nbytes
+            self._decode(args, num_decode, kv_bytes)
+        if num_rows > num_decode:
+            self._prefill(args, num_decode, num_rows)
         return out_THD
 
-    def _decode(self, args: AttentionArgs, num_rows: int) -> None:
-        def work(first: int, last: int) -> None:
-            self._kernels.attend_decode(addressof(args), first, last)
+    def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
+        num_parts = max(1, min(torch.get_num_threads(), kv_bytes // _MIN_KV_BYTES_PER_THREAD))
 
-        self._kernels.split(num_rows, work, _MIN_ROWS_PER_THREAD)
+        def work(first: int, last: int) -> None:
+            for part in range(first, last):
+                self._kernels.attend_decode_part(addressof(args), 0, num_rows, part, num_parts)
+
+        self._kernels.split(num_parts, work)
 
     def _prefill(self, args: AttentionArgs, first_row: int, end_row: int) -> None:
-        """One item of work per row and KV head."""
-        offset = first_row * args.kv_heads
+        num_parts = torch.get_num_threads()
 
         def work(first: int, last: int) -> None:
             scratch = torch.empty(self._kernels.prefill_scratch_bytes(), dtype=torch.uint8)
-            self._kernels.attend_prefill(
-                addressof(args), scratch.data_ptr(), offset + first, offset + last
-            )
+            for part in range(first, last):
+                self._kernels.attend_prefill_part(
+                    *(addressof(args), scratch.data_ptr(), first_row, end_row, part, num_parts)
+                )
 
-        self._kernels.split((end_row - first_row) * args.kv_heads, work)
+        self._kernels.split(num_parts, work)
 
 
-def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
-    """Float32 heads of a multiple of 16."""
-    head_dim = cache.shape[-1]
-    return (
-        cache.dtype == torch.float32
-        and head_dim % 16 == 0
-        and head_dim <= _MAX_HEAD_DIM
-        and _has_heads_of(q_THD, head_dim)
-        and _has_heads_of(k_TGD, head_dim)
-        and _has_heads_of(v_TGD, head_dim)
+def attention_args(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, cache: Tensor, batch: ForwardBatch
+) -> AttentionArgs:
+    """The kernels' view of these tensors, which must outlive it."""
+    assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
+    num_tokens, num_kv_heads, head_dim = k_TGD.shape
+    return AttentionArgs(
+        out_THD.data_ptr(),
+        *(q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()),
+        *(cache.data_ptr(), batch.slots_T.data_ptr(), batch.block_tables_RM.data_ptr()),
+        *(batch.query_starts.ctypes.data, batch.context_lens.ctypes.data),
+        *(q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)),
+        *(batch.block_tables_RM.stride(0), cache.stride(0), batch.block_size),
+        *(num_tokens, q_THD.shape[1], num_kv_heads, head_dim),
+        *(CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]),
     )
 
 
-def _has_heads_of(x_THD: Tensor, head_dim: int) -> bool:
-    """Float32, and gaps at most between tokens."""
-    _, head_stride, stride = x_THD.stride()
-    return x_THD.dtype == torch.float32 and stride == 1 and head_stride == head_dim
+def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
+    """Heads of a multiple of 16, with gaps at most between tokens."""
+    head_dim = cache.shape[-1]
+    return (
+        cache.dtype in CACHE_TYPES
+        and q_THD.dtype in CACHE_TYPES
+        and q_THD.dtype == k_TGD.dtype == v_TGD.dtype
+        and head_dim % 16 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and q_THD.shape[1] // k_TGD.shape[1] <= MAX_GROUP
+        and all(x.stride()[1:] == (head_dim, 1) for x in (q_THD, k_TGD, v_TGD))
+    )

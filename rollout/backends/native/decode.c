@@ -1,130 +1,299 @@
 /* Attention of single tokens to their paged context, reading blocks in place.
 
-   A row's context is read once, in order, for all heads, a tile at a time with an online softmax
-   (Milakov and Gimelshein 2018). Decoding many rows is bound by reading the cache, so the next tile,
-   of the next row at last, is prefetched while a tile is worked on. */
+   A context is read in tiles of tokens, in order, with an online softmax (Milakov and Gimelshein
+   2018). Decoding many rows is bound by reading the cache, hence two things. The next tile is
+   prefetched while a tile is worked on. And a tile that is in the contexts of several rows, as a
+   prompt is in those of its samples, is read once for all of them (cascade attention; Juravsky et
+   al. 2024, "Hydragen"). A row goes through the same tiles in the same order and with the same
+   arithmetic whether it shares them or not, so its result does not depend on the other rows. */
 
-#include "paged_cache.h"
+#include "attention_queries.h"
 
-#define TILE 16
-#define LINE 16 /* floats in a cache line */
+#define TILE 16                   /* tokens; a multiple of 8 */
+#define STATE_BYTES (512 * 1024) /* of rows worked on together: about a second-level cache */
 
 struct tile {
-    int count;            /* tokens */
-    const float *k[TILE]; /* each token's K of all heads, then its V */
+    int64_t count;
+    const float *tokens[TILE]; /* K of each is at k_offset from here; those that are missing can be
+                                  read as well */
+    int64_t k_offset, v_offset;
 };
 
-INLINE void prefetch(const float *start, int64_t count) {
-    for (int64_t i = 0; i < count; i += LINE) __builtin_prefetch(start + i);
+/* What will be needed next: K and V of tokens, in stretches of memory. A few lines are fetched now
+   and then while work goes on: processors drop prefetches that come in bursts. */
+struct ahead {
+    const char *const *tokens;
+    int64_t runs_per_token, run_bytes, skipped, v_bytes;
+    int64_t lines_per_fetch;
+    int64_t run, num_runs;
+    const char *position, *end; /* of run `run` */
+};
+
+INLINE void begin_run(struct ahead *ahead) {
+    if (ahead->run == ahead->num_runs) return;
+    const int64_t token = ahead->run / ahead->runs_per_token, is_v = ahead->run % ahead->runs_per_token;
+    ahead->position = ahead->tokens[token] + ahead->skipped + is_v * ahead->v_bytes;
+    ahead->end = ahead->position + ahead->run_bytes;
 }
 
-static void find_tile(const struct attention *a, int64_t row, int64_t start, struct tile *tile) {
-    int64_t left = a->context_lens[row] - start;
-    tile->count = left < TILE ? (int)left : TILE;
-    for (int i = 0; i < tile->count; i++) tile->k[i] = token_at(a, row, start + i);
+/* At most `lines_per_fetch` lines, all of one run. */
+INLINE void fetch(struct ahead *ahead) {
+    if (ahead->run == ahead->num_runs) return;
+    const char *position = ahead->position;
+    for (int64_t i = ahead->lines_per_fetch; i > 0; i--, position += LINE) __builtin_prefetch(position);
+    ahead->position = position;
+    if (position < ahead->end) return;
+    ahead->run++;
+    begin_run(ahead);
 }
 
-INLINE float dot(const float *a, const float *b, int64_t dim) {
-    v8f even = splat(0), odd = splat(0);
-    for (int64_t i = 0; i < dim; i += 2 * LANES) {
-        even += load(a + i) * load(b + i);
-        odd += load(a + i + LANES) * load(b + i + LANES);
+#define WIDTH 8
+#include "decode_tile.h"
+#undef WIDTH
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#include "decode_tile.h"
+#undef WIDTH
+#endif
+
+/* KV heads [kv_first, kv_last) of some rows, sorted so that rows with a common prefix are adjacent.
+   Queries are [KV head, row, query head of the group]. */
+struct job {
+    const struct attention *a;
+    const int32_t *rows;
+    int64_t num_rows, kv_first, kv_last, group;
+    struct queries queries;
+    float *packed; /* [token][K or V][dim] */
+};
+
+/* Tokens [start, end) of the contexts of sorted rows [first, last), which share them. */
+struct segment {
+    int64_t first, last, start, end;
+};
+
+/* Leading tokens, in whole tiles, that lie in the same blocks. */
+static int64_t shared_tokens(const struct attention *a, int64_t row, int64_t other) {
+    const int32_t *table = a->tables + row * a->table_stride;
+    const int32_t *other_table = a->tables + other * a->table_stride;
+    int64_t tokens = a->context_lens[row], block = 0;
+    if (a->context_lens[other] < tokens) tokens = a->context_lens[other];
+    while (block * a->block_size < tokens && table[block] == other_table[block]) block++;
+    if (block * a->block_size < tokens) tokens = block * a->block_size;
+    return tokens / TILE * TILE;
+}
+
+/* By the blocks of their contexts, then by length. */
+static int comes_before(const struct attention *a, int64_t row, int64_t other) {
+    const int32_t *table = a->tables + row * a->table_stride;
+    const int32_t *other_table = a->tables + other * a->table_stride;
+    int64_t tokens = a->context_lens[row];
+    if (a->context_lens[other] < tokens) tokens = a->context_lens[other];
+    for (int64_t block = 0; block * a->block_size < tokens; block++) {
+        if (table[block] != other_table[block]) return table[block] < other_table[block];
     }
-    return sum_v8(even + odd);
+    return a->context_lens[row] < a->context_lens[other];
 }
 
-/* scores[head][token] = q k; meanwhile K and V of the next tile are fetched, evenly spread. */
-INLINE void score_tile(const struct attention *a, const float *q, const struct tile *tile,
-                       const struct tile *next, float (*scores)[TILE], int64_t dim) {
-    const int64_t group = a->heads / a->kv_heads, share = 2 * dim / group;
-    for (int i = 0; i < tile->count; i++) {
-        const float *k = tile->k[i];
-        for (int64_t head = 0; head < a->heads; k += dim) {
-            for (int64_t end = head + group; head < end; head++) {
-                if (i < next->count) prefetch(next->k[i] + head * share, share);
-                scores[head][i] = dot(q + head * dim, k, dim);
-            }
+/* By binary insertion: rows are few, and often in order. */
+static void sort_rows(const struct attention *a, int64_t first, int64_t last, int32_t *rows) {
+    for (int64_t row = first; row < last; row++) {
+        int64_t low = 0, count = row - first, high = count;
+        if (count && !comes_before(a, row, rows[count - 1])) low = count;
+        while (low < high) {
+            int64_t middle = (low + high) / 2;
+            if (comes_before(a, row, rows[middle])) high = middle;
+            else low = middle + 1;
+        }
+        memmove(rows + low + 1, rows + low, sizeof(int32_t) * (count - low));
+        rows[low] = (int32_t)row;
+    }
+}
+
+/* Append the segments of sorted rows [first, last), from `start` on, up to which they share all:
+   first what all of them share besides, then, group by group, what fewer share. At most two for
+   each row. Returns the number of segments. */
+static int64_t find_segments(const struct job *job, int64_t first, int64_t last, int64_t start,
+                             struct segment *segments, int64_t count) {
+    const struct attention *a = job->a;
+    const int32_t *rows = job->rows;
+    int64_t end = a->context_lens[rows[first]];
+    if (last - first > 1) end = shared_tokens(a, rows[first], rows[last - 1]);
+    if (end > start) segments[count++] = (struct segment){first, last, start, end};
+    if (last - first == 1) return count;
+    for (int64_t child = first, next; child < last; child = next) {
+        next = child + 1;
+        while (next < last && shared_tokens(a, rows[child], rows[next]) > end) next++;
+        count = find_segments(job, child, next, end, segments, count);
+    }
+    return count;
+}
+
+/* Where the tokens of a segment's tile lie. */
+struct place {
+    int64_t start, count;
+    const char *tokens[TILE];
+};
+
+static void find_place(const struct job *job, const struct segment *segment, int64_t start,
+                       struct place *place) {
+    const int64_t left = segment->end - start;
+    place->start = start;
+    place->count = left < TILE ? left : TILE;
+    find_tokens(job->a, job->rows[segment->first], start, place->count, place->tokens);
+}
+
+/* `next` is to be fetched while `count` tokens meet `queries` queries of each KV head. */
+static struct ahead look_ahead(const struct job *job, const struct place *next, int64_t count,
+                               int64_t queries) {
+    const struct attention *a = job->a;
+    const int64_t num_heads = job->kv_last - job->kv_first, size = size_of(a->cache_type);
+    const int64_t is_whole = num_heads == a->kv_heads;
+    struct ahead ahead = {
+        .tokens = next->tokens,
+        .num_runs = next->count * (is_whole ? 1 : 2),
+        .runs_per_token = is_whole ? 1 : 2,
+        .run_bytes = num_heads * a->dim * size * (is_whole ? 2 : 1),
+        .skipped = job->kv_first * a->dim * size,
+        .v_bytes = a->kv_heads * a->dim * size,
+    };
+    const int64_t calls = (count + 3) / 4 * 2 + (a->dim + 31) / 32;
+    const int64_t fetches = num_heads * (queries + 1) / 2 * calls;
+    const int64_t lines = next->count * 2 * num_heads * a->dim * size / LINE;
+    ahead.lines_per_fetch = (lines + fetches - 1) / fetches;
+    begin_run(&ahead);
+    return ahead;
+}
+
+INLINE void pack_as(const struct job *job, const struct place *place, int64_t kv_head, struct tile *tile,
+                    const int64_t type) {
+    const int64_t dim = job->a->dim, k = kv_head * dim, v = (job->a->kv_heads + kv_head) * dim;
+    for (int64_t i = 0; i < TILE; i++) {
+        float *packed = job->packed + i * 2 * dim;
+        tile->tokens[i] = packed;
+        if (i >= place->count) continue;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(packed + d, load_as(place->tokens[i], k + d, type));
+            store(packed + dim + d, load_as(place->tokens[i], v + d, type));
         }
     }
-    for (int64_t head = 0; head < a->heads; head++) {
-        for (int i = tile->count; i < TILE; i++) scores[head][i] = -INFINITY;
+    tile->k_offset = 0, tile->v_offset = dim;
+}
+
+/* The tile at `place` meets the queries of the segment's rows, while that at `next` is fetched. Float32
+   for one row is read in place. For more rows each head's part is packed first: in the cache, tokens of
+   one head are so far apart that they displace each other from the first-level cache. */
+static void attend_tile(const struct job *job, const struct segment *segment, const struct place *place,
+                        const struct place *next) {
+    const struct attention *a = job->a;
+    const int64_t num_rows = segment->last - segment->first, group = job->group;
+    const int64_t first = segment->first * group, stride = job->num_rows * group;
+    struct ahead ahead = look_ahead(job, next, place->count, num_rows * group);
+    struct tile tile = {.count = place->count, .k_offset = job->kv_first * a->dim};
+    if (num_rows == 1 && a->cache_type == FLOAT32) {
+        for (int64_t i = 0; i < TILE; i++) {
+            tile.tokens[i] = (const float *)place->tokens[i < place->count ? i : 0];
+        }
+        CHOOSE_WIDTH(a->lanes, decode_in_place)
+        (&job->queries, first, stride, group, job->kv_last - job->kv_first, a->kv_heads * a->dim, &tile,
+         a->dim, &ahead);
+        return;
+    }
+    for (int64_t head = job->kv_first; head < job->kv_last; head++) {
+        const int64_t query = first + (head - job->kv_first) * stride;
+        if (a->cache_type == BFLOAT16) pack_as(job, place, head, &tile, BFLOAT16);
+        else pack_as(job, place, head, &tile, FLOAT32);
+        CHOOSE_WIDTH(a->lanes, decode_packed)
+        (&job->queries, query, query + num_rows * group, &tile, a->dim, &ahead);
     }
 }
 
-/* Scores become weights. Returns what older sums must be multiplied with. */
-INLINE float weigh(float *scores, float scale, float *largest, float *sum) {
-    v8f tile_max = load(scores);
-    for (int i = LANES; i < TILE; i += LANES) tile_max = max_v8(tile_max, load(scores + i));
-    float old = *largest, new = fmaxf(old, largest_of(tile_max) * scale);
-    v8f total = splat(0);
-    for (int i = 0; i < TILE; i += LANES) {
-        v8f weight = exp_v8(load(scores + i) * scale - new);
-        store(scores + i, weight);
-        total += weight;
+static void decode_rows(const struct job *job) {
+    const struct attention *a = job->a;
+    const int64_t group = job->group, num_queries = (job->kv_last - job->kv_first) * job->num_rows * group;
+    const int64_t first_head = job->kv_first * group;
+    struct segment segments[2 * job->num_rows];
+    struct place places[2];
+    int turn = 0;
+    for (int64_t i = 0; i < num_queries; i += group) {
+        const int64_t token = a->query_starts[job->rows[i / group % job->num_rows]];
+        begin_queries(a, &job->queries, i, group, token, first_head + i / group / job->num_rows * group);
     }
-    float shrink = exp_v8(splat(old - new))[0];
-    *largest = new;
-    *sum = *sum * shrink + sum_v8(total);
-    return shrink;
-}
-
-/* out = out * shrink + sum of weight * V, over `width` columns; width is a constant of the caller. */
-INLINE void add_values(float *out, const float *weights, const struct tile *tile, int64_t offset,
-                       float shrink, const int width) {
-    v8f sums[8];
-    for (int j = 0; j < width / LANES; j++) sums[j] = load(out + j * LANES) * shrink;
-    for (int i = 0; i < tile->count; i++) {
-        const float *v = tile->k[i] + offset;
-        for (int j = 0; j < width / LANES; j++) sums[j] += weights[i] * load(v + j * LANES);
-    }
-    for (int j = 0; j < width / LANES; j++) store(out + j * LANES, sums[j]);
-}
-
-INLINE void decode_row(const struct attention *a, int64_t row, int64_t last, struct tile *tile,
-                       int64_t dim) {
-    const int64_t heads = a->heads, group = heads / a->kv_heads, kv_size = a->kv_heads * dim;
-    const int64_t token = a->query_starts[row], context = a->context_lens[row];
-    const float *q = a->q + token * a->q_stride;
-    const float scale = 1.0f / sqrtf((float)dim);
-    float *out = a->out + token * heads * dim;
-    float scores[heads][TILE], largest[heads], sum[heads];
-    struct tile next;
-
-    memset(out, 0, sizeof(float) * heads * dim);
-    for (int64_t head = 0; head < heads; head++) largest[head] = -INFINITY, sum[head] = 0;
-    for (int64_t start = 0; start < context; start += TILE, *tile = next) {
-        next.count = 0;
-        if (start + TILE < context) find_tile(a, row, start + TILE, &next);
-        else if (row + 1 < last) find_tile(a, row + 1, 0, &next);
-        score_tile(a, q, tile, &next, scores, dim);
-        for (int64_t head = 0; head < heads; head++) {
-            const int64_t kv_offset = head / group * dim;
-            float shrink = weigh(scores[head], scale, &largest[head], &sum[head]);
-            int64_t j = 0;
-            for (; j + 64 <= dim; j += 64) {
-                add_values(out + head * dim + j, scores[head], tile, kv_size + kv_offset + j, shrink, 64);
-            }
-            for (; j < dim; j += 16) {
-                add_values(out + head * dim + j, scores[head], tile, kv_size + kv_offset + j, shrink, 16);
-            }
+    const int64_t count = find_segments(job, 0, job->num_rows, 0, segments, 0);
+    find_place(job, segments, segments[0].start, &places[0]);
+    for (const struct segment *now = segments; now < segments + count; now++) {
+        for (int64_t start = now->start; start < now->end; start += TILE) {
+            struct place *place = &places[turn], *next = &places[turn ^= 1];
+            const int64_t following = start + TILE;
+            next->count = 0;
+            if (following < now->end) find_place(job, now, following, next);
+            else if (now + 1 < segments + count) find_place(job, now + 1, now[1].start, next);
+            attend_tile(job, now, place, next);
         }
     }
-    for (int64_t head = 0; head < heads; head++) {
-        for (int64_t i = 0; i < dim; i += LANES) {
-            store(out + head * dim + i, load(out + head * dim + i) / sum[head]);
-        }
+    for (int64_t i = 0; i < num_queries; i += group) {
+        const int64_t token = a->query_starts[job->rows[i / group % job->num_rows]];
+        end_queries(a, &job->queries, i, group, token, first_head + i / group / job->num_rows * group);
+    }
+}
+
+/* KV heads [kv_first, kv_last) of rows [first, last). */
+static void decode_heads(const struct attention *a, int64_t first, int64_t last, int64_t kv_first,
+                         int64_t kv_last) {
+    if (first >= last) return;
+    const int64_t group = a->heads / a->kv_heads, row_queries = (kv_last - kv_first) * group;
+    const int64_t query_bytes = 2 * a->dim * sizeof(float) + sizeof(struct softmax);
+    const int64_t fitting = STATE_BYTES / query_bytes / row_queries;
+    const int64_t most = fitting < 1 ? 1 : fitting < last - first ? fitting : last - first;
+    const int64_t num_queries = most * row_queries;
+    struct softmax softmax[num_queries];
+    float unaligned[2 * (TILE + num_queries) * a->dim + LINE];
+    float *buffer = (float *)(((uintptr_t)unaligned + LINE - 1) / LINE * LINE);
+    int32_t rows[last - first];
+    sort_rows(a, first, last, rows);
+    for (int64_t i = 0; i < last - first; i += most) {
+        const int64_t left = last - first - i;
+        struct job job = {.a = a, .rows = rows + i, .num_rows = left < most ? left : most,
+                          .kv_first = kv_first, .kv_last = kv_last, .group = group};
+        job.packed = buffer;
+        job.queries.q = buffer + 2 * TILE * a->dim;
+        job.queries.sums = job.queries.q + num_queries * a->dim;
+        job.queries.softmax = softmax;
+        decode_rows(&job);
     }
 }
 
 /* Rows [first, last), one query token each. The head dim is a multiple of 16. */
 EXPORT void attend_decode(const struct attention *a, int64_t first, int64_t last) {
-    struct tile tile;
-    find_tile(a, first, 0, &tile);
-    for (int64_t row = first; row < last; row++) {
-        if (a->dim == 64) decode_row(a, row, last, &tile, 64);
-        else if (a->dim == 128) decode_row(a, row, last, &tile, 128);
-        else decode_row(a, row, last, &tile, a->dim);
+    decode_heads(a, first, last, 0, a->kv_heads);
+}
+
+/* The first row whose context lies, by more than half, beyond that many tokens of all contexts. */
+static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last, int64_t tokens) {
+    int64_t row = first, before = 0;
+    for (; row < last && before + a->context_lens[row] / 2 < tokens; row++) before += a->context_lens[row];
+    return row;
+}
+
+/* One of `parts` parts of rows [first, last), for threads: about equal numbers of tokens, counted for
+   each KV head. Parts are whole KV heads as far as possible, so that none reads what another reads. */
+EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part,
+                               int64_t parts) {
+    int64_t tokens = 0;
+    for (int64_t row = first; row < last; row++) tokens += a->context_lens[row];
+    if (!tokens) return;
+    const int64_t start = tokens * a->kv_heads * part / parts, end = tokens * a->kv_heads * (part + 1) / parts;
+    const int64_t end_head = end / tokens, end_row = row_beyond(a, first, last, end % tokens);
+    int64_t head = start / tokens, row = row_beyond(a, first, last, start % tokens);
+    if (head < end_head && row > first) {
+        decode_heads(a, row, last, head, head + 1);
+        head++, row = first;
     }
+    if (head < end_head) {
+        decode_heads(a, first, last, head, end_head);
+        row = first;
+    }
+    if (end_head < a->kv_heads) decode_heads(a, row, end_row, end_head, end_head + 1);
 }
 
 /* Write each token's K and V at its slot. */
@@ -132,8 +301,12 @@ EXPORT void write_tokens(const struct attention *a) {
     const int64_t kv_size = a->kv_heads * a->dim;
     for (int64_t i = 0; i < a->tokens; i++) {
         int64_t block = a->slots[i] / a->block_size, offset = a->slots[i] % a->block_size;
-        float *slot = a->cache + block * a->block_stride + offset * 2 * kv_size;
-        memcpy(slot, a->k + i * a->k_stride, sizeof(float) * kv_size);
-        memcpy(slot + kv_size, a->v + i * a->v_stride, sizeof(float) * kv_size);
+        int64_t slot = block * a->block_stride + offset * 2 * kv_size;
+        for (int64_t d = 0; d < kv_size; d += LANES) {
+            v8f k = load_as(a->k, i * a->k_stride + d, a->token_type);
+            v8f v = load_as(a->v, i * a->v_stride + d, a->token_type);
+            store_as(a->cache, slot + d, k, a->cache_type);
+            store_as(a->cache, slot + kv_size + d, v, a->cache_type);
+        }
     }
 }

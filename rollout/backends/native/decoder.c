@@ -22,12 +22,13 @@ struct weight {
 struct layer {
     const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
     struct weight qkv, output, gate_up, down;
-    float *cache;
+    void *cache;
 };
 
 struct decoder {
     const struct layer *layers;
-    const float *embedding, *final_norm;
+    const void *embedding; /* [vocabulary, hidden], as the packed weights float32 or bfloat16 */
+    const float *final_norm;
     const float *cos, *sin; /* [positions, dim] */
     int64_t num_layers, hidden, lanes, is_bfloat16;
     double eps;
@@ -42,13 +43,8 @@ struct pass {
     float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
-    struct attention attention;         /* without out, q, k, v, their strides and cache */
+    struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
 };
-
-void write_tokens(const struct attention *a);
-void attend_decode(const struct attention *a, int64_t first, int64_t last);
-void attend_prefill(const struct attention *a, void *scratch, int64_t first, int64_t last);
-int64_t prefill_scratch_bytes(void);
 
 EXPORT int64_t decoder_tokens_at_once(void) { return TOKENS_AT_ONCE; }
 
@@ -64,6 +60,16 @@ INLINE void barrier(struct thread t) {
     if (t.count > 1) {
 #pragma omp barrier
     }
+}
+
+static void embed(const struct decoder *d, const struct pass *p, struct thread t) {
+    const int64_t type = d->is_bfloat16 ? BFLOAT16 : FLOAT32, tokens = p->attention.tokens;
+    for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
+        for (int64_t j = 0; j < d->hidden; j += LANES) {
+            store(p->residual + i * d->hidden + j, load_as(d->embedding, p->token_ids[i] * d->hidden + j, type));
+        }
+    }
+    barrier(t);
 }
 
 static void multiply(const struct decoder *d, struct thread t, const struct weight *w, float *y,
@@ -97,27 +103,17 @@ static void enter_cache(const struct decoder *d, const struct pass *p, struct th
             rotate_head(head, head, cos, sin, dim);
         }
     }
-    own.slots += first, own.k += first * a->k_stride, own.v += first * a->v_stride;
+    own.slots += first;
+    own.k = (const float *)a->k + first * a->k_stride, own.v = (const float *)a->v + first * a->v_stride;
     own.tokens = end - first;
     write_tokens(&own);
     barrier(t);
 }
 
-/* The decode row at which a thread's share of all the tokens they attend to begins. */
-static int64_t first_decode_row(const struct pass *p, struct thread t, int64_t index) {
-    int64_t total = 0, before = 0, row = 0;
-    for (int64_t i = 0; i < p->decode_rows; i++) total += p->attention.context_lens[i];
-    while (row < p->decode_rows && before * t.count < total * index) before += p->attention.context_lens[row++];
-    return row;
-}
-
 static void attend(const struct pass *p, struct thread t, const struct attention *a) {
-    int64_t first = first_decode_row(p, t, t.index), end = first_decode_row(p, t, t.index + 1);
-    if (first < end) attend_decode(a, first, end);
-    int64_t skipped = p->decode_rows * a->kv_heads, items = p->rows * a->kv_heads - skipped;
-    if (first_of(t, items) < end_of(t, items)) {
-        attend_prefill(a, p->scratch + t.index * prefill_scratch_bytes(), skipped + first_of(t, items), skipped + end_of(t, items));
-    }
+    char *scratch = p->scratch + t.index * prefill_scratch_bytes();
+    if (p->decode_rows) attend_decode_part(a, 0, p->decode_rows, t.index, t.count);
+    if (p->rows > p->decode_rows) attend_prefill_part(a, scratch, p->decode_rows, p->rows, t.index, t.count);
     barrier(t);
 }
 
@@ -149,11 +145,8 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
     struct attention a = p->attention;
     const int64_t heads_size = a.heads * a.dim;
     float *residual = p->residual, *context = p->normed;
-    for (int64_t i = first_of(t, a.tokens); i < end_of(t, a.tokens); i++) {
-        memcpy(residual + i * d->hidden, d->embedding + p->token_ids[i] * d->hidden, d->hidden * sizeof(float));
-    }
-    barrier(t);
-    a.q = p->fused, a.k = a.q + heads_size, a.v = a.k + a.kv_heads * a.dim;
+    embed(d, p, t);
+    a.q = p->fused, a.k = p->fused + heads_size, a.v = p->fused + heads_size + a.kv_heads * a.dim;
     a.q_stride = a.k_stride = a.v_stride = d->layers[0].qkv.outputs;
     a.out = context;
     for (int64_t i = 0; i < d->num_layers; i++) {

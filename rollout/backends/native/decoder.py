@@ -1,4 +1,6 @@
-"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels, in float32.
+"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels.
+
+Weights and KV are float32 or bfloat16; what is between them is float32.
 
 Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 """
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.backends.attention.native import CACHE_TYPES, MAX_GROUP, MAX_HEAD_DIM
 from rollout.backends.base import DecoderLayerParts, DecoderParts
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.native.kernels import (
@@ -32,7 +35,6 @@ from rollout.backends.products.candidates import (
 from rollout.errors import ConfigError
 
 _LANES = 8
-_MAX_HEAD_DIM = 256
 
 
 class NativeDecoder:
@@ -53,11 +55,12 @@ class NativeDecoder:
         self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
+        self._floats: list[Tensor] = []  # norms and biases
         self._seen: Any = None
         self._buckets: frozenset[int] = frozenset()
 
     def run(self, cos_PD: Tensor, sin_PD: Tensor, batch: ForwardBatch) -> Tensor | None:
-        """Final-normed hidden states of the kept tokens, [L, E].
+        """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
 
         Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
         made for, and where another product is faster.
@@ -72,13 +75,13 @@ class NativeDecoder:
             return None
         out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
         self._forward(out_LE, batch)
-        return out_LE
+        return out_LE.to(self._parts.embedding_VE.dtype)
 
     def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
         parts = self._parts
         self._buckets = frozenset()
-        if not (_is_supported(parts) and all(cache.dtype == torch.float32 for cache in caches)):
+        if not (_is_supported(parts) and all(cache.dtype in CACHE_TYPES for cache in caches)):
             return
         kinds = {handle.packing for handle in self._handles}
         product = kinds.pop()
@@ -91,23 +94,37 @@ class NativeDecoder:
         )
         if not self._buckets:
             return
+        self._floats = []
         for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
-            args.input_norm = layer.input_norm_E.data_ptr()
-            args.post_norm = layer.post_norm_E.data_ptr()
-            args.q_norm = None if layer.q_norm_D is None else layer.q_norm_D.data_ptr()
-            args.k_norm = None if layer.k_norm_D is None else layer.k_norm_D.data_ptr()
+            args.input_norm = self._float(layer.input_norm_E)
+            args.post_norm = self._float(layer.post_norm_E)
+            args.q_norm, args.k_norm = self._float(layer.q_norm_D), self._float(layer.k_norm_D)
             args.cache = cache.data_ptr()
-            args.qkv, args.output, args.gate_up, args.down = map(_weight, _handles(layer))
+            args.qkv, args.output, args.gate_up, args.down = map(self._weight, _handles(layer))
         self._decoder = DecoderArgs(
             *(addressof(self._layers), parts.embedding_VE.data_ptr()),
-            *(parts.final_norm_E.data_ptr(), cos_PD.data_ptr(), sin_PD.data_ptr()),
-            *(len(parts.layers), parts.embedding_VE.shape[1], product.lanes, False, parts.eps),
+            *(self._float(parts.final_norm_E), cos_PD.data_ptr(), sin_PD.data_ptr()),
+            *(len(parts.layers), parts.embedding_VE.shape[1], product.lanes),
+            *(parts.embedding_VE.dtype == torch.bfloat16, parts.eps),
+        )
+
+    def _float(self, values: Tensor | None) -> int | None:
+        """The address of these values in float32; None for None."""
+        if values is None:
+            return None
+        self._floats.append(values.detach().float())
+        return self._floats[-1].data_ptr()
+
+    def _weight(self, handle: LinearHandle) -> WeightArgs:
+        packed = handle.packed
+        return WeightArgs(
+            packed.panels_PKW.data_ptr(), self._float(handle.bias_N), packed.num_outputs
         )
 
     def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
         parts, num_tokens = self._parts, batch.token_ids_T.shape[0]
-        query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
-        context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
+        query_starts, context_lens = batch.query_starts, batch.context_lens
+        assert query_starts.dtype == context_lens.dtype == np.int32
         num_threads = torch.get_num_threads()
         room = self._room(num_tokens, out_LE.shape[0])
         num_decode_rows = 0 if self._deterministic else batch.num_decode_rows
@@ -132,6 +149,8 @@ class NativeDecoder:
                 heads=parts.num_heads,
                 kv_heads=parts.num_kv_heads,
                 dim=parts.head_dim,
+                token_type=CACHE_TYPES[torch.float32],
+                cache_type=CACHE_TYPES[cache.dtype],
             ),
         )
         self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
@@ -156,8 +175,9 @@ class NativeDecoder:
 def _why_not_deterministic(parts: DecoderParts) -> str:
     dtype = str(parts.embedding_VE.dtype).removeprefix("torch.")
     return (
-        "deterministic=True needs a float32 model whose head_dim is a multiple of 16, at most "
-        f"{_MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; this one has {dtype}, "
+        "deterministic=True needs a float32 or bfloat16 model whose head_dim is a multiple of 16, "
+        f"at most {MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; "
+        f"this one has {dtype}, "
         f"head_dim={parts.head_dim}, hidden_size={parts.embedding_VE.shape[1]}, "
         f"intermediate_size={parts.layers[0].down.weight_NK.shape[1]}; leave deterministic False"
     )
@@ -167,19 +187,15 @@ def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
-def _weight(handle: LinearHandle) -> WeightArgs:
-    bias = None if handle.bias_N is None else handle.bias_N.data_ptr()
-    return WeightArgs(handle.packed.panels_PKW.data_ptr(), bias, handle.packed.num_outputs)
-
-
 def _is_supported(parts: DecoderParts) -> bool:
-    """Float32, whole vectors, and head dims that the attention kernels take."""
+    """Float32 or bfloat16, whole vectors, and heads that the attention kernels take."""
     hidden_size = parts.embedding_VE.shape[1]
     intermediate_size = parts.layers[0].down.weight_NK.shape[1]
     return (
-        parts.embedding_VE.dtype == torch.float32
+        parts.embedding_VE.dtype in CACHE_TYPES
+        and parts.num_heads // parts.num_kv_heads <= MAX_GROUP
         and hidden_size % _LANES == 0
         and intermediate_size % _LANES == 0
         and parts.head_dim % (2 * _LANES) == 0
-        and parts.head_dim <= _MAX_HEAD_DIM
+        and parts.head_dim <= MAX_HEAD_DIM
     )

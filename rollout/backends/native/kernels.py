@@ -25,7 +25,9 @@ _SIGNATURES = {
     "silu_mul": "ppii",
     "write_tokens": "p",
     "attend_decode": "pii",
+    "attend_decode_part": "piiii",
     "attend_prefill": "ppii",
+    "attend_prefill_part": "ppiiii",
     "sample_rows": "ppii",
     "score_rows": "ppii",
     "fingerprint": "ppiiiii",
@@ -48,6 +50,7 @@ class AttentionArgs(ctypes.Structure):
             (name, c_int64)
             for name in ("block_stride", "block_size", "tokens", "heads", "kv_heads", "dim")
         ),
+        *((name, c_int64) for name in ("token_type", "cache_type", "lanes")),
     )
 
 

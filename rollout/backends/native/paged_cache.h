@@ -1,29 +1,73 @@
-/* The cache of one layer, [block, offset, K or V, KV head, D] in float32, and the step's tokens. */
+/* The cache of one layer, [block, offset, K or V, KV head, D], and the step's tokens. */
 
 #ifndef ROLLOUT_PAGED_CACHE_H
 #define ROLLOUT_PAGED_CACHE_H
 
 #include "vectors.h"
 
-/* Strides count floats: from token to token, and in the cache from block to block; heads of one
+enum { FLOAT32, BFLOAT16 };
+
+/* Strides count numbers: from token to token, and in the cache from block to block; heads of one
    token are contiguous. Decode rows come first, one token each. */
 struct attention {
-    float *out; /* [tokens, heads, dim], contiguous */
-    const float *q, *k, *v;
-    float *cache;
+    void *out; /* [tokens, heads, dim], contiguous */
+    const void *q, *k, *v;
+    void *cache;
     const int64_t *slots;        /* [tokens]: where each token's K and V are written */
     const int32_t *tables;       /* [rows, table_stride] */
     const int32_t *query_starts; /* [rows + 1] */
     const int32_t *context_lens; /* [rows] */
     int64_t q_stride, k_stride, v_stride, table_stride, block_stride;
     int64_t block_size, tokens, heads, kv_heads, dim;
+    int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
+    int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
 };
 
-/* K of a row's token for all KV heads; its V follows after kv_heads * dim floats. */
-INLINE float *token_at(const struct attention *a, int64_t row, int64_t position) {
+typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
+
+INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
+
+/* Numbers [i, i + 8) of an array of this type. */
+INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
+    if (type == FLOAT32) return load((const float *)array + i);
+    return (v8f)(__builtin_convertvector(*(const v8h *)((const uint16_t *)array + i), v8u) << 16);
+}
+
+/* Bfloat16 rounds to nearest, ties to even; a NaN stays one. */
+INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
+    if (type == FLOAT32) {
+        store((float *)array + i, x);
+        return;
+    }
+    v8u bits = (v8u)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    v8u kept = (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc0));
+    *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(kept, v8h);
+}
+
+/* K of a row's token for all KV heads; its V follows after kv_heads * dim numbers. */
+INLINE const char *token_at(const struct attention *a, int64_t row, int64_t position) {
     int64_t block = a->tables[row * a->table_stride + position / a->block_size];
     int64_t offset = position % a->block_size;
-    return a->cache + block * a->block_stride + offset * 2 * a->kv_heads * a->dim;
+    int64_t number = block * a->block_stride + offset * 2 * a->kv_heads * a->dim;
+    return (const char *)a->cache + number * size_of(a->cache_type);
 }
+
+/* Where the tokens [start, start + count) of a row lie. */
+static void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
+                        const char **tokens) {
+    const int64_t token_bytes = 2 * a->kv_heads * a->dim * size_of(a->cache_type);
+    int64_t offset = start % a->block_size;
+    for (int64_t i = 0; i < count; offset = 0) {
+        const char *token = token_at(a, row, start + i);
+        for (; i < count && offset < a->block_size; i++, offset++, token += token_bytes) tokens[i] = token;
+    }
+}
+
+/* One of `parts` parts of the decode rows [first, last), and of the other rows: for threads. */
+void write_tokens(const struct attention *a);
+void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part, int64_t parts);
+void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last, int64_t part,
+                         int64_t parts);
+int64_t prefill_scratch_bytes(void);
 
 #endif

@@ -1,146 +1,175 @@
-/* Causal attention of many tokens of one row to its paged context.
+/* Causal attention of many tokens of one row to its paged context, as in FlashAttention-2 (Dao 2023):
+   all query heads that share a KV head form one matrix of queries, worked on in blocks; keys come in
+   tiles that are packed once for each block, K transposed, so that both products are plain ones. */
 
-   All query heads that share a KV head form one matrix of queries, worked on in blocks; keys come
-   in tiles that are packed once per block of queries, K transposed, so that both products run in
-   the same small kernel. Softmax is online, as in FlashAttention-2 (Dao 2023). */
+#include "attention_queries.h"
 
-#include "paged_cache.h"
-
-#define STRIP 6      /* queries that the small kernel takes */
-#define QUERIES 192  /* rows of a block, a multiple of STRIP */
-#define KEYS 64      /* tokens of a tile, a multiple of 16 */
+#define STRIP 6           /* queries whose sums stay in registers */
+#define QUERIES 240       /* of a block, a multiple of STRIP */
+#define MAX_TOKENS 64     /* of a tile, a multiple of 16 */
+#define TILE_NUMBERS 4096 /* of K in a tile */
 #define MAX_DIM 256
 
 struct workspace {
-    float q[QUERIES * MAX_DIM];      /* [query, dim], scaled by 1 / sqrt(dim) */
-    float k[KEYS * MAX_DIM];         /* [panel of 16 keys][dim][16] */
-    float v[KEYS * MAX_DIM];         /* [panel of 16 columns][key][16] */
-    float scores[QUERIES * KEYS];    /* [query][key] */
-    float sums[QUERIES * MAX_DIM];   /* [query][dim] */
-    float largest[QUERIES], total[QUERIES];
-    int64_t visible[QUERIES];        /* keys of this tile that the query sees; may be negative */
+    float q[QUERIES * MAX_DIM], sums[QUERIES * MAX_DIM];
+    float k[MAX_TOKENS * MAX_DIM], v[MAX_TOKENS * MAX_DIM];
+    struct softmax softmax[QUERIES];
 };
 
-/* c[6][16] (+)= a[6][depth] b[depth][16]; b is contiguous. Twelve accumulators fill the registers. */
-INLINE void product_6x16(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
-                         int64_t depth, const int adds) {
-    v8f sums[STRIP][2];
-    for (int i = 0; i < STRIP; i++) {
-        sums[i][0] = adds ? load(c + i * c_stride) : splat(0);
-        sums[i][1] = adds ? load(c + i * c_stride + LANES) : splat(0);
+/* Tokens [start, start + count) of a context, at most `capacity`, a multiple of 16. */
+struct tile {
+    int64_t start, count, capacity;
+    float *k, *v; /* [dim][capacity], [token][dim] */
+};
+
+/* A block: query i sees keys up to position + i / group. */
+struct block {
+    struct queries queries;
+    int64_t position, group;
+};
+
+INLINE int64_t visible(const struct block *block, int64_t i, const struct tile *tile) {
+    const int64_t seen = block->position + i / block->group + 1 - tile->start;
+    return seen < tile->count ? seen : tile->count;
+}
+
+#define WIDTH 8
+#include "prefill_tile.h"
+#undef WIDTH
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#include "prefill_tile.h"
+#undef WIDTH
+#endif
+
+/* Eight rows of eight floats become columns, `stride` apart. */
+INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
+    v8f pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[i + 1] = SHUFFLE8(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
     }
-    for (int64_t p = 0; p < depth; p++) {
-        v8f b0 = load(b + p * 16), b1 = load(b + p * 16 + LANES);
-        for (int i = 0; i < STRIP; i++) {
-            v8f x = splat(a[i * a_stride + p]);
-            sums[i][0] += x * b0;
-            sums[i][1] += x * b1;
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            fours[i + 2 * j + 1] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
         }
     }
-    for (int i = 0; i < STRIP; i++) {
-        store(c + i * c_stride, sums[i][0]);
-        store(c + i * c_stride + LANES, sums[i][1]);
+    for (int i = 0; i < 4; i++) {
+        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
     }
 }
 
-/* Keys beyond `count` are zero: a zero weight must not meet whatever lies in an unwritten slot. */
-static void pack_tile(const struct attention *a, struct workspace *w, int64_t row, int64_t start,
-                      int64_t count, int64_t head) {
-    const int64_t dim = a->dim, kv_size = a->kv_heads * dim;
-    for (int64_t key = 0; key < (count + 15) / 16 * 16; key++) {
-        float *k_out = w->k + key / 16 * 16 * dim + key % 16;
-        float *v_out = w->v + key * 16;
-        if (key >= count) {
-            for (int64_t d = 0; d < dim; d++) k_out[d * 16] = 0;
-            for (int64_t d = 0; d < dim; d += 16) memset(v_out + d * KEYS, 0, 16 * sizeof(float));
-            continue;
+/* K of `count` tokens, at most eight, from the i-th on; those that are missing have zero keys. */
+INLINE void pack_keys(const char *const *tokens, int64_t i, const int count, int64_t offset, int64_t dim,
+                      const int64_t type, struct tile *tile) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        v8f rows[LANES];
+        for (int t = 0; t < LANES; t++) {
+            rows[t] = t < count ? load_as(tokens[i + t], offset + d, type) : splat(0);
         }
-        const float *k = token_at(a, row, start + key) + head * dim, *v = k + kv_size;
-        for (int64_t d = 0; d < dim; d++) k_out[d * 16] = k[d];
-        for (int64_t d = 0; d < dim; d += 16) memcpy(v_out + d * KEYS, v + d, 16 * sizeof(float));
+        store_transposed(tile->k + d * tile->capacity + i, tile->capacity, rows);
     }
 }
 
-/* Row `i` of the scores becomes weights over the keys it sees; its sums shrink with them. */
-static void weigh_row(struct workspace *w, int64_t i, int64_t width, int64_t dim) {
-    float *scores = w->scores + i * KEYS, *sums = w->sums + i * dim;
-    for (int64_t j = w->visible[i] < 0 ? 0 : w->visible[i]; j < width; j++) scores[j] = -INFINITY;
-    v8f tile_max = load(scores);
-    for (int64_t j = LANES; j < width; j += LANES) tile_max = max_v8(tile_max, load(scores + j));
-    float old = w->largest[i], new = fmaxf(old, largest_of(tile_max));
-    v8f total = splat(0);
-    for (int64_t j = 0; j < width; j += LANES) {
-        v8f weight = exp_v8(load(scores + j) - new);
-        store(scores + j, weight);
-        total += weight;
+INLINE void pack_as(const char *const *tokens, int64_t k_offset, int64_t v_offset, int64_t dim,
+                    const int64_t type, struct tile *tile) {
+    int64_t i = 0;
+    for (; i + LANES <= tile->count; i += LANES) {
+        pack_keys(tokens, i, LANES, k_offset, dim, type, tile);
     }
-    float shrink = exp_v8(splat(old - new))[0];
-    w->largest[i] = new;
-    w->total[i] = w->total[i] * shrink + sum_v8(total);
-    if (shrink != 1.0f) {
-        for (int64_t d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrink);
+    for (; i < (tile->count + 15) / 16 * 16; i += LANES) {
+        pack_keys(tokens, i, tile->count > i ? (int)(tile->count - i) : 0, k_offset, dim, type, tile);
     }
-}
-
-/* Add what queries [i, i + STRIP) take from the packed tile; the last one sees most. */
-static void attend_strip(struct workspace *w, int64_t i, int64_t dim) {
-    const int64_t width = (w->visible[i + STRIP - 1] + 15) / 16 * 16;
-    if (w->visible[i + STRIP - 1] <= 0) return;
-    float *scores = w->scores + i * KEYS, *sums = w->sums + i * dim;
-    for (int64_t j = 0; j < width; j += 16) {
-        product_6x16(scores + j, KEYS, w->q + i * dim, dim, w->k + j * dim, dim, 0);
-    }
-    for (int64_t query = i; query < i + STRIP; query++) weigh_row(w, query, width, dim);
-    for (int64_t d = 0; d < dim; d += 16) {
-        product_6x16(sums + d, dim, scores, KEYS, w->v + d * KEYS, width, 1);
-    }
-}
-
-/* Query `i` of a row's KV head: token i / group, head i % group of the group. */
-static void attend_block(const struct attention *a, struct workspace *w, int64_t row, int64_t kv_head,
-                         int64_t first, int64_t count) {
-    const int64_t dim = a->dim, group = a->heads / a->kv_heads;
-    const int64_t token_start = a->query_starts[row], context = a->context_lens[row];
-    const int64_t offset = context - (a->query_starts[row + 1] - token_start); /* position of token 0 */
-    const int64_t end = offset + (first + count - 1) / group + 1;  /* keys the last query sees */
-    const int64_t padded = (count + STRIP - 1) / STRIP * STRIP;
-    const float scale = 1.0f / sqrtf((float)dim);
-
-    for (int64_t i = 0; i < padded; i++) {
-        int64_t query = first + (i < count ? i : count - 1), head = kv_head * group + query % group;
-        const float *q = a->q + (token_start + query / group) * a->q_stride + head * dim;
-        for (int64_t d = 0; d < dim; d += LANES) store(w->q + i * dim + d, load(q + d) * scale);
-        w->largest[i] = -INFINITY, w->total[i] = 0;
-    }
-    memset(w->sums, 0, sizeof(float) * padded * dim);
-    for (int64_t start = 0; start < end; start += KEYS) {
-        const int64_t keys = end - start < KEYS ? end - start : KEYS;
-        pack_tile(a, w, row, start, keys, kv_head);
-        for (int64_t i = 0; i < padded; i++) {
-            int64_t visible = offset + (first + (i < count ? i : count - 1)) / group + 1 - start;
-            w->visible[i] = visible < keys ? visible : keys;
-        }
-        for (int64_t i = 0; i < padded; i += STRIP) attend_strip(w, i, dim);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        int64_t query = first + i, head = kv_head * group + query % group;
-        float *out = a->out + ((token_start + query / group) * a->heads + head) * dim;
+    for (i = 0; i < tile->count; i++) {
+        const char *token = tokens[i];
         for (int64_t d = 0; d < dim; d += LANES) {
-            store(out + d, load(w->sums + i * dim + d) / w->total[i]);
+            store(tile->v + i * dim + d, load_as(token, v_offset + d, type));
         }
     }
+}
+
+/* One KV head of a row's tokens [start, start + count). */
+static void pack_tile(const struct attention *a, int64_t row, int64_t start, int64_t count,
+                      int64_t kv_head, struct tile *tile) {
+    const int64_t dim = a->dim, k = kv_head * dim, v = (a->kv_heads + kv_head) * dim;
+    const char *tokens[MAX_TOKENS];
+    tile->start = start, tile->count = count;
+    find_tokens(a, row, start, count, tokens);
+    if (a->cache_type == BFLOAT16) pack_as(tokens, k, v, dim, BFLOAT16, tile);
+    else pack_as(tokens, k, v, dim, FLOAT32, tile);
+}
+
+/* Tokens [first, last) of a row, at most QUERIES / group, and one KV head. */
+static void attend_block(const struct attention *a, struct workspace *w, int64_t row, int64_t kv_head,
+                         int64_t first, int64_t last) {
+    const int64_t group = a->heads / a->kv_heads, token = a->query_starts[row] + first;
+    const int64_t cached = a->context_lens[row] - (a->query_starts[row + 1] - a->query_starts[row]);
+    const int64_t position = cached + first, end = cached + last, count = (last - first) * group;
+    const int64_t fitting = TILE_NUMBERS / a->dim / 16 * 16;
+    const struct block block = {{w->q, w->sums, w->softmax}, position, group};
+    struct tile tile = {.capacity = fitting < MAX_TOKENS ? fitting : MAX_TOKENS, .k = w->k, .v = w->v};
+    for (int64_t i = 0; i < count; i += group) {
+        begin_queries(a, &block.queries, i, group, token + i / group, kv_head * group);
+    }
+    for (int64_t start = 0; start < end; start += tile.capacity) {
+        const int64_t keys = end - start < tile.capacity ? end - start : tile.capacity;
+        const int64_t seeing = start > position ? (start - position) * group : 0;
+        pack_tile(a, row, start, keys, kv_head, &tile);
+        CHOOSE_WIDTH(a->lanes, prefill_tile)(&block, seeing, count, &tile, a->dim);
+    }
+    for (int64_t i = 0; i < count; i += group) {
+        end_queries(a, &block.queries, i, group, token + i / group, kv_head * group);
+    }
+}
+
+INLINE int64_t tokens_of(const struct attention *a, int64_t row) {
+    return a->query_starts[row + 1] - a->query_starts[row];
+}
+
+/* Query tokens of a block. */
+INLINE int64_t block_tokens(const struct attention *a) {
+    const int64_t group = a->heads / a->kv_heads;
+    return group < QUERIES ? QUERIES / group : 1;
 }
 
 /* Items [first, last) of (row, KV head), heads fastest, all rows counted. The head dim is a
-   multiple of 16, at most MAX_DIM. `w` has prefill_scratch_bytes(). */
+   multiple of 16, at most MAX_DIM, and at most QUERIES query heads share a KV head. `w` has
+   prefill_scratch_bytes(). */
 EXPORT void attend_prefill(const struct attention *a, struct workspace *w, int64_t first, int64_t last) {
     for (int64_t item = first; item < last; item++) {
-        const int64_t row = item / a->kv_heads;
-        const int64_t tokens = a->query_starts[row + 1] - a->query_starts[row];
-        const int64_t queries = tokens * (a->heads / a->kv_heads);
-        for (int64_t i = 0; i < queries; i += QUERIES) {
-            int64_t count = queries - i < QUERIES ? queries - i : QUERIES;
-            attend_block(a, w, row, item % a->kv_heads, i, count);
+        const int64_t row = item / a->kv_heads, tokens = tokens_of(a, row), step = block_tokens(a);
+        for (int64_t i = 0; i < tokens; i += step) {
+            const int64_t end = i + step < tokens ? i + step : tokens;
+            attend_block(a, w, row, item % a->kv_heads, i, end);
+        }
+    }
+}
+
+/* Twice the pairs of a query token in [first, last) and a key that it sees. */
+INLINE int64_t work_of(const struct attention *a, int64_t row, int64_t first, int64_t last) {
+    const int64_t cached = a->context_lens[row] - tokens_of(a, row);
+    return (last - first) * (2 * cached + first + last + 1);
+}
+
+/* One of `parts` parts of rows [first, last), for threads: blocks with about equal work. */
+EXPORT void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last,
+                                int64_t part, int64_t parts) {
+    struct workspace *w = scratch;
+    int64_t total = 0, before = 0;
+    for (int64_t row = first; row < last; row++) {
+        total += a->kv_heads * work_of(a, row, 0, tokens_of(a, row));
+    }
+    for (int64_t item = first * a->kv_heads; item < last * a->kv_heads; item++) {
+        const int64_t row = item / a->kv_heads, tokens = tokens_of(a, row), step = block_tokens(a);
+        for (int64_t i = 0; i < tokens; i += step) {
+            const int64_t end = i + step < tokens ? i + step : tokens, work = work_of(a, row, i, end);
+            const int64_t middle = before + work / 2;
+            before += work;
+            if (middle < total * part / parts || middle >= total * (part + 1) / parts) continue;
+            attend_block(a, w, row, item % a->kv_heads, i, end);
         }
     }
 }

@@ -15,6 +15,7 @@
 typedef float v8f __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t v8i __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t v8u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t v4i __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float v4f __attribute__((vector_size(16), aligned(4), may_alias));
 typedef double v4d __attribute__((vector_size(32), aligned(8), may_alias));
 
@@ -40,6 +41,43 @@ INLINE float largest_of(v8f x) {
     float best = x[0];
     for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
     return best;
+}
+
+/* GCC before 12 has no __builtin_shufflevector, and Clang no __builtin_shuffle. */
+#ifdef __clang__
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE8(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (v4i){__VA_ARGS__})
+#define SHUFFLE8(a, b, ...) __builtin_shuffle(a, b, (v8i){__VA_ARGS__})
+#endif
+
+INLINE v4f add_halves(v8f x) {
+    union { v8f whole; v4f half[2]; } u = {x};
+    return u.half[0] + u.half[1];
+}
+
+/* The sums of the lanes of each, added in the order of sum_v8. */
+INLINE v4f sums_of_four(v8f a, v8f b, v8f c, v8f d) {
+    v4f x = add_halves(a), y = add_halves(b), z = add_halves(c), w = add_halves(d);
+    v4f xy = SHUFFLE4(x, y, 0, 4, 1, 5) + SHUFFLE4(x, y, 2, 6, 3, 7);
+    v4f zw = SHUFFLE4(z, w, 0, 4, 1, 5) + SHUFFLE4(z, w, 2, 6, 3, 7);
+    return SHUFFLE4(xy, zw, 0, 1, 4, 5) + SHUFFLE4(xy, zw, 2, 3, 6, 7);
+}
+
+/* GCC would load a vector from memory for each use, rather than once. */
+#if defined(__GNUC__) && defined(__x86_64__)
+#define KEEP(x) __asm__("" : "+v"(x))
+#else
+#define KEEP(x) (void)0
+#endif
+
+INLINE float max_of_lanes(v8f x) {
+    union { v8f whole; v4f half[2]; } u = {x};
+    v4f a = u.half[0], b = u.half[1];
+    v4f best = (v4f)(((v4i)a & (a > b)) | ((v4i)b & ~(a > b)));
+    float low = best[0] > best[1] ? best[0] : best[1], high = best[2] > best[3] ? best[2] : best[3];
+    return low > high ? low : high;
 }
 
 /* Add eight floats to four sums of double precision. */

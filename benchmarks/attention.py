@@ -1,0 +1,281 @@
+"""Compiled attention against what it cannot beat: one read of its KV, or its FLOPs in a product.
+
+`python -m benchmarks.attention` prints three tables. *Decode*: CPU time of a step's attention over
+the time to read as many bytes of the same memory once, in order. *Prefill*: over the time of the
+best matrix product here for the same floating-point operations. *Shared prefix*: rows that share
+blocks over the same rows with blocks of their own. Rounds are interleaved; ratios are medians of
+those within a round. Caches are larger than the processor's, so that nothing is there from the last
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.one_thread import restart_with_one_thread
+from rollout.backends.attention.native import attention_args
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.native.kernels import AttentionArgs, Kernels
+from rollout.backends.native.library import load_library
+
+NUM_KV_HEADS = 4
+GROUPS = (1, 4, 7)
+COLD_BYTES = 256 << 20  # visited in turn: larger than the last level of caches
+MAX_TOKENS = 1 << 17
+CONTEXTS = (128, 512, 4096)
+MIN_SECONDS = 0.03  # of one measurement
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Rows of (context, new) tokens, of which the first `shared` are in the same blocks."""
+
+    num_rows: int
+    context: int
+    num_new: int = 1
+    block_size: int = 16
+    group: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    shared: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V in all contexts."""
+        token = 2 * NUM_KV_HEADS * self.head_dim * self.dtype.itemsize
+        return self.num_rows * self.context * token
+
+    @property
+    def num_flops(self) -> int:
+        """Of the two products, by causal attention."""
+        first = self.context - self.num_new
+        keys = sum(range(first + 1, self.context + 1))
+        return 4 * self.num_rows * NUM_KV_HEADS * self.group * self.head_dim * keys
+
+
+class Problem:
+    """The arguments of as many layers as keep each other out of the caches."""
+
+    def __init__(self, case: Case) -> None:
+        num_blocks = -(-case.context // case.block_size)
+        num_shared = case.shared // case.block_size
+        count = num_shared + case.num_rows * (num_blocks - num_shared)
+        ids = torch.randperm(count, generator=torch.Generator().manual_seed(0)).int()
+        own = ids[num_shared:].view(case.num_rows, -1)
+        tables = torch.cat((ids[:num_shared].expand(case.num_rows, -1), own), dim=1)
+        shape = (count, case.block_size, 2, NUM_KV_HEADS, case.head_dim)
+        num_layers = max(1, -(-COLD_BYTES // case.kv_bytes)) if case.num_new == 1 else 1
+        self.case = case
+        block = torch.randn(shape[1:]).to(case.dtype)
+        self._pool = block.repeat(num_layers * count, 1, 1, 1, 1)
+        self.caches = self._pool.split(count)
+        num_tokens = case.num_rows * case.num_new
+        heads = (case.group * NUM_KV_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        fused = torch.randn(num_tokens, sum(heads), case.head_dim).to(case.dtype)
+        self._tensors = q, k, v = fused.split(heads, dim=1)
+        self._out = torch.empty(q.shape, dtype=case.dtype)
+        self._batch = _batch(case, tables.contiguous(), self.caches)
+        self.args = [
+            attention_args(q, k, v, self._out, cache, self._batch) for cache in self.caches
+        ]
+
+    def read_seconds(self) -> float:
+        """CPU time of a plain read of one layer's KV, from one of all layers, in order."""
+        words = self._pool.view(-1).view(torch.int32)
+        return cpu_seconds(words.amax) * self.case.kv_bytes / self._pool.nbytes
+
+
+def _batch(case: Case, tables_RM: torch.Tensor, kv: Sequence[torch.Tensor]) -> ForwardBatch:
+    """Each row's last `num_new` tokens are computed."""
+    starts = np.arange(0, (case.num_rows + 1) * case.num_new, case.num_new, dtype=np.int32)
+    lens = np.full(case.num_rows, case.context, dtype=np.int32)
+    positions = torch.arange(case.context - case.num_new, case.context)
+    blocks = tables_RM[:, positions // case.block_size].long()
+    slots = blocks * case.block_size + positions % case.block_size
+    return ForwardBatch(
+        token_ids_T=torch.zeros(len(slots.view(-1)), dtype=torch.int64),
+        positions_T=positions.repeat(case.num_rows),
+        slots_T=slots.view(-1).contiguous(),
+        block_tables_RM=tables_RM,
+        query_starts_E=torch.from_numpy(starts),
+        context_lens_R=torch.from_numpy(lens),
+        query_starts=starts,
+        context_lens=lens,
+        num_decode_rows=case.num_rows if case.num_new == 1 else 0,
+        block_size=case.block_size,
+        logit_indices_L=torch.zeros(0, dtype=torch.int64),
+        kv=kv,
+    )
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+class Bench:
+    """The kernels, and how often everything is measured."""
+
+    def __init__(self, num_rounds: int) -> None:
+        library = load_library()
+        if library is None:
+            raise SystemExit("there are no compiled kernels on this machine")
+        self._kernels = Kernels(library)
+        self._scratch = torch.empty(self._kernels.prefill_scratch_bytes(), dtype=torch.uint8)
+        self._num_rounds = num_rounds
+
+    def decode(self, problem: Problem, layer: int) -> None:
+        self._kernels.attend_decode(addressof(problem.args[layer]), 0, problem.case.num_rows)
+
+    def prefill(self, args: AttentionArgs, num_rows: int) -> None:
+        items = num_rows * args.kv_heads
+        self._kernels.attend_prefill(addressof(args), self._scratch.data_ptr(), 0, items)
+
+    def decode_ratio(self, case: Case) -> tuple[float, float]:
+        """(GB per second that attention reads, its time over that of a plain read)."""
+        problem = Problem(case)
+        layers = self._cycle(problem, lambda i: self.decode(problem, i))
+        rounds = []
+        for visited in layers:
+            ours = self._decode_all(problem, visited)
+            read = problem.read_seconds() * len(visited)
+            rounds.append((ours / len(visited), ours / read))
+        seconds = statistics.median(s for s, _ in rounds)
+        return case.kv_bytes / seconds / 1e9, statistics.median(r for _, r in rounds)
+
+    def _decode_all(self, problem: Problem, layers: Sequence[int]) -> float:
+        """CPU seconds of one decode step of each of these layers."""
+
+        def work() -> None:
+            for layer in layers:
+                self.decode(problem, layer)
+
+        return cpu_seconds(work)
+
+    def _cycle(self, problem: Problem, once: Callable[[int], None]) -> Iterator[list[int]]:
+        """For each round, the layers that it visits: long enough to be timed, in turn."""
+        count = len(problem.args)
+        once(0)
+        seconds = cpu_seconds(lambda: once(count - 1))
+        length = max(1, int(MIN_SECONDS / max(seconds, 1e-6)))
+        turn = itertools.cycle(range(count))
+        for _ in range(self._num_rounds):
+            yield list(itertools.islice(turn, length))
+
+    def prefill_ratio(self, case: Case) -> tuple[float, float]:
+        """(GFLOP per second, time over that of the same FLOPs in the best product)."""
+        problem = Problem(case)
+        size = 1024
+        a, b = torch.rand(size, size), torch.rand(size, size)
+        rounds = []
+        for index in range(self._num_rounds + 1):
+            ours = cpu_seconds(lambda: self.prefill(problem.args[0], case.num_rows))
+            product = cpu_seconds(lambda: torch.mm(a, b)) * case.num_flops / (2 * size**3)
+            if index:
+                rounds.append((ours, ours / product))
+        seconds = statistics.median(s for s, _ in rounds)
+        return case.num_flops / seconds / 1e9, statistics.median(r for _, r in rounds)
+
+    def sharing_ratio(self, case: Case) -> float:
+        """Time of rows that share their prefix, over that of rows that share nothing."""
+        shared, own = Problem(case), Problem(replace(case, shared=0))
+        rounds = []
+        count = len(own.args)
+        for visited in self._cycle(shared, lambda i: self.decode(shared, i)):
+            ours = self._decode_all(shared, visited)
+            plain = self._decode_all(own, [i % count for i in visited])
+            rounds.append(ours / plain)
+        return statistics.median(rounds)
+
+
+def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Console) -> None:
+    """Ratios to a plain read, a column per GQA group."""
+    table = Table("batch", "context", "block", *(f"GQA {g}: x read (GB/s)" for g in GROUPS))
+    sizes = itertools.product((1, 8, 64), CONTEXTS, (16, 64, 256))
+    for num_rows, context, block_size in sizes:
+        if num_rows * context > MAX_TOKENS:
+            continue
+        cells = []
+        for group in GROUPS:
+            case = Case(
+                num_rows=num_rows,
+                context=context,
+                block_size=block_size,
+                group=group,
+                head_dim=head_dim,
+                dtype=dtype,
+            )
+            rate, ratio = bench.decode_ratio(case)
+            cells.append(f"{ratio:.2f} ({rate:.1f})")
+        table.add_row(str(num_rows), str(context), str(block_size), *cells)
+    console.print(f"Decode, {dtype}, head dim {head_dim}", table)
+
+
+def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
+    """Ratios to the same FLOPs in a product, a column per GQA group."""
+    table = Table("tokens", "head dim", *(f"GQA {g}: x product (GFLOP/s)" for g in GROUPS))
+    for tokens, head_dim in itertools.product((512, 2048), (64, 128)):
+        cells = []
+        for group in GROUPS:
+            case = Case(
+                num_rows=1,
+                context=tokens,
+                num_new=tokens,
+                group=group,
+                head_dim=head_dim,
+                dtype=dtype,
+            )
+            rate, ratio = bench.prefill_ratio(case)
+            cells.append(f"{ratio:.2f} ({rate:.0f})")
+        table.add_row(str(tokens), str(head_dim), *cells)
+    console.print(f"Prefill, {dtype}", table)
+
+
+def sharing_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
+    """Samples of one prompt, with 64 tokens of their own each."""
+    table = Table("samples", "prompt", *(f"GQA {g}: x unshared" for g in GROUPS))
+    for num_rows, prompt in itertools.product((8, 64), (128, 512, 1024)):
+        cells = []
+        for group in GROUPS:
+            case = Case(
+                num_rows=num_rows, context=prompt + 64, shared=prompt, group=group, dtype=dtype
+            )
+            cells.append(f"{bench.sharing_ratio(case):.2f}")
+        table.add_row(str(num_rows), str(prompt), *cells)
+    console.print(f"Shared prefix, {dtype}", table)
+
+
+def main() -> None:
+    """Print the tables."""
+    restart_with_one_thread()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--tables", nargs="+", default=["decode", "prefill", "sharing"])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    bench, dtype, console = Bench(options.rounds), DTYPES[options.dtype], Console(width=120)
+    if "decode" in options.tables:
+        for head_dim in options.head_dims:
+            decode_table(bench, dtype, head_dim, console)
+    if "prefill" in options.tables:
+        prefill_table(bench, dtype, console)
+    if "sharing" in options.tables:
+        sharing_table(bench, dtype, console)
+
+
+if __name__ == "__main__":
+    main()

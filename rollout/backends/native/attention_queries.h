@@ -1,0 +1,76 @@
+/* What decoding and prefill have in common: queries, each with its online softmax (Milakov and
+   Gimelshein 2018). */
+
+#ifndef ROLLOUT_ATTENTION_QUERIES_H
+#define ROLLOUT_ATTENTION_QUERIES_H
+
+#include "paged_cache.h"
+
+#define LINE 64 /* bytes of a cache line */
+
+/* The online softmax of one query. */
+struct softmax {
+    v8f total; /* sums of weights, by lane */
+    float largest, padding[7];
+};
+
+struct queries {
+    float *q, *sums; /* [query][dim]: scaled by 1 / sqrt(dim); sums of weight * V */
+    struct softmax *softmax;
+};
+
+/* Scores of the first `seen` keys become weights, those of the others 0; older sums shrink if the
+   largest score has grown. */
+INLINE void weigh(float *scores, int64_t seen, int64_t width, struct softmax *softmax, float *sums,
+                  int64_t dim) {
+    for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
+    v8f tile_max = load(scores);
+    for (int64_t i = LANES; i < width; i += LANES) tile_max = max_v8(tile_max, load(scores + i));
+    const float old = softmax->largest, new = max_of_lanes(tile_max), largest = new > old ? new : old;
+    v8f total = softmax->total;
+    if (new > old) {
+        const float shrink = exp_v8(splat(old - new))[0];
+        total *= shrink;
+        for (int64_t d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrink);
+    }
+    for (int64_t i = 0; i < width; i += LANES) {
+        v8f weight = exp_v8(load(scores + i) - largest);
+        store(scores + i, weight);
+        total += weight;
+    }
+    softmax->largest = largest;
+    softmax->total = total;
+}
+
+/* The widest vectors that this processor has, unless others are asked for. */
+#ifdef __AVX512F__
+#define CHOOSE_WIDTH(lanes, function) ((lanes) == 8 ? function##_8 : function##_16)
+#else
+#define CHOOSE_WIDTH(lanes, function) ((void)(lanes), function##_8)
+#endif
+
+/* Query heads of one token and KV head, scaled, with nothing summed yet. */
+INLINE void begin_queries(const struct attention *a, const struct queries *queries, int64_t i,
+                          int64_t count, int64_t token, int64_t head) {
+    const float scale = 1.0f / sqrtf((float)a->dim);
+    const int64_t q = token * a->q_stride + head * a->dim;
+    for (int64_t d = 0; d < count * a->dim; d += LANES) {
+        store(queries->q + i * a->dim + d, load_as(a->q, q + d, a->token_type) * scale);
+        store(queries->sums + i * a->dim + d, splat(0));
+    }
+    for (int64_t j = i; j < i + count; j++) queries->softmax[j] = (struct softmax){.total = splat(0), .largest = -INFINITY};
+}
+
+/* Their outputs. */
+INLINE void end_queries(const struct attention *a, const struct queries *queries, int64_t i,
+                        int64_t count, int64_t token, int64_t head) {
+    int64_t out = (token * a->heads + head) * a->dim;
+    for (int64_t j = i; j < i + count; j++, out += a->dim) {
+        const float total = sum_v8(queries->softmax[j].total);
+        for (int64_t d = 0; d < a->dim; d += LANES) {
+            store_as(a->out, out + d, load(queries->sums + j * a->dim + d) / total, a->token_type);
+        }
+    }
+}
+
+#endif
