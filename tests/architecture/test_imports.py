@@ -89,7 +89,7 @@ def test_no_import_hides_behind_type_checking(modules: list[Module]) -> None:
         pytest.param(
             "examples/job.py",
             "import benchmarks.generate\n",
-            ":1 examples (13) imports benchmarks.generate of benchmarks (13)",
+            ":1 examples (13) imports benchmarks.generate of benchmarks (14)",
             id="an example imports a benchmark",
         ),
         pytest.param("rollout/utils.py", "", ": rollout.utils has no floor", id="no floor"),
