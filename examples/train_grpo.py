@@ -239,7 +239,7 @@ class Run:
                 trained = await asyncio.to_thread(learner.update, batch.rollouts, step)
             with account.spend("update"):
                 await weight_sync.apush(learner.policy, versions.reserve())
-            producer.note_version()  # so that the engines begin what the new version allows
+            producer.refresh_version()  # the engines begin the batches that it allows
             stats = await llm.stats()
             rates = metrics.step_metrics(
                 account.take(),

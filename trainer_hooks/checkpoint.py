@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, whole or absent, and numbers for its weights, each given once."""
+"""Checkpoints of a training run, and versions for its weights that are never used twice."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) ->
 class WeightsVersionCounter:
     """Hands out weights versions and remembers the highest in a file.
 
-    A trainer that goes on from an older checkpoint must not use a number again that an engine has
-    seen under other weights: rollouts and journals of the lost steps may still carry it.
+    A trainer that resumes from an older checkpoint must not use a version again that an engine has
+    seen with other weights: rollouts of the lost steps may still carry it.
     `floor`: the highest version known from elsewhere, of a checkpoint say.
     """
 

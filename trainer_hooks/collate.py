@@ -18,8 +18,7 @@ from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout
 
-# What behaviour log-probs can be of, for a trainer: the distribution that it recomputes, or that of
-# the draw.
+# The distribution of the behaviour log-probs: the one a trainer recomputes, or that of the draw.
 TrainedLogprobs = Literal["temperature", "processed"]
 
 
@@ -31,7 +30,7 @@ class RolloutBatch:
     prompts and tool output. Log-probs, lags and staleness are 0 where it is False; column t belongs
     to token t.
     `prompt_lengths_B`: tokens before the first generated one. `completion_lengths_B`: generated
-    tokens, of all turns, also of failed rollouts; not what tools said. `lengths_B`: all tokens.
+    tokens, of all turns, also of failed rollouts, without tool output. `lengths_B`: all tokens.
     `policy_lag_BT`: train_version - version that sampled the token.
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
@@ -130,7 +129,7 @@ def collate_rollouts(
 
 
 def _untrained_row(rollout: Rollout) -> dict[str, torch.Tensor]:
-    """One rollout, unpadded, with none of its tokens to be trained on."""
+    """One rollout without padding; its mask is still empty."""
     tokens_T = rollout.tokens_T
     num_tokens = len(tokens_T)
     return {
@@ -150,7 +149,7 @@ def _mark_turn(
     request: DynamicInferenceRequest,
     train_version: int,
 ) -> None:
-    """Write into `row` what the tokens carry that `request` generated."""
+    """Write the mask, log-probs and lags of the tokens that `request` generated into `row`."""
     versions = request.policy_versions
     if len(versions) and int(versions.max()) > train_version:
         raise ConfigError(
@@ -202,7 +201,7 @@ def check_logprobs_match(
 
 
 def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogprobs:
-    """What a trainer takes the log-probs of such rollouts for: their own mode, checked."""
+    """The mode of the log-probs of rollouts sampled with `params`, checked."""
     mode: TrainedLogprobs = "processed" if params.logprobs_mode == "processed" else "temperature"
     check_logprobs_match(params, temperature, mode)
     return mode

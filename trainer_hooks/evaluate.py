@@ -1,4 +1,4 @@
-"""evaluate: how good the weights are, measured beside rollouts and updates."""
+"""evaluate: the reward of the present weights on a set of prompts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ async def evaluate(
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times; flat metrics under `prefix`.
 
-    It holds nothing that a producer or an update needs: it may run beside them, its requests share
-    the engines and go on through pauses. Weights that change meanwhile show in `version_min` and
-    `version_max`, the versions that sampled its tokens; equal where the answer is that of one
-    version. `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over
-    prompts of the best sample. `sampling_params` with a seed give each prompt one of its own.
+    It may run while a producer works and weights are updated: its requests share the engines and
+    continue after pauses. `version_min` and `version_max` are the versions that sampled its tokens;
+    they are equal if the weights did not change meanwhile. `reward`: mean over all samples that did
+    not fail. `reward_best_of_n`: mean over prompts of the best sample. `sampling_params` with a
+    seed give each prompt a seed of its own.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
     function that never succeeds, TimeoutError after `timeout_s` seconds, with everything aborted.
     """

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, whenever the process is killed."""
+"""Atomic replacement of files: after a kill there is the old one or the new one, whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer recomputes of each token under its own model: its log-prob, and the entropy.
+"""What a trainer recomputes for each token with its own model: log-prob and entropy.
 
 Shape letters: B rollouts, T positions, V vocabulary.
 """
@@ -26,7 +26,7 @@ def token_logprobs(
 def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Entropy of the distribution that token t was drawn from, in column t, float32 [B, T], nats.
 
-    Of the whole vocabulary, as TRL and verl measure it; without a gradient, and column 0 is 0.
+    It covers the whole vocabulary, as in TRL and verl. It has no gradient; column 0 is 0.
     """
     probabilities_BTV = (logits_BTV[:, :-1].float() / temperature).softmax(dim=-1)
     entropies_BT = torch.special.entr(probabilities_BTV).sum(dim=-1)

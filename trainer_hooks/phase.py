@@ -46,7 +46,7 @@ class Suspendable(Protocol):
 
 
 class PushesWeights(Protocol):
-    """What every weight sync can do."""
+    """The two verbs of a weight sync."""
 
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
@@ -63,7 +63,7 @@ class PushesWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimings:
-    """Seconds that each part of a phase took; a part that was not needed took none."""
+    """Seconds of each part of a phase; 0 for a part that was not needed."""
 
     update_s: float
     resume_s: float
@@ -115,17 +115,17 @@ class GenerationPhase:
 
     @property
     def update_report(self) -> WeightUpdateReport | None:
-        """Of the push; None if nothing was pushed."""
+        """The report of the push; None if nothing was pushed."""
         return self._reports.get("update")
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """None if the engine was not suspended."""
+        """The report of the resume; None if the engine was not suspended."""
         return self._reports.get("resume")
 
     @property
     def suspend_report(self) -> SuspendReport | None:
-        """None while the phase lasts."""
+        """The report of the suspend; None while the phase lasts."""
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:
@@ -160,7 +160,7 @@ class GenerationPhase:
         await self._arun(self._exit_commands())
 
     def _entry_commands(self, *, asynchronous: bool) -> Iterator[Command]:
-        """What leads from the engine's present state to RUNNING under the new weights."""
+        """The commands from the engine's present state to RUNNING under the new weights."""
         if self._push is not None:
             weight_sync, named_parameters = self._push
             if self._llm.state is EngineState.RUNNING:
@@ -173,7 +173,7 @@ class GenerationPhase:
             yield "unpause", self._llm.unpause
 
     def _exit_commands(self) -> Iterator[Command]:
-        """What leads from the engine's present state to SUSPENDED; nothing once it is stopped."""
+        """The commands from the engine's present state to SUSPENDED; none once it is stopped."""
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:

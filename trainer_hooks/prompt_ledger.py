@@ -22,8 +22,9 @@ _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
 
 @dataclass(frozen=True, slots=True)
 class PromptItem:
-    """`prompt`: text, or token ids. `columns`: handed to the reward function by name, as the other
-    columns of a dataset are: an answer, an entry, a difficulty.
+    """A prompt, as text or token ids, and the other columns of its row.
+
+    `columns` go to the reward function by name: an answer, an entry, a difficulty.
     """
 
     prompt: str | Sequence[int]
@@ -66,7 +67,7 @@ class PromptTicket:
 
 
 class PromptLedger:
-    """Issues prompts in a seeded order per epoch and keeps account of each one's fate.
+    """Issues prompts in a seeded order per epoch and records what became of each one.
 
     A ticket is out until it is consumed, with a reason, or given back; one given back is issued
     again before any new one. The state is small: a position, and what was not consumed before it.
@@ -106,7 +107,7 @@ class PromptLedger:
 
     @property
     def is_exhausted(self) -> bool:
-        """Nothing can be issued now; what is out may still be given back."""
+        """No prompt can be issued now; those that are out may still be given back."""
         is_over = self._num_epochs is not None and self._epoch >= self._num_epochs
         return is_over and not self._returned
 
@@ -132,17 +133,17 @@ class PromptLedger:
         return ticket
 
     def consume(self, ticket: PromptTicket, reason: str = "trained") -> None:
-        """The prompt is done with for this epoch. Raises ConfigError for one that is not out."""
-        self._take_in(ticket)
+        """Finish the prompt for this epoch. Raises ConfigError for one that is not out."""
+        self._remove_issued(ticket)
         self.consumed[reason] += 1
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
-        """The prompt is to be issued again. Raises ConfigError for one that is not out."""
-        self._take_in(ticket)
+        """Put the prompt back, to be issued again. Raises ConfigError for one that is not out."""
+        self._remove_issued(ticket)
         self.given_back[reason] += 1
         heapq.heappush(self._returned, ticket)
 
-    def _take_in(self, ticket: PromptTicket) -> None:
+    def _remove_issued(self, ticket: PromptTicket) -> None:
         if ticket not in self._out:
             raise ConfigError(f"{ticket} is not out: it was consumed or given back already")
         self._out.remove(ticket)
@@ -170,7 +171,7 @@ class PromptLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: what it left unfinished is issued first, in its old order.
+        """Continue from `state`: its unfinished prompts are issued first, in their old order.
 
         Raises ConfigError for a state of other prompts or of another order, and while prompts are
         out.

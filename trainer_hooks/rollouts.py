@@ -50,7 +50,7 @@ class Rollout:
 
     @property
     def completion_ids(self) -> list[int]:
-        """Everything after the first prompt, what tools said included."""
+        """All tokens after the first prompt, tool output included."""
         return self.tokens_T[self.num_prompt_tokens :].tolist()
 
     @property
@@ -60,7 +60,7 @@ class Rollout:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all turns; what tools said is not counted."""
+        """Generated tokens of all turns, without tool output."""
         return sum(len(turn.generated_tokens) for turn in self.requests)
 
     @property
@@ -69,12 +69,12 @@ class Rollout:
         return torch.cat([turn.policy_versions for turn in self.requests])
 
     def succeeded(self) -> bool:
-        """Every turn did."""
+        """Whether every turn succeeded."""
         return all(turn.succeeded() for turn in self.requests)
 
 
 def as_rollout(source: Rollout | DynamicInferenceRequest) -> Rollout:
-    """A request is a rollout of one turn."""
+    """`source` as a Rollout; a request is a rollout of one turn."""
     return source if isinstance(source, Rollout) else Rollout([source])
 
 
@@ -83,7 +83,7 @@ def _tokens_of(request: DynamicInferenceRequest) -> list[int]:
 
 
 def _difference(turn: int, earlier: Sequence[int], prompt: Sequence[int]) -> str:
-    """Where and how a turn's prompt leaves what was there before."""
+    """The message for a prompt that does not extend the turn before: where they differ."""
     remedy = "append to the token ids of the turn before; never decode and encode them again"
     for position, (wanted, given) in enumerate(zip(earlier, prompt, strict=False)):
         if wanted != given:

@@ -27,7 +27,7 @@ from rollout.requests import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors
 
 _LOOK_EVERY_S = 0.01  # for new requests, between steps and while the engine is paused
-# Of an engine that runs at every look, in a row: pauses that end at once do not explain as many.
+# So many refusals in a row by an engine that reads as RUNNING are an error, not short pauses.
 _MAX_REFUSALS = 10
 
 Result = Future[list[DynamicInferenceRequest]]
@@ -52,7 +52,7 @@ class ThreadedLLM:
         self.tokenizer = llm.tokenizer
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._open: dict[int, Result] = {}  # by group id
-        self._num_refusals = 0  # since the engine last worked, or was seen not to run
+        self._num_refusals = 0  # since the engine last worked, or was not RUNNING
         self._is_ending = False
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
@@ -78,14 +78,14 @@ class ThreadedLLM:
         """
         result: Result = Future()
         self._jobs.put((prompts, sampling_params, n, result))
-        # Looked at after the put: what the ending thread did not see any more is refused here.
+        # Checked after the put: the thread may have ended without seeing this job.
         if self._has_ended.is_set():
             self._refuse_new()
         requests = await asyncio.wrap_future(result)
         return requests[0] if n == 1 else requests
 
     async def pause(self) -> None:
-        """Stop at the next step edge."""
+        """Stop at the next step boundary."""
         await asyncio.to_thread(self._llm.pause)
 
     async def unpause(self) -> None:
@@ -102,7 +102,7 @@ class ThreadedLLM:
         return await asyncio.to_thread(self._llm.suspend, mode, release, discard_weights)
 
     async def resume(self, only: str | None = None) -> ResumeReport:
-        """Take the memory again, or that of `only`; then the engine is paused."""
+        """Allocate the memory again, or that of `only`; then the engine is paused."""
         return await asyncio.to_thread(self._llm.resume, only)
 
     async def update_weights(
@@ -141,7 +141,7 @@ class ThreadedLLM:
                 self._abort([i for i, result in self._open.items() if result.cancelled()])
                 self._work()
             self._llm.abort(list(self._open))
-        except Exception as fault:  # whatever ends the thread, those who wait must hear of it
+        except Exception as fault:  # callers must get whatever ends the thread
             error = fault
         for result in self._open.values():
             _fail(result, error)
@@ -155,7 +155,7 @@ class ThreadedLLM:
                 _fail(result, EngineStateError("this ThreadedLLM has ended; make a new one"))
 
     def _take_jobs(self) -> None:
-        """Submit what is new; without anything to do, wait a moment for it."""
+        """Submit new jobs; wait a moment for one if there is nothing to do."""
         with suppress(queue.Empty):
             while True:
                 prompt, params, n, result = (
@@ -168,7 +168,7 @@ class ThreadedLLM:
                     _fail(result, fault)
 
     def _work(self) -> None:
-        """Step what is open, or wait a moment. Raises EngineStateError once it can never end."""
+        """Step the open groups, or wait a moment. Raises EngineStateError if they cannot finish."""
         if not self._open:
             return
         state = self._llm.state

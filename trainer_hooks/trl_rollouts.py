@@ -33,14 +33,12 @@ class TRLRollouts:
         self._are_weights_old = True
 
     def attach(self, trainer: Any) -> None:
-        """Have `trainer` push weights, and use the behaviour log-probs. Once, before it trains."""
+        """Make `trainer` push weights and use the behaviour log-probs. Call it before training."""
         trainer.use_vllm, trainer.vllm_generation = True, self
         trainer._last_loaded_step = -1
 
     def sync_weights(self) -> None:
-        """What the trainer calls when its weights have changed; they are pushed at the next
-        generation.
-        """
+        """Called by the trainer when its weights have changed; the next generation pushes them."""
         self._are_weights_old = True
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:

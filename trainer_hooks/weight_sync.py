@@ -52,10 +52,10 @@ class WeightSync:
         only, and not kept. Sharded ones (FSDP2) are gathered, so all ranks push at the same time; a
         rank without an engine takes part through `full_tensors`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one. An update that ended
-        since an engine was lost is tried once more, with those that are left, unless other ranks
-        would have to gather again. Raises ConfigError for an asynchronous LLM, which is left as it
-        is.
+        misshapen or not finite, or if `version` is not above the current one. An update that
+        failed because an engine was lost is tried once more with the remaining engines, unless
+        other ranks would have to gather again. Raises ConfigError for an asynchronous LLM, before
+        anything is sent.
         """
         tensors = _detached(named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
@@ -72,7 +72,7 @@ class WeightSync:
         if not inspect.isawaitable(report):
             return report
         if inspect.iscoroutine(report):
-            report.close()  # so that Python does not warn of one that was never awaited
+            report.close()  # avoids the warning for a coroutine that was never awaited
         raise ConfigError(
             f"{type(self._llm).__name__}.update_weights has to be awaited: use `await apush(...)`"
         )
@@ -98,7 +98,7 @@ SharedMemoryWeightSync = WeightSync
 
 
 def full_tensors(named_parameters: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Each weight whole, in the order of names: shards are gathered when their turn comes.
+    """Each weight as a whole tensor, in the order of names; shards are gathered one after another.
 
     A push gathers in the same order, so a rank without an engine takes part in the push of another
     with `for _ in full_tensors(policy): pass`, which holds one whole tensor at a time. The sources
@@ -116,7 +116,7 @@ async def _result(report: Any) -> Any:
 
 
 def _require_repeatable(error: WeightUpdateError, tensors: list[tuple[str, Tensor]]) -> None:
-    """Raise what ended an update, unless this process alone can try it once more."""
+    """Raise the error of an update unless this process alone can try it once more."""
     if not error.is_transient:
         raise error
     if any(is_sharded(tensor) for _, tensor in tensors):

@@ -23,6 +23,7 @@ from trainer_hooks.metrics.names import markdown_table, metric_name
 from trainer_hooks.producer.batches import batch_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
+from trainer_hooks.rollouts import as_rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -132,10 +133,11 @@ def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_s
 def test_every_metric_of_a_step_is_on_the_page() -> None:
     use = EngineUse()
     use.take(stats_of(0.0, 0))
+    rollout = as_rollout(finished_request([1], [2], versions=[0]))
     group = ScoredGroup(
         ticket=PromptTicket(epoch=0, position=0, index=0),
         item=PromptItem("a"),
-        rollouts=[],
+        rollouts=[rollout],
         rewards=[1.0],
         generate_s=1.0,
         reward_s=1.0,
@@ -145,7 +147,13 @@ def test_every_metric_of_a_step_is_on_the_page() -> None:
         **step_metrics(TimeAccount().take(), num_generated_tokens=1, num_trained_tokens=1),
         **use.take(stats_of(0.0, 0)),
         **stats_of(0.0, 0).as_metrics(),
-        **batch_metrics([group], Counter(), waited_s=0.0, num_waiting_batches=0),
+        **batch_metrics(
+            [group],
+            collate_rollouts([rollout], [1.0], 0),
+            Counter(),
+            waited_s=0.0,
+            num_waiting_batches=0,
+        ),
     }
     assert [name for name in metrics if metric_name(name) is None] == []
     assert metric_name("unheard/of") is None

@@ -1,6 +1,6 @@
-"""What a job needs beside the library: its config and command line, its files and its pictures.
+"""Parts of a whole training job: config and command line, the files of a run, its pictures.
 
-A training loop of your own needs none of this; the library never imports it.
+A training loop of your own needs none of this, and the library never imports it.
 """
 
 from trainer_hooks.jobs.config_loading import load_dataclass

@@ -1,4 +1,4 @@
-"""What keys of TRL, verl and Megatron-LM are called here, for the error of an unknown key."""
+"""Our names for config keys of TRL, verl and Megatron-LM, for the error of an unknown key."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
 
 
 def hint_for(key: str) -> str | None:
-    """What `key` is here if another system has it, as a sentence; None if none does.
+    """A sentence with our name for `key` of another system; None if no system has it.
 
     A key may stand inside a part of a config ("algorithm.num_generations"), and those of verl below
     "actor_rollout_ref".

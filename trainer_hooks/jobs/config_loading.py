@@ -1,4 +1,4 @@
-"""From nested mappings, as Hydra composes them, to frozen dataclasses that know their keys."""
+"""Makes frozen dataclasses from nested mappings, as Hydra composes them; refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     for name in given:
         if name not in field_types:
             raise unknown_key_error(_first_leaf(name, given[name]), field_types, path)
-    # A key that YAML leaves to be given is as good as absent.
+    # A key that YAML leaves open, as ???, counts as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
         field.name
@@ -73,7 +73,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
 def unknown_key_error(key: str, known: Iterable[str], path: str = "") -> ConfigError:
     """The error for a key that does not exist below `path`, where the keys `known` do.
 
-    It says what the key of another system is called here, or names the nearest key, or all.
+    It names our key for one of another system, or else the nearest key, or all keys.
     """
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")

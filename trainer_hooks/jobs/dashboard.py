@@ -66,7 +66,7 @@ class Dashboard:
             self._plain.start_stage(title, num_steps, step_name)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Take in one row."""
+        """Show one row of metrics."""
         # A histogram has no columns for bins above its largest value: it is replaced as a whole.
         for name in [name for name in self._latest if "/hist/" in name]:
             if any(other.startswith(name.rpartition("/")[0]) for other in metrics):
@@ -81,7 +81,7 @@ class Dashboard:
             self._plain.show(metrics)
 
     def show_engines(self, engines: Mapping[str, EngineStats]) -> None:
-        """Take in the state of each engine, by name."""
+        """Show the state of each engine, by name."""
         self._engines = dict(engines)
         if self._console.is_terminal:
             self._refresh()

@@ -43,7 +43,7 @@ def run_hydra_job(
         try:
             settings = load_dataclass(kind, config)
         except ConfigError as error:
-            # Of another exception Hydra would print a traceback, and the message far above it.
+            # For any other exception Hydra prints a traceback below the message.
             raise SystemExit(f"error: {error}") from error
         if shows_config(settings):
             Console().print(config_report(settings))

@@ -13,14 +13,14 @@ from rollout.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:
-    """How far rollouts may run ahead of training; the fields are AsyncRolloutProducer's.
+    """Settings of AsyncRolloutProducer, under its names.
 
     `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
     after each update.
-    `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
+    `oversample_groups`: groups begun in addition; the last ones to finish are aborted.
     `drop_zero_variance`: replace groups whose rewards are all equal, at most `max_refills` of a
     batch (None: ten times its groups).
-    `min_valid_samples`, `max_attempts`: a group with fewer rewards is made again, so many times.
+    `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
     `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
     `num_epochs`: passes over the prompts; None goes on for ever.
     """

@@ -1,4 +1,4 @@
-"""Which policy loss, with which constants: checked when it is made, refused by name."""
+"""Configuration of the policy losses; each is checked when it is made."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class OffPolicyCorrection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """Which policy loss, and its constants; a field left at None takes what the kind's paper says.
+    """The policy loss and its constants; a field left at None takes the value of the kind's paper.
 
     `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a
     larger upper side leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For cispo
@@ -150,7 +150,7 @@ class PolicyLossConfig:
     the denominator is.
     `kl_coefficient`: weight of the KL term against the reference policy; 0 leaves it out.
     `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
-    `correction`: what is done about old tokens.
+    `correction`: the weight of tokens that an older policy sampled.
     Raises ConfigError for a kind that does not exist, a value out of its range, and combinations
     that would compute something else than their names say.
     """

@@ -1,4 +1,4 @@
-"""What a loss says about its batch: ratios, effective sample size, divergence, clips, by lag too.
+"""Metrics of a loss on its batch: ratios, effective sample size, divergence, clips, also by lag.
 
 Shape letters: B rollouts, T positions, C cells of the lag table, S sums. Everything stays a tensor
 until one copy to the host at the end. A name of TRL (`kl`, `entropy`, `clip_ratio/*`,
@@ -49,7 +49,7 @@ def loss_metrics(
     config: PolicyLossConfig,
     entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
-    """Of the whole batch; `log_ratio_BT` = log pi - log behaviour.
+    """Metrics of the whole batch; `log_ratio_BT` = log pi - log behaviour.
 
     `ppo_kl` (k1) is from the policy that is clipped around, `approx_kl` (k3) from the behaviour
     policy; `eff_sample_size` is that of the token weights pi / behaviour; `sampled_entropy` is the
@@ -79,7 +79,7 @@ def loss_metrics(
 def correction_metrics(
     weights_BT: torch.Tensor, flags: Metrics, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> Metrics:
-    """Of the correction: its weights as they apply, how often a bound acts, the gap it mends."""
+    """Metrics of the correction: its weights, how often a bound acts, the gap that it corrects."""
     prefix = "sampling/importance_sampling_ratio/"
     return {
         f"{prefix}mean": masked_mean(weights_BT, mask_BT),
@@ -121,7 +121,7 @@ def lag_table(
     """CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)]; 0 in empty cells.
 
     None unless both lags are given.
-    `log_ratio_BT` = log pi - log behaviour. Sums are scattered in one go, whatever the cells hold.
+    `log_ratio_BT` = log pi - log behaviour. All cells are summed by one scatter.
     """
     if policy_lag_BT is None or kv_lag_BT is None:
         return None
@@ -170,12 +170,12 @@ def to_floats(metrics: Metrics, table: torch.Tensor | None) -> dict[str, float]:
 
 
 def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """The mean over the mask, and 0 of nothing: a batch may hold no trained token."""
+    """The mean over the mask; 0 for an empty mask, since a batch may hold no trained token."""
     return values_BT.float().masked_fill(~mask_BT, 0.0).sum() / mask_BT.sum().clamp(min=1)
 
 
 def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
-    """Standard deviation, smallest and largest over the mask; 0 of nothing."""
+    """Standard deviation, minimum and maximum over the mask; 0 for an empty mask."""
     deviation_BT = values_BT - masked_mean(values_BT, mask_BT)
     smallest = values_BT.masked_fill(~mask_BT, torch.inf).amin()
     largest = values_BT.masked_fill(~mask_BT, -torch.inf).amax()

@@ -60,7 +60,7 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Take in one row; a row without the stage's step only refreshes the values."""
+        """Show one row; a row without the stage's step only refreshes the values."""
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])

@@ -26,10 +26,10 @@ class WandbRun(Protocol):
 
 
 class MetricsView(Protocol):
-    """Something that shows the latest metrics to a person, as ProgressView does."""
+    """Shows the latest metrics to a person, as ProgressView does."""
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Take in one row."""
+        """Show one row of metrics."""
         ...
 
     def close(self) -> None:
@@ -40,8 +40,8 @@ class MetricsView(Protocol):
 class MetricsLogger:
     """Writes each row of metrics to those that are given of a JSONL file, a wandb run and a view.
 
-    Also serves as `metrics_writer` of an InferenceConfig: rows logged without a step or version,
-    as the engine's are, take those of the latest row that had them. Histogram columns also go to
+    It also serves as `metrics_writer` of an InferenceConfig: rows without a step or version, as
+    the engine's are, get those of the latest row that had them. Histogram columns also go to
     wandb as histograms.
     As a context manager it closes everything, after an exception too.
     `resume_step`: the step a resumed run goes on from; None starts the JSONL file anew.

@@ -1,4 +1,4 @@
-"""Metrics of one training step, computed from what the step already has.
+"""Metrics of one training step.
 
 Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, N those that count.
 The names, with those of other systems: docs/metrics.md.

@@ -1,4 +1,4 @@
-"""Rollouts made beside the training that uses them, none older than a bound."""
+"""Rollouts made while the trainer trains, none older than a bound."""
 
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch
 from trainer_hooks.producer.groups import ScopedLLM, ScoredGroup

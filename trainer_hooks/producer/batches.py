@@ -1,4 +1,4 @@
-"""Batches: while their groups are made, and as the producer hands them to the trainer."""
+"""Batches: one whose groups are being made, and one that the trainer gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 
 
 class ProducerError(RolloutError):
-    """No batch can come: of the bound, of prompts that all fail, or since it is closed."""
+    """No batch can come: the bound forbids it, all prompts fail, or the producer is closed."""
 
 
 # What became of prompts while a batch was made, under the names of its metrics.
@@ -120,7 +120,7 @@ Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """`num_extra_groups` are begun beside `num_groups`; those that finish last are given up."""
+    """A batch begins `num_groups` and `num_extra_groups`, and aborts the last ones to finish."""
 
     num_groups: int
     num_extra_groups: int
@@ -129,12 +129,11 @@ class BatchRules:
 
 
 class OpenBatch:
-    """Runs a task per prompt, and refills until it has its groups. Every ticket that it was issued
-    is in one of its groups, in a task, consumed, or given back.
+    """A batch whose groups are being made: a task per prompt, and refills until it has its groups.
 
-    `counts` by fate: trained is not among them, the others are aborted, failed (reward_failed are a
-    part of these), filtered, stale, error, retried, refilled. `error`: what stopped it, until
-    somebody takes it.
+    Each ticket that it was issued is in one of its groups, in a task, consumed, or given back.
+    `counts`: how many groups had each fate other than trained; reward_failed ones are counted as
+    failed, too. `error`: what stopped the batch, until `take_error`.
     """
 
     def __init__(
@@ -155,22 +154,22 @@ class OpenBatch:
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """Those that are done, in the order in which their prompts were issued first.
+        """The finished groups, in the order in which their prompts were first issued.
 
-        So without over-sampling a batch that was alone with the ledger does not depend on timing:
-        it has the first prompts that passed.
+        Without over-sampling, a batch that used the ledger alone does not depend on timing: it has
+        the first prompts that passed.
         """
         return sorted(self._groups, key=lambda group: group.ticket)
 
     @property
     def is_complete(self) -> bool:
-        """It has its groups, or those that the last prompts gave."""
+        """Whether it has all its groups, or those that the last prompts gave."""
         is_full = len(self._groups) >= self._rules.num_groups
         no_more = not self._running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)
 
     def fill(self) -> None:
-        """Begin the groups that are missing, as far as there are prompts."""
+        """Begin the missing groups, as long as there are prompts."""
         while self.error is None and self._num_missing() > 0:
             ticket = self._ledger.issue()
             if ticket is None:
@@ -190,7 +189,7 @@ class OpenBatch:
         return await self._maker.make(ticket, item, lambda fate: self.counts.update([fate]))
 
     def _take(self, task: Task) -> None:
-        """A task has ended."""
+        """Record how a task has ended."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         ticket = self._running.pop(task, None)
         if ticket is None:  # it was given up
@@ -200,7 +199,7 @@ class OpenBatch:
         else:
             self._return(ticket, "error")
             if task.cancelled():
-                error = ProducerError("a rollout was cancelled by somebody else")
+                error = ProducerError("a rollout's task was cancelled from outside the producer")
             self.error = self.error or error
         self.fill()
         self._on_change()
@@ -253,9 +252,9 @@ class OpenBatch:
     # ---- what the producer asks for
 
     def drop_older_than(self, version: int) -> int:
-        """Give back the groups with a token sampled before `version`, and refill. How many.
+        """Give back the groups with a token sampled before `version`, and refill. Returns how many.
 
-        A refill that `max_refills` refuses is an error, of which nobody else would tell.
+        A refill that `max_refills` forbids sets `error`.
         """
         stale = [g for g in self._groups if (seen := g.version_range()) and seen[0] < version]
         for group in stale:
@@ -268,14 +267,14 @@ class OpenBatch:
         return len(stale)
 
     def take_error(self) -> BaseException | None:
-        """What stopped it, once; with the next `fill` it goes on."""
+        """Return and clear the error that stopped the batch; the next `fill` continues it."""
         error, self.error = self.error, None
         if error is not None:
             self._num_refills = 0
         return error
 
     def give_up(self, reason: str) -> None:
-        """Cancel everything and give all prompts back."""
+        """Cancel all tasks and give all prompts back."""
         self._give_up_running(reason)
         for group in self._groups:
             self._return(group.ticket, reason)

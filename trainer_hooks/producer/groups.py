@@ -1,4 +1,4 @@
-"""From one prompt to a scored group: turns, samples, their rewards, further attempts."""
+"""Makes a scored group from a prompt: turns, samples, rewards, further attempts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GeneratesAsync(Protocol):
 
 
 class ScopedLLM:
-    """Generates turns of one sample, with the producer's sampling and a seed for each turn.
+    """Generates the turns of one sample, with the producer's sampling and a seed for each turn.
 
-    `tokenizer`: for text that a tool adds; what was generated is never to be decoded and encoded.
+    `tokenizer`: for text that a tool adds. Never decode and encode generated tokens again.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """In sample order. `rewards`: NaN for a failed rollout.
+    """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
 
     `generate_s`, `reward_s`: seconds from the first request to the last, and for the rewards, of
     the attempt that succeeded.
@@ -157,7 +157,7 @@ class GroupMaker:
 
     @property
     def last_reward_error(self) -> BaseException | None:
-        """Why the reward function failed last."""
+        """The last error of the reward function."""
         return self._reward.last_error
 
     async def make(
@@ -202,7 +202,7 @@ class GroupMaker:
             samples = [self._run_turns(prompt, item, params, i) for i in range(self._group_size)]
             return await _all_or_none(samples)
         requests = await self._llm.generate(prompt, params, self._group_size)
-        # One request comes bare where there is one sample.
+        # For one sample the llm returns a request, not a list.
         return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
 
     async def _run_turns(

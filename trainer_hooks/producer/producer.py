@@ -34,7 +34,7 @@ from trainer_hooks.rewards.calling import RewardFunction
 
 
 class AdmissionGate:
-    """Counts the batches that were let in, and says whether one more may come.
+    """Counts the batches that were admitted, and says whether one more may begin.
 
     Versions are counted from the producer's start. One batch makes one version: batch k is trained
     at version k. At version v at most v + S + 1 batches have ever been admitted, so batch k is
@@ -63,7 +63,7 @@ class AdmissionGate:
         return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
 
     def admit(self, version: int) -> int:
-        """Let the next batch in; returns its number, from 0."""
+        """Admit the next batch; returns its number, from 0."""
         assert self.may_admit(version), "ask first"
         self.num_admitted += 1
         return self.num_admitted - 1
@@ -75,30 +75,31 @@ class AdmissionGate:
 
 
 class VersionWatch:
-    """`told`: that of all engines, by the llm. `newest`: a token may show that one is ahead of it.
+    """The weights version of the engines: `reported` by the llm, and the `newest` one seen.
 
-    Batches are admitted by what is told: only then can no engine sample under an older version.
+    `reported` is in force on all engines; a token may show that one engine has a newer version.
+    Batches are admitted by `reported`: then no engine can sample under an older version.
     """
 
     def __init__(self, llm: GeneratesAsync) -> None:
         self._llm = llm
-        self._start = self.told = self.newest = 0
+        self._start = self.reported = self.newest = 0
 
     @property
     def since_start(self) -> int:
-        """What is told, counted from the producer's start."""
-        return self.told - self._start
+        """The reported version, counted from the producer's start."""
+        return self.reported - self._start
 
-    def begin(self) -> None:
-        """Count from here."""
-        self._start = self.told = self.newest = self._llm.weights_version
+    def start(self) -> None:
+        """Count from the present version."""
+        self._start = self.reported = self.newest = self._llm.weights_version
 
-    def look(self, version: int | None = None) -> None:
-        """Ask the llm. `version`: one that it does not tell."""
-        self.told = max(self.told, self._llm.weights_version, version or 0)
-        self.saw(self.told)
+    def refresh(self, version: int | None = None) -> None:
+        """Ask the llm. `version`: one that the llm does not report."""
+        self.reported = max(self.reported, self._llm.weights_version, version or 0)
+        self.observe(self.reported)
 
-    def saw(self, version: int) -> None:
+    def observe(self, version: int) -> None:
         """A token was sampled under `version`."""
         self.newest = max(self.newest, version)
 
@@ -130,7 +131,7 @@ TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
 
 
 class AsyncRolloutProducer:
-    """Makes batches beside the training that uses them; no token is older than the bound.
+    """Makes batches while the trainer trains on earlier ones; no token is older than the bound.
 
         async with AsyncRolloutProducer(llm, prompts, reward_fn, 8, 16, 1) as producer:
             async for batch in producer:
@@ -221,9 +222,9 @@ class AsyncRolloutProducer:
     async def __aenter__(self) -> AsyncRolloutProducer:
         if self._is_running or self._gate.num_admitted:
             raise ProducerError("a producer runs once; make a new one and load the state into it")
-        self._versions.begin()
+        self._versions.start()
         self._is_running = True
-        self.note_version()
+        self.refresh_version()
         return self
 
     async def __aexit__(
@@ -258,40 +259,40 @@ class AsyncRolloutProducer:
     # ---- state
 
     def state_dict(self, last_batch_trained: bool = True) -> dict[str, Any]:
-        """For the trainer's checkpoint, as JSON: which prompts are done with, and which are next.
+        """For the trainer's checkpoint, as JSON: which prompts are finished, and which are next.
 
-        Rollouts under way are not in it; their prompts are issued again after a load. Call it when
-        the weights know the batch handed over last, or say that they do not.
+        Unfinished rollouts are not in it; their prompts are issued again after a load.
+        `last_batch_trained`: whether the weights were trained on the batch handed over last.
         """
         return self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; before `async with`. Raises ConfigError for other prompts."""
+        """Continue from a checkpoint; before `async with`. Raises ConfigError for other prompts."""
         self.ledger.load_state_dict(state)
 
     # ---- versions
 
     @property
     def version(self) -> int:
-        """The newest weights version that was seen, told by the llm or on a token."""
+        """The newest weights version seen, reported by the llm or stamped on a token."""
         return self._versions.newest
 
-    def note_version(self, version: int | None = None) -> int:
-        """Look at the weights version, and begin the batches that it allows; returns it.
+    def refresh_version(self, version: int | None = None) -> int:
+        """Read the weights version and begin the batches that it allows. Returns the version.
 
-        Asking for a batch does this, too; call it after an update if the next batch is asked for
-        much later. `version`: one that the llm does not tell.
+        Asking for a batch does this as well. Call it after an update if the next batch is asked for
+        much later. `version`: one that the llm does not report.
         """
-        self._versions.look(version)
+        self._versions.refresh(version)
         since_start = self._versions.since_start
         while (
             self._is_running and not self.ledger.is_exhausted and self._gate.may_admit(since_start)
         ):
             self._gate.admit(since_start)
             batch = OpenBatch(self._rules, self.ledger, self._maker, self._spawn, self._changed.set)
-            self._open.append((self._versions.told, batch))
+            self._open.append((self._versions.reported, batch))
             batch.fill()
-        return self._versions.told
+        return self._versions.reported
 
     # ---- batches
 
@@ -311,7 +312,7 @@ class AsyncRolloutProducer:
             if not self._is_running:
                 raise ProducerError("the producer is not running; use it in `async with`")
             self._changed.clear()
-            self.note_version()
+            self.refresh_version()
             self._raise_errors()
             if not self._open:
                 if self.ledger.is_exhausted:
@@ -324,7 +325,7 @@ class AsyncRolloutProducer:
             if oldest.is_complete and self._is_young(oldest):
                 if oldest.groups:
                     return self._hand_over(loop.time() - asked_s)
-                self._gate.hand_over()  # the last prompts gave nothing
+                self._gate.hand_over()  # the last prompts gave no group
                 self._open.popleft()
                 continue
             await self._changed.wait()
@@ -335,14 +336,14 @@ class AsyncRolloutProducer:
                 raise error
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Whether every token keeps the bound; what does not goes back to the ledger.
+        """Whether every token keeps the bound; groups that do not go back to the ledger.
 
-        The gate sees to it as long as one batch makes one version. A token newer than what the llm
-        has told so far shows that the next version is in force already.
+        The gate ensures it as long as one batch makes one version. A token newer than the reported
+        version shows that the next version is in force already.
         """
         for group in batch.groups:
             if (seen := group.version_range()) is not None:
-                self._versions.saw(seen[1])
+                self._versions.observe(seen[1])
         oldest = self._versions.newest - self._gate.max_staleness_versions
         return not batch.drop_older_than(oldest)
 
@@ -357,7 +358,7 @@ class AsyncRolloutProducer:
                 " are pushed, and all were handed over; push weights after each batch, or raise "
                 "max_staleness_versions"
             )
-        # Nobody tells of a version, so it is looked at again.
+        # The llm sends no event for a new version, so it is polled.
         await asyncio.sleep(min(0.01, left_s))
 
     def _hand_over(self, waited_s: float) -> TrainingBatch:

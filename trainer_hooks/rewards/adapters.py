@@ -1,4 +1,4 @@
-"""Other conventions of reward functions, brought to this one."""
+"""Adapters for reward functions of other conventions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """One sum per completion. Raises ConfigError for what is no list of one number for each."""
+        """One sum per completion. Raises ConfigError unless each function gives as many numbers."""
         totals: list[float | None] = [None] * len(completions)
         for function, weight in zip(self._functions, self._weights, strict=True):
             args, named = arguments_for(function, prompts, completions, completion_ids, columns)

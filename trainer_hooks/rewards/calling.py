@@ -55,20 +55,20 @@ def arguments_for(
 
 
 def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """What it returns for these arguments; as a list if it can be iterated.
+    """What the function returns for these arguments; as a list if it can be iterated.
 
-    So the work of a generator is done here, and the result can be sent to another process.
+    A generator runs here, so that the result can be sent to another process.
     """
     result = reward_fn(*args, **named)
     try:
         rewards = iter(result)
-    except TypeError:  # numbers_of says what is wrong with it, or it is to be awaited
+    except TypeError:  # an awaitable, or a value that numbers_of refuses
         return result
     return list(rewards)
 
 
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
-    """`rewards`, which it returned, as numbers; NaN for None.
+    """The rewards that the function returned, as numbers; NaN for None.
 
     Raises ConfigError if they are not one number per completion.
     """
@@ -85,7 +85,7 @@ def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) ->
 
 
 def name_of(reward_fn: RewardFunction) -> str:
-    """For messages."""
+    """The name of the function in messages."""
     return str(getattr(reward_fn, "__name__", type(reward_fn).__name__))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a reward function's errors: their types, their tracebacks and the warnings."""
+"""Errors of reward functions: their types, their tracebacks, and the warnings in the log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RewardFailed(RolloutError):
     """A reward function raised, took too long, or its process died."""
 
 
-class RewardCallGoesOn(RewardFailed):
+class RewardCallStillRuns(RewardFailed):
     """A call took too long in a thread, which cannot be ended: its function still runs."""
 
 
 class RewardProcessesClosed(RewardFailed):
-    """The processes were closed before a call had its turn: nobody wants its rewards any more."""
+    """The processes were closed before a call had its turn; its rewards are not needed any more."""
 
 
 class RewardFunctionError(RolloutError):
@@ -28,9 +28,9 @@ class RewardFunctionError(RolloutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an error that was raised in another process, to be the cause of one here.
+    """The traceback of an error in another process; it becomes the cause of the error raised here.
 
-    `place`: as `place_of` gives it there.
+    `place`: what `place_of` returned in that process.
     """
 
     def __init__(self, text: str, place: str) -> None:
@@ -42,12 +42,12 @@ class RemoteTraceback(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTraceback:
-        """That of `error`, with all its causes."""
+        """The traceback of `error`, with all its causes."""
         return cls("".join(traceback.format_exception(error)), place_of(error))
 
 
 def place_of(error: BaseException) -> str:
-    """The type of `error` and the line that raised it: equal for the same fault in other data."""
+    """The type of `error` and the line that raised it, equal whatever the data was."""
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.place
     frames = traceback.extract_tb(error.__traceback__)
@@ -56,14 +56,14 @@ def place_of(error: BaseException) -> str:
 
 
 class FailureLog:
-    """Warns of each distinct error once, with its traceback; of its count at 10, 100, ..."""
+    """Logs each distinct error once, with its traceback, and its count at 10, 100, ..."""
 
     def __init__(self, function_name: str) -> None:
         self._name = function_name
         self._counts: Counter[str] = Counter()
 
     def add(self, error: BaseException) -> None:
-        """The function failed with `error`. Errors raised by the same line count as one."""
+        """Count `error`. Errors raised by the same line count as one."""
         place = place_of(error)
         self._counts[place] += 1
         count = self._counts[place]

@@ -22,15 +22,15 @@ Result = TypeVar("Result")
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """The result of `work`, begun in a thread of its own, which no exit of the program waits for.
+    """The result of `work`, run in a daemon thread; the exit of the program does not wait for it.
 
-    A StopIteration, which no future takes, becomes a RewardFailed.
+    A StopIteration becomes a RewardFailed, since a future cannot hold it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
     def settle(result: Result | None, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # its caller was cancelled
             return
         if error is not None:
             future.set_exception(error)
@@ -47,7 +47,7 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
             outcome = None, failure
         except BaseException as error:
             outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers with it
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
@@ -92,7 +92,7 @@ class RewardProcesses:
         try:
             rewards, error = await in_thread(lambda: worker.call(args, named, timeout_s))
         except BaseException:
-            # It may still compute, also for a caller who was cancelled: nobody else may get it.
+            # It may still compute, so no other call may get it.
             worker.kill()
             self._workers.discard(worker)
             self.num_replaced += 1

@@ -1,4 +1,4 @@
-"""RewardRunner: calls a reward function beside the event loop, and turns failures into NaN."""
+"""RewardRunner: calls a reward function without blocking the event loop; failures become NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer_hooks.rewards.calling import (
 )
 from trainer_hooks.rewards.failures import (
     FailureLog,
-    RewardCallGoesOn,
+    RewardCallStillRuns,
     RewardFailed,
     RewardFunctionError,
     RewardProcessesClosed,
@@ -37,12 +37,12 @@ class RewardRunner:
     time, so it need not be safe for threads; with `workers` it runs in so many spawned processes
     instead, which are replaced when they die. `timeout_s`: seconds per call; None waits for ever.
     A thread cannot be ended. If its caller is cancelled, the next call waits until the function
-    returns, `timeout_s` at most. If it took too long, its result is dropped, and the next call
-    begins beside it, so that a function that hangs does not hold up all others.
-    `max_attempts`: calls with the same completions before a score counts as failed. One that took
-    too long in a thread is the last: another would run beside it.
-    `max_first_failures`: so many scores that fail before any has succeeded are the function's own
-    fault, and an error. Each distinct error is logged once, with its traceback, then counted.
+    returns, `timeout_s` at most. If a call takes too long, its result is dropped and the next call
+    begins while it still runs, so a function that hangs does not hold up all others.
+    `max_attempts`: calls with the same completions before a score counts as failed. After one that
+    took too long in a thread there is no further attempt, since that call still runs.
+    `max_first_failures`: if this many scores fail before any has succeeded, the function itself is
+    at fault, which is an error. Each distinct error is logged once, with its traceback.
     A runner serves one event loop after another, and without workers several at once. Close it, or
     use it in a `with` block, to end its processes.
     """
@@ -64,9 +64,9 @@ class RewardRunner:
         if max_attempts < 1 or max_first_failures < 1:
             raise ConfigError(f"{max_attempts=} and {max_first_failures=} must be at least 1")
         if workers and is_async(reward_fn):
-            raise ConfigError(f"{name_of(reward_fn)} is async: it blocks nobody, use workers=0")
+            raise ConfigError(f"{name_of(reward_fn)} is async; use workers=0")
         if workers:
-            _check_it_travels(reward_fn)
+            _check_picklable(reward_fn)
         self._reward_fn, self._num_workers, self._timeout_s = reward_fn, workers, timeout_s
         self._processes: RewardProcesses | None = None
         self._turns = Turns(1)
@@ -104,7 +104,7 @@ class RewardRunner:
     ) -> list[float]:
         """As `score`; raises RewardFailed, caused by the last error, if every attempt failed."""
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
-        # Those of the first attempt: once they are closed, another attempt starts no new ones.
+        # Attempts share them: once they are closed, another attempt starts no new ones.
         processes = self._opened_processes()
         num_attempts = 0
         while num_attempts < self._max_attempts:
@@ -120,7 +120,7 @@ class RewardRunner:
                 self.last_error = cause = error
                 self.num_failed_calls += 1
                 self._failures.add(error)
-                if isinstance(error, RewardCallGoesOn):
+                if isinstance(error, RewardCallStillRuns):
                     break
             else:
                 numbers = numbers_of(self._reward_fn, rewards, len(completions))
@@ -131,7 +131,7 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """What to raise for a score of which every attempt failed, the last with `error`."""
+        """The error for a score whose attempts all failed, the last one with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -179,7 +179,7 @@ class RewardRunner:
         except Exception as error:  # it took too long, or could not begin
             self._turns.give_back(turn)
             if isinstance(error, RewardFailed) and not has_ended.is_set():
-                raise RewardCallGoesOn(str(error)) from error
+                raise RewardCallStillRuns(str(error)) from error
             raise
 
     def _give_back_late(self, turn: Turn, has_ended: threading.Event) -> None:
@@ -214,7 +214,7 @@ class RewardRunner:
         self.close()
 
 
-def _check_it_travels(reward_fn: RewardFunction) -> None:
+def _check_picklable(reward_fn: RewardFunction) -> None:
     try:
         pickle.dumps(reward_fn)
     except Exception as error:  # pickle raises what it likes

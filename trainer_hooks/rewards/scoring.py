@@ -19,8 +19,8 @@ async def score_rollouts(
 ) -> list[float]:
     """One reward per rollout; NaN for those that failed, which the function never sees.
 
-    Completions are texts; ids where nobody can make text of them. A completion of several turns
-    holds what tools said, too. Raises what RewardRunner.score_or_raise raises.
+    Completions are texts, or token ids without a tokenizer. A completion of several turns includes
+    tool output. Raises what RewardRunner.score_or_raise raises.
     """
     valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
     rewards = [math.nan] * len(rollouts)

@@ -1,4 +1,4 @@
-"""Turns: how many calls may run at a time, of whatever event loops and threads."""
+"""Turns: a limit on the calls that run at a time, over all event loops and threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Turns:
             self._waiting.append(turn)
         try:
             await turn
-        except BaseException:  # cancelled; it may have become this caller's meanwhile
+        except BaseException:  # cancelled, perhaps just after the turn was given
             self.give_back(turn)
             raise
         return turn
@@ -46,7 +46,7 @@ class Turns:
                 self._waiting.remove(turn)
             while self._waiting and len(self._holders) < self._num_turns:
                 following = self._waiting.popleft()
-                with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits there
+                with contextlib.suppress(RuntimeError):  # its loop is closed
                     following.get_loop().call_soon_threadsafe(_begin, following)
                     self._holders.add(following)
 

@@ -131,7 +131,7 @@ def test_a_version_that_is_noted_begins_a_batch_before_it_is_asked_for() -> None
         async with producer_of(llm, max_staleness_versions=0) as producer:
             assert (await anext(producer)).version == 7
             await llm.push()
-            assert producer.note_version() == 8
+            assert producer.refresh_version() == 8
             await asyncio.sleep(10.0)
             batch = await anext(producer)
             assert batch.metrics["timing_s/batch_wait"] == 0.0
