@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -198,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write. Returns the exit code."""
     arguments = parse_arguments(argv)
     torch.set_num_threads(arguments.threads)
+    # As an exception it ends the contestants' processes too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     exit_code = 0

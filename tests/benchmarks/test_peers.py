@@ -103,6 +103,12 @@ def test_peer_without_an_answer_is_given_up_and_killed(tmp_path: Path) -> None:
     assert worker.exit_code == -9
 
 
+def test_process_has_ended_when_it_is_left(start: Start) -> None:
+    with start("rollout").worker as worker:
+        assert worker.exit_code is None
+    assert worker.exit_code is not None
+
+
 def test_installer_that_fails_or_takes_too_long_is_reported(tmp_path: Path) -> None:
     failing = [sys.executable, "-c", "print('no such release'); raise SystemExit(7)"]
     with pytest.raises(PeerError, match="exit code 7: no such release"):
