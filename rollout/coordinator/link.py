@@ -107,7 +107,7 @@ class Link:
         self._max_queued, self._give_up_s = max_queued, give_up_s
         self._waker = Waker()
         self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
-        self._outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
+        self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
         self._goodbye: Disconnect | None = None
         self._arrived: list[Message] = []  # and is not in the inbox yet
@@ -158,11 +158,6 @@ class Link:
         """Of the latest connection; to look at, it is the link's thread's."""
         return self._dealer.socket
 
-    @property
-    def num_unconfirmed(self) -> int:
-        """Frames that the coordinator may not have yet."""
-        return self._outbox.num_kept
-
     def wait_registered(self, timeout_s: float) -> None:
         """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if
         nobody answers. Dialling goes on in either case.
@@ -196,12 +191,12 @@ class Link:
         Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
         LinkClosedError after `close`.
         """
-        self._outbox.put(encode(message, self._max_frame_bytes))
+        self.outbox.put(encode(message, self._max_frame_bytes))
 
     def flush(self) -> None:
         """Send what is queued. Call it once per turn: small messages travel together, and a wake
         of the link's thread takes the interpreter from the owner's."""
-        self._outbox.flush()
+        self.outbox.flush()
 
     def send(self, message: Message) -> None:
         """Queue one message, and flush."""
@@ -215,7 +210,7 @@ class Link:
         counts no more. Not while half of the queue waits for the coordinator: steps bring more.
         """
         is_current = self._num_taken == self._num_sessions
-        has_room = self._max_queued is None or self._outbox.num_kept <= self._max_queued // 2
+        has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
         return is_current and has_room and time.monotonic() < self._lease.until
 
     def close(
@@ -229,7 +224,7 @@ class Link:
         fine. `is_fault`: what the engine ran may be why it goes, and `suspects` are what it ran.
         """
         closed = LinkClosedError(f"the link to {self.address} is closed")
-        self._outbox.close(closed)
+        self.outbox.close(closed)
         self._inbox.close(closed)
         if self._goodbye is None:
             self._goodbye = Disconnect(
@@ -246,7 +241,7 @@ class Link:
             while self._goodbye is None and not self._has_ended:
                 self._turn()
             if self._is_in_session and self._goodbye is not None:
-                self._outbox.send_all(self._dealer.send)
+                self.outbox.send_all(self._dealer.send)
                 self._dealer.send(encode(self._goodbye))
         except Exception as fault:
             _logger.exception("the link to the coordinator failed")
@@ -279,7 +274,7 @@ class Link:
                 self._disconnected(is_refused=event == REFUSED)
         self._do_due(time.monotonic())
         if self._is_in_session:
-            self._outbox.send_all(self._dealer.send)
+            self.outbox.send_all(self._dealer.send)
 
     @property
     def _silent_at(self) -> float:
@@ -301,7 +296,7 @@ class Link:
 
     def _send_heartbeat(self, now: float) -> None:
         self._next_heartbeat = now + self._heartbeat_s
-        sequence = self._lease.heartbeat(now, self._outbox.num_sent)
+        sequence = self._lease.heartbeat(now, self.outbox.num_sent)
         status = None if self._status is None else self._status()
         self._dealer.send(encode(Heartbeat(sequence=sequence, status=status)))
 
@@ -373,7 +368,7 @@ class Link:
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
-        self._outbox.rewind()
+        self.outbox.rewind()
         give_up_s = min(self._give_up_s, self._lease_s) if self._is_client else self._give_up_s
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
 
@@ -401,7 +396,7 @@ class Link:
     def _end(self, error: RolloutError) -> None:
         self._has_ended, self._is_in_session = True, False
         self._lease.end()
-        self._outbox.lose()
+        self.outbox.lose()
         self._hand_over()  # its last words are before the end
         self._inbox.close(error)
         self._has_answer.set()
@@ -442,7 +437,7 @@ class Link:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            self._outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
+            self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
             self._enter(message)
         elif isinstance(message, Nack) and message.command_id is None:

@@ -177,7 +177,7 @@ def _die_voted(agent: type[EngineAgent]) -> None:
             super().queue(message)
             if isinstance(message, Ack) and message.result.keys() == {"checksum"}:
                 self.flush()
-                while self.num_unconfirmed:
+                while self.outbox.num_kept:
                     time.sleep(0.005)
                 _die()
 

@@ -461,7 +461,7 @@ def test_a_connection_that_breaks_at_any_time_loses_no_message():
             router.come_back()
         expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
         assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
-        assert becomes(lambda: link.num_unconfirmed == 0)
+        assert becomes(lambda: link.outbox.num_kept == 0)
 
 
 def test_what_came_over_a_connection_is_received_also_after_that_is_lost():

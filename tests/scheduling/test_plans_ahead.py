@@ -65,6 +65,25 @@ def test_the_oldest_keeps_its_blocks_while_those_it_waits_for_are_in_flight() ->
     assert not any(0 in s.preempted for s in rig.schedules)
 
 
+@pytest.mark.parametrize(
+    ("max_paused_blocks", "paused"), [(0, [(0, 1), ()]), (6, [(0,), (1,), ()])]
+)
+def test_a_newer_request_in_flight_is_paused_at_once_where_none_may_stay_paused(
+    max_paused_blocks: int, paused: list[tuple[int, ...]]
+) -> None:
+    """It is preempted in the next step, and the older one gets its blocks. With a buffer for paused
+    requests it goes on until it lacks a block itself."""
+    rig = Rig(Sizes(num_blocks=6, block_size=2, max_paused_blocks=max_paused_blocks, depth=2))
+    for num_tokens in (4, 3):
+        rig.add(prompt(num_tokens), Sample(num_new=8))
+    rig.drain()
+    first = next(number for number, s in enumerate(rig.schedules) if s.paused)
+    schedules = rig.schedules[first : first + len(paused)]
+    assert [s.paused for s in schedules] == paused
+    assert [s.preempted for s in schedules] == [()] * (len(paused) - 1) + [(1,)]
+    assert schedules[-1].resumed == (0,)
+
+
 def test_the_version_of_a_plan_is_that_of_its_schedule() -> None:
     rig = Rig(Sizes(depth=2), version=4)
     rig.add(prompt(4), Sample())
