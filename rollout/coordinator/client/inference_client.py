@@ -412,10 +412,15 @@ class InferenceClient:
             while True:
                 await self._news.wait()
                 self._news.clear()
-                while messages := self._link.receive():
+                while True:
+                    messages = self._link.receive()
                     for start in range(0, len(messages), _BATCH):
+                        if start:
+                            await asyncio.sleep(0)
                         self._take(messages[start : start + _BATCH])
-                        await asyncio.sleep(0)
+                    if not self._link.has_news:
+                        break
+                    await asyncio.sleep(0)
         except RolloutError as end:
             self._lose(end)
         except Exception as fault:
