@@ -185,7 +185,7 @@ class Link:
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` has something to return or raise. If not, `on_news` tells when it has."""
+        """Whether `receive` has something to return or raise; if not, `on_news` says when."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
