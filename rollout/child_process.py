@@ -1,4 +1,5 @@
-"""ChildProcess: `python -m MODULE --child`, which gets its work from its parent and ends with it.
+"""ChildProcess: runs `python -m MODULE --child`, which gets its arguments from its parent and ends
+with it.
 
 Both talk over the child's stdin, a socket in both directions. The parent sends pickled arguments,
 the child answers when it is ready, or says what keeps it from that. Unlike a process of
@@ -38,7 +39,8 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class ChildProcess:
-    """Started when it is made. `pipe` leads to it; `send` and `receive` are its first words."""
+    """A child process, started by the constructor. `pipe` leads to it; `send` gives it its
+    arguments, and `receive` returns its first answer."""
 
     def __init__(self, module: str) -> None:
         """Raises RuntimeError in a child whose parent's main module has no guard."""
@@ -67,7 +69,7 @@ class ChildProcess:
             self.pipe.send_bytes(argument)
 
     def receive(self, timeout_s: float) -> Any:
-        """What the child says when it is ready. Raises what kept it from that, as of another
+        """Return what the child says when it is ready. Raises its error, as that of another
         process; ConfigError if it ended or did not answer in time.
         """
         if not self.pipe.poll(timeout_s):
@@ -88,7 +90,7 @@ class ChildProcess:
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
-        """Ask it to end; one that has ended is left alone, here and by `kill`."""
+        """Send SIGTERM. Does nothing if it has ended; so does `kill`."""
         self._process.terminate()
 
     def kill(self) -> None:
@@ -106,7 +108,7 @@ def end_of(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """A process started meanwhile begins deaf to Ctrl-C, which is its parent's to answer."""
+    """Block SIGINT in processes started meanwhile: their parent handles Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,1 +1,1 @@
-"""One line for users: LLM."""
+"""The high-level API: LLM and AsyncLLM."""

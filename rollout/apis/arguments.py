@@ -1,4 +1,4 @@
-"""What callers may pass: prompts, sampling parameters and fields of the config, in one shape."""
+"""Arguments of callers in one form: prompts, sampling parameters and fields of the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout.step.seeds import mix_seed
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
-# Iterable, but no lists of token ids.
+# Iterable types that are no lists of token ids.
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 

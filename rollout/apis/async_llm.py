@@ -42,10 +42,10 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, tokenizer_of
 
-PUBLISH_S = 60.0  # how long the end waits for an update that is copying its tensors
-# How long the end of the coordinator's process may be noticed after that of its connection.
+PUBLISH_S = 60.0  # how long a shutdown waits for an update that is copying its tensors
+# The end of the coordinator's process may be noticed so long after that of its connection.
 _NOTICE_S = 1.0
-# Of all requests that are pending, not of one.
+# Errors that fail all pending requests at once.
 _LOST = (CoordinatorLostError, ClientStateError)
 
 
@@ -161,7 +161,7 @@ class AsyncLLM:
 
     @property
     def client(self) -> InferenceClient:
-        """For aborts and deadlines, which no verb has. Raises EngineStateError unless started, and
+        """The client, for aborts and deadlines. Raises EngineStateError unless started, and
         CoordinatorLostError.
         """
         if self._lost is not None:
@@ -172,12 +172,13 @@ class AsyncLLM:
 
     @property
     def state(self) -> EngineState:
-        """Of all engines, as the answer to the latest verb said; other clients may order, too."""
+        """The fleet's state after the latest verb of this object; other clients may have changed
+        it."""
         return self._state
 
     @property
     def weights_version(self) -> int:
-        """Of all engines, as `state`."""
+        """The fleet's weights version, known as `state` is."""
         return self._weights_version
 
     async def start(self) -> InferenceClient:
@@ -202,13 +203,13 @@ class AsyncLLM:
         self._state = CoordinatorState[state].engine_state
         self._weights_version = weights_version
 
-    # ---- what is cut short
+    # ---- the end of pending verbs
 
     def _lose(self, error: CoordinatorLostError) -> None:
-        """The fleet's processes have ended: fail all that waits. Called by another thread."""
+        """The fleet's processes have ended: fail all pending verbs. Another thread calls this."""
         self._lost = error
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._fail_pending)
 
     def _fail_pending(self) -> None:
@@ -217,15 +218,15 @@ class AsyncLLM:
             self._client.stop()
 
     def _cut_short(self) -> RolloutError | None:
-        """Why nothing that was pending is answered, if so."""
+        """Return why pending verbs get no answer; None if they may."""
         if self._end is not None:
             return EngineStateError("this AsyncLLM was shut down before the answer came")
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
-        """What the end of this AsyncLLM or of its coordinator cuts short fails with that, whichever
-        of its steps was noticed first.
+        """Raise the end of this AsyncLLM or of its coordinator in place of the errors that follow
+        from it.
         """
         try:
             yield
@@ -238,7 +239,7 @@ class AsyncLLM:
                 raise
             task = asyncio.current_task()
             if task is not None:
-                # To a caller who waits no more it is no news: asyncio need not report it.
+                # The caller does not wait any more; asyncio need not report the error.
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise reason from error
 
@@ -337,7 +338,7 @@ class AsyncLLM:
         await self._order(lambda client: client.pause_engines())
 
     async def unpause(self) -> None:
-        """Let generation go on."""
+        """Let the engines generate again."""
         await self._order(lambda client: client.unpause_engines())
 
     async def suspend(
@@ -346,13 +347,13 @@ class AsyncLLM:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Give memory back; unfinished requests stay. The engines must be paused."""
+        """Release memory; unfinished requests stay. The engines must be paused."""
         return suspend_report(
             await self._order(lambda client: client.suspend_engines(mode, release, discard_weights))
         )
 
     async def resume(self, only: str | None = None) -> ResumeReport:
-        """Have the memory again; once all is back the engines are paused."""
+        """Restore released memory. Once all is restored the engines are paused."""
         return resume_report(await self._order(lambda client: client.resume_engines(only)))
 
     async def set_generation_epoch(self, version: int) -> None:
@@ -377,7 +378,7 @@ class AsyncLLM:
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         async with self._update_turn:
-            await self.start()  # whose end may have come before this turn
+            await self.start()  # raises if it was shut down while this waited
             start = time.perf_counter()
             source = await asyncio.to_thread(self._publisher.publish, named_tensors)
             try:
@@ -396,7 +397,7 @@ class AsyncLLM:
         return engine_stats(await self._order(lambda client: client.engine_stats()))
 
     async def shutdown(self, *, end_fleet: bool | None = None) -> None:
-        """The end, from any state; twice is fine, and whoever calls it awaits it.
+        """End, from any state. A second call waits for the first.
 
         `end_fleet`: whether all engines and the coordinator end; None: if this AsyncLLM started
         them. Else unfinished requests of this one are aborted, and the fleet goes on.
@@ -408,22 +409,23 @@ class AsyncLLM:
         await asyncio.shield(self._end)
 
     async def _shut_down(self, ends_fleet: bool) -> None:
-        async with AsyncExitStack() as last:  # each of these, whatever another one raises
+        async with AsyncExitStack() as last:  # each callback runs, whatever another one raises
             last.push_async_callback(asyncio.to_thread, self._publisher.close)
             last.push_async_callback(self._await_update)
             if self._fleet is not None:
                 self._fleet.end_restarts()
                 last.push_async_callback(asyncio.to_thread, self._fleet.close)
-            async with self._start_turn:  # a start under way ends first
+            async with self._start_turn:  # a running start ends first
                 client, self._client = self._client, None
             if client is not None:
                 last.push_async_callback(client.aclose)
-                with suppress(RolloutError):  # whatever the engines say, they are ended anyway
+                with suppress(RolloutError):  # the processes are ended in any case
                     if ends_fleet:
                         await client.shutdown_engines(deadline_s=5.0)
 
     async def _await_update(self) -> None:
-        """One that is publishing cannot be stopped, and gives up what it has published."""
+        """Wait for an update that is publishing: it cannot be stopped, and drops its weights
+        itself."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._update_turn.acquire(), PUBLISH_S)
             self._update_turn.release()

@@ -145,7 +145,7 @@ def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> 
     except CoordinatorLostError as error:
         if not is_registered:
             raise
-        sys.exit(str(error))  # no fault of this process, such as needs a traceback
+        sys.exit(str(error))  # not a fault of this process: no traceback
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FleetProcesses: the processes of a coordinator and its engines, and their certain end."""
+"""FleetProcesses: starts, watches and ends the processes of a coordinator and its engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
 REMIND_S = 30.0  # between two lines about what is waited for
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
-# A process that has worked for so long is no part of a row of failures.
+# A process that has run for so long ends a row of failures.
 STEADY_S = 600.0
 
 
@@ -146,15 +146,14 @@ class FleetProcesses:
     # ---- the end
 
     def end_restarts(self) -> None:
-        """From now on all processes may end."""
+        """Start no process again from now on."""
         self._is_closing = True
         for process in (self._coordinator, *self._engines):
             process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
-        """End what still runs. `asked`: they were told to end, and may take a moment for it.
-
-        Twice is fine.
+        """End all processes. `asked`: they were told to end, and get some seconds for it. A second
+        call does nothing.
         """
         self.end_restarts()
         processes = [self._coordinator, *self._engines]
@@ -167,7 +166,7 @@ class FleetProcesses:
             process.kill()
             process.join()
         if self._coordinator.started.exception() is None:
-            # One that was killed has left it.
+            # A killed coordinator has not removed its directory.
             remove_private_address(str(self._coordinator.started.result()))
 
 
@@ -317,7 +316,7 @@ def _with_shared_threads(config: InferenceConfig, num_engines: int) -> Inference
 
 
 def _join(processes: list[SupervisedProcess], timeout_s: float) -> None:
-    """Wait for all of them, not for each."""
+    """Wait up to `timeout_s` seconds for all of them together."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

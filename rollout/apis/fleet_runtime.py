@@ -1,4 +1,4 @@
-"""FleetRuntime: an AsyncLLM for threads, which its own thread's event loop serves."""
+"""FleetRuntime: an AsyncLLM for callers without asyncio, in the event loop of its own thread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
-VERBS_S = 5.0  # how long the end waits for verbs that the end of the fleet has not ended
+VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
 
 
 class FleetRuntime:
-    """As InProcessRuntime. `make` makes the AsyncLLM; what it raises is raised."""
+    """As InProcessRuntime, over a fleet. `make` returns the AsyncLLM; its errors are raised."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
@@ -133,7 +133,7 @@ class FleetRuntime:
             await asyncio.sleep(0)  # for the callbacks that take them
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now; nobody wants them. Leaves alone what has ended."""
+        """End requests now, without a result. Ignores those that have ended."""
         self._do(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ class FleetRuntime:
         return self._do(getattr(self._llm, verb)(*arguments))
 
     def shutdown(self) -> None:
-        """Whoever calls it waits for the end. A fork leaves the engines to its parent."""
+        """End the fleet, and wait for its end. In a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
         with self._turn:
@@ -171,7 +171,7 @@ class FleetRuntime:
             self._thread.join()
 
     async def _shut_down(self) -> None:
-        """Verbs under way come to their end, or are cancelled: somebody waits for each."""
+        """End the AsyncLLM; running verbs end or are cancelled, since a thread waits for each."""
         try:
             await self._llm.shutdown()
         finally:

@@ -1,4 +1,4 @@
-"""RolloutGroup, and Groups: which submitted ones are finished, which still wait for samples."""
+"""RolloutGroup, and Groups: the submitted groups, finished or not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class RolloutGroup:
 
 
 class Groups:
-    """A group's id is that of its first request."""
+    """The groups of one LLM. A group's id is that of its first request."""
 
     def __init__(self) -> None:
-        # Each one's samples by request id, in order; None for those that still run.
+        # Group id -> samples by request id, in order; None for those that still run.
         self._open: dict[int, dict[int, DynamicInferenceRequest | None]] = {}
         self._group_of: dict[int, int] = {}
         self._finished: dict[int, RolloutGroup] = {}  # in order of completion
@@ -42,7 +42,7 @@ class Groups:
         return group_id
 
     def add_finished(self, request: DynamicInferenceRequest) -> None:
-        """One sample is done. Requests that were added to the engine directly are none of ours."""
+        """Add a finished sample. Requests that were added to the engine directly are ignored."""
         group_id = self._group_of.pop(request.request_id, None)
         if group_id is None:
             return
@@ -67,7 +67,7 @@ class Groups:
         return [i for i, sample in self._open[group_id].items() if sample is None]
 
     def forget(self, group_id: int) -> list[int]:
-        """Hand a group out to nobody; returns its samples still running."""
+        """Remove a group. Returns the ids of its samples that still run."""
         if self._finished.pop(group_id, None) is not None or group_id not in self._open:
             return []
         left = self.unfinished_requests(group_id)

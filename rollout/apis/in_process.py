@@ -21,13 +21,13 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
-# Verbs that move the weights, or give them another version: not while an update is staged.
+# Verbs that move the weights or change their version; they wait while an update is staged.
 _USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch")
 
 
 class InProcessRuntime:
-    """Where an LLM's requests run: an engine here, or the fleet of a FleetRuntime. One thread calls
-    `submit`, `advance`, `abort` and `drop`; what others `order` takes effect between two steps.
+    """Runs an LLM's requests by an engine in this process. One thread calls `submit`, `advance`,
+    `abort` and `drop`; verbs that other threads `order` take effect between two steps.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class InProcessRuntime:
             return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """One step, however long it takes; returns what ended. Raises EngineStateError if waiting
-        is in vain: paused, stopped, or nothing to do.
+        """Run one step. Returns the requests that ended. Raises EngineStateError if no request can
+        end: the engine is paused or stopped, or has none.
         """
         with self._turn:
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
@@ -74,7 +74,7 @@ class InProcessRuntime:
         return ended
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now, in any state; nobody wants them."""
+        """End requests now, in any state, without a result."""
         for request_id in request_ids:
             # One that has ended may have been handed out.
             with suppress(EngineStateError), self._turn:
@@ -100,7 +100,7 @@ class InProcessRuntime:
     def _update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Only the copies themselves keep steps waiting."""
+        """Stage beside the steps; only the commit keeps them waiting."""
         with self._weights_turn:
             with self._turn:
                 self.engine.check_update(version, in_flight)

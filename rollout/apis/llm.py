@@ -200,7 +200,7 @@ class LLM:
         self._runtime.order("pause")
 
     def unpause(self) -> None:
-        """Let generation go on."""
+        """Let the engine generate again."""
         self._runtime.order("unpause")
 
     def suspend(
@@ -209,7 +209,7 @@ class LLM:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Give memory back; unfinished requests stay. The engine must be paused.
+        """Release memory; unfinished requests stay. The engine must be paused.
 
         See Engine.suspend.
         """
@@ -217,7 +217,8 @@ class LLM:
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Have the memory again, or that of `only`; once all is back the engine is paused."""
+        """Restore all released memory, or that of the owner `only`. Once all is restored the engine
+        is paused."""
         report: ResumeReport = self._runtime.order("resume", only)
         return report
 
@@ -245,7 +246,7 @@ class LLM:
         return stats
 
     def shutdown(self) -> None:
-        """Stop the engine and free its KV memory. Twice is fine."""
+        """Stop the engine and free its KV memory. A second call does nothing."""
         self._runtime.shutdown()
 
     def __enter__(self) -> LLM:
@@ -274,10 +275,10 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """A SIGINT that comes in the block is handled at its end; a second one at once."""
+    """Handle a SIGINT at the end of the block; a second one at once."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # another thread is not interrupted
+        yield  # only the main thread is interrupted
         return
     waiting: list[FrameType | None] = []
 
@@ -296,7 +297,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:
-    """Raise ConfigError for what only a coordinator heeds."""
+    """Raise ConfigError for settings that only a coordinator uses."""
     given = {name: (value, _OF_FLEET[name].default) for name, value in of_fleet.items()}
     name = "prefix_caching_coordinator_policy"
     given[name] = getattr(config, name), getattr(InferenceConfig(), name)
@@ -305,7 +306,7 @@ def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> N
             raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
 
 
-# What AsyncLLM takes by keyword only, but for the shared ones.
+# The keyword-only parameters of AsyncLLM, without those that LLM has, too.
 _OF_FLEET = {
     name: parameter
     for name, parameter in inspect.signature(AsyncLLM).parameters.items()

@@ -1,4 +1,4 @@
-"""What a user gets: of a request its record or the error that left none, of a command a report."""
+"""Results for users: requests from their records or errors, reports from engines' answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Results = Mapping[str, Any]
 def finished_request(
     record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
 ) -> DynamicInferenceRequest:
-    """The whole history as one request; `generated_text` is set if there is a tokenizer."""
+    """Return the record merged into one request; with a tokenizer, `generated_text` is set."""
     add_text(record, tokenizer)
     request = record.merge()
     params = request.sampling_params
@@ -45,7 +45,7 @@ def failed_request(
     error: Exception,
     tokenizer: Tokenizer | None,
 ) -> DynamicInferenceRequest:
-    """A FAILED request with the error, for one that has no record."""
+    """Return a FAILED request with the error, in place of one without a record."""
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -60,7 +60,7 @@ def failed_request(
 
 
 def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """None of a text that the tokenizer fails on, which may be why its request failed."""
+    """Return the prompt's ids; [] for a text that the tokenizer cannot encode."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]  # of arrays of any kind
     with suppress(Exception):  # the tokenizer is the user's: it may raise anything
@@ -82,7 +82,8 @@ def _drop_prompt(request: DynamicInferenceRequest) -> None:
 
 
 def suspend_report(results: Results) -> SuspendReport:
-    """Bytes and requests of all engines together; they work side by side, so the longest time."""
+    """Return sums of bytes and requests over the engines, and the longest time: they work in
+    parallel."""
     return SuspendReport(**_together(results))
 
 
@@ -115,7 +116,7 @@ def engine_stats(results: Results) -> EngineStats:
 
 
 def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Engines that were where they should be already have nothing to report."""
+    """Return the reports; engines that were in the target state already have none."""
     return [report for report in results["ranks"].values() if report]
 
 

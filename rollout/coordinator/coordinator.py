@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolicy]
 
-# Frames taken before timers and the end have their turn.
+# Frames handled before timers and a requested end are looked at.
 _BATCH = 256
-# Messages that wait for each other, about a millisecond: the socket's thread, and who receives
-# them, wake once for what is sent at once.
+# Messages that are sent together after about a millisecond: the socket's thread and the receivers
+# then wake once for all of them.
 _SENT_TOGETHER = 32
-# A turn that takes so much longer than planned was a stopped process, or a machine asleep.
+# If a turn takes so much longer than planned, the process was stopped or the machine asleep.
 _STANDSTILL_S = 0.5
-# How often a coordinator process looks whether it was adopted, where no descriptor tells.
+# How often a coordinator process checks whether its parent has ended, where no descriptor tells.
 _PARENT_CHECK_S = 1.0
 
 
@@ -55,10 +55,11 @@ class Event(Protocol):
 class DataParallelInferenceCoordinator:
     """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent.
 
-    block_size_tokens: of the blocks that prompts are routed by, with `enable_prefix_caching`.
-    host: a name or an address; 0.0.0.0 for all interfaces; None for a socket in a directory that
-    only this user can enter. advertise_host: what others shall dial in its place. curve: its keys;
-    without any a host that other machines can reach is refused, unless `insecure`.
+    block_size_tokens: the size of the blocks by which prompts are routed if
+    `enable_prefix_caching`. host: a name or an address; 0.0.0.0 for all interfaces; None for a
+    socket in a directory that only this user can enter. advertise_host: the host that others dial
+    instead. curve: its keys; without keys a host that other machines can reach is refused, unless
+    `insecure`.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class DataParallelInferenceCoordinator:
         limits: CoordinatorLimits | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
-        """Bind, and send the address through the pipe. Engines and clients may come at any time.
+        """Bind, and send the address through the pipe. Engines and clients may connect at any time.
 
-        data_parallel_size: engines expected; in `deterministic_mode` none is taken before all are
-        there, and ranks follow their ids. tokenizer: not used, since clients tokenize. Raises
-        ConfigError.
+        data_parallel_size: how many engines are expected; in `deterministic_mode` none gets work
+        before all have registered, and ranks follow the order of their ids. tokenizer: not used,
+        since clients tokenize. schedule_output_path: where ScheduleRecorder writes the routing
+        decisions. policy_options: keyword arguments of the policy. Raises ConfigError.
         """
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
@@ -162,7 +164,7 @@ class DataParallelInferenceCoordinator:
         coordinator.start()
 
     def start(self) -> None:
-        """Serve until the end, then say goodbye and free everything. Once per coordinator."""
+        """Serve until the end, then say goodbye and free everything. A second call does nothing."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -170,7 +172,7 @@ class DataParallelInferenceCoordinator:
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
         parent = multiprocessing.parent_process()
-        sentinel = None if parent is None else parent.sentinel  # readable once it has ended
+        sentinel = None if parent is None else parent.sentinel  # readable once the parent has ended
         if sentinel is not None:
             poller.register(sentinel, zmq.POLLIN)
         try:
@@ -188,9 +190,8 @@ class DataParallelInferenceCoordinator:
             self._end(self._stop_reason or "the coordinator was shut down")
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
-        """End `start` soon, from any thread or a signal handler; free everything if it never ran.
-
-        Twice is fine.
+        """Let `start` end soon; free everything if it never ran. Any thread and any signal handler
+        may call it; a second call does nothing.
         """
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
@@ -201,7 +202,7 @@ class DataParallelInferenceCoordinator:
     # ---- the loop
 
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
-        """What is ready, once anything is or is due."""
+        """Wait until a descriptor is ready or a timer is due. Returns what is ready."""
         deadline = self._core.next_deadline()
         wait_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
         if self._parent_pid is not None:
@@ -212,7 +213,8 @@ class DataParallelInferenceCoordinator:
         return ready
 
     def _now(self, planned_s: float = 0.0) -> float:
-        """The time. Notices if this process was stopped since it was asked for last."""
+        """Return the monotonic time in seconds. Notices if this process was stopped since the last
+        call."""
         now = time.monotonic()
         unheard_s, self._awake_at = now - self._awake_at, now
         if unheard_s - planned_s > _STANDSTILL_S:
@@ -224,13 +226,13 @@ class DataParallelInferenceCoordinator:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
     def _turn(self) -> None:
-        """Take what is there, do what is due, send what comes of it."""
+        """Handle the frames that have arrived and the timers that are due; send the results."""
         now = self._now()
         self._router.flush()
         outgoing: Outgoing = []
-        # Whatever woke this turn: an engine that cannot be reached may have said goodbye before.
+        # Also if a timer woke this turn: an unreachable engine may have said goodbye before.
         for identity, frame in self._router.receive(_BATCH):
-            # Each anew: its sender counts a lease from when it was sent, which was no later.
+            # A new time for each frame: a lease at its sender began no later than now.
             now = self._now()
             outgoing += self._core.handle(identity, frame, now)
             if len(outgoing) >= _SENT_TOGETHER:
@@ -240,8 +242,8 @@ class DataParallelInferenceCoordinator:
         self._send(self._core.tick(now), now)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        """Send each peer what is for it, small messages together; what fails comes back to the
-        core, which may have something else to say then."""
+        """Send each peer its messages, small ones together. The core is told of those that fail,
+        and may send others instead."""
         while outgoing:
             by_peer: dict[bytes, list[Message]] = {}
             for identity, message in outgoing:
@@ -249,14 +251,14 @@ class DataParallelInferenceCoordinator:
             outgoing = []
             for identity, messages in by_peer.items():
                 for message, fault in self._send_to(identity, messages):
-                    if not self._has_ended:  # who has gone before needs no goodbye
+                    if not self._has_ended:  # a peer that has gone needs no goodbye
                         outgoing += self._core.undelivered(identity, message, fault, now)
 
     def _send_to(
         self, identity: bytes, messages: Sequence[Message]
     ) -> list[tuple[Message, ProtocolError | None]]:
-        """Send one peer its messages. Returns those that could not be sent: with the fault of one
-        that no frame can carry, with None if the peer cannot be reached."""
+        """Send one peer its messages. Returns those that could not be sent, each with the fault if
+        no frame can carry it, and with None if the peer cannot be reached."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:
@@ -287,7 +289,7 @@ class DataParallelInferenceCoordinator:
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:
-    """None to route without looking at prefixes. Raises ConfigError."""
+    """Return the block size to route by; None to ignore prefixes. Raises ConfigError."""
     if not enable_prefix_caching:
         return None
     if block_size_tokens is None or block_size_tokens < 1:
@@ -301,7 +303,7 @@ def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: boo
 def _recorder(
     path: str | None, policy: PolicySource, data_parallel_size: int
 ) -> ScheduleRecorder | None:
-    """None if no schedule is asked for. Raises ConfigError."""
+    """Return the recorder of routing decisions; None without a path. Raises ConfigError."""
     if path is None:
         return None
     name = getattr(policy, "value", policy)

@@ -17,14 +17,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class CoordinatorLostError(RolloutError):
-    """The coordinator does not answer, has gone, or has forgotten what was asked of it."""
+    """The coordinator does not answer, has ended, or no longer knows what was asked of it."""
 
     is_transient = True
 
 
 def listening_host(host: str | None, port: int | None) -> str | None:
-    """Return where a coordinator listens: over TCP only if the user says where, by `host` or by
-    `port` alone, which is on loopback; None for a socket of this user."""
+    """Return the host at which a coordinator listens: the given one, loopback if there is only a
+    port, or None, without both, for a socket that only this user can reach."""
     return LOOPBACK if host is None and port is not None else host
 
 
@@ -43,14 +43,14 @@ def address_of(port_or_address: int | str) -> str:
     return f"tcp://{LOOPBACK}:{text}"
 
 
-# What became of a connection: one that was there is disconnected, one that never was is closed.
+# Events of a socket's monitor. An established connection is disconnected, a refused one closed.
 CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_CLOSED
 
 
 class Dealer:
-    """One connection to a coordinator. What comes over it answers what was sent over it: after a
-    connection is lost the next one is another Dealer.
+    """One connection to a coordinator. It never reconnects, so that each answer belongs to a
+    message of the same connection; the next connection is another Dealer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Dealer:
         max_frame_bytes: int,
         curve: CurveKeys | None,
     ) -> None:
-        """Dial. Raises ConfigError if `address` is none."""
+        """Begin to connect. Raises ConfigError if `address` is not an address."""
         self.socket = context.socket(zmq.DEALER)
         self._monitor = context.socket(zmq.PAIR)
         self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
@@ -79,26 +79,27 @@ class Dealer:
         self._poller.register(waker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def wait(self, timeout_ms: int | None, *, for_messages: bool) -> bool:
+    def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
         """Wait for messages, if they are wanted, for an event, or for the waker. Returns whether
-        there are messages.
+        there are messages, and whether there are events.
         """
         if for_messages != self._is_listening and not self.socket.closed:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages
         ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
-        if self._waker.fileno() in ready:  # how a poller names what is no ZeroMQ socket
+        if self._waker.fileno() in ready:  # a poller names other objects by their descriptors
             self._waker.drain()
-        return self.socket in ready
+        return self.socket in ready, self._monitor in ready
 
     def events(self) -> Iterator[int]:
-        """What has become of the connection since the last call."""
+        """Yield the events of the connection since the last call. Asking costs as much as receiving
+        a message; `wait` says whether there are any."""
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 
     def send(self, frame: bytes) -> bool:
-        """Whether it was taken: always, but over a connection that is lost, before an event says
-        so. Never waits: what may be on its way is bounded by who sends.
+        """Send a frame without waiting. Returns False only if the connection is lost and no event
+        has said so yet. The caller bounds how many frames are under way.
         """
         try:
             self.socket.send(frame, zmq.NOBLOCK)
@@ -107,7 +108,7 @@ class Dealer:
         return True
 
     def receive(self) -> Sequence[bytes] | None:
-        """The frames that came next, of a Batch all of them; None if there are none, or the
+        """Return the next frame, or all frames of a Batch; None if nothing has arrived or the
         connection is closed. Raises ProtocolError for a message of several parts.
         """
         try:
@@ -119,7 +120,7 @@ class Dealer:
         return frames_in(parts[0]) if parts else None
 
     def close(self, linger_ms: int = 0) -> None:
-        """Then only the waker is waited for. Twice is fine."""
+        """Close the socket; `wait` then only waits for the waker. A second call does nothing."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close()
@@ -133,11 +134,11 @@ def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> lis
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
         (zmq.MAXMSGSIZE, max_frame_bytes),
-        # Not in this socket's life: it has one connection. Where that is switched off, by -1, what
-        # has come and was not received yet is dropped with a connection that is lost.
+        # Never: a Dealer has one connection. The value -1 would say so, too, but then messages that
+        # were not received yet are dropped when the connection is lost.
         (zmq.RECONNECT_IVL, 2**30),  # ms
         (zmq.IPV6, int("[" in address)),
-        # A machine that is gone without a word must not leave a connection that never ends.
+        # Ends the connection to a machine that has vanished.
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 10),
         (zmq.TCP_KEEPALIVE_INTVL, 5),

@@ -48,17 +48,16 @@ MAX_QUEUED = 2**16  # messages of an engine, in each direction
 _FOR_CLIENTS = (EngineReply, EngineReplyPartial, Ack, Nack)
 _FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit, Rollback)
 
-_BATCH = 256
 _MAX_REASON = 1000
 _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S = 0.1
 _RETRY_S = 0.5  # after a refusal
-# How long a dial and the handshake over it may take together before both are tried again.
+# Seconds that a connection and its handshake may take before both are tried again.
 _ANSWER_S = 2.0
-# For so long connections must be refused before a client takes its coordinator's process for dead.
+# A client takes the coordinator's process for dead after refused connections for so many seconds.
 _REFUSED_S = 0.25
 GIVE_UP_S = 30.0
-# How long a closing socket may take to hand over its last frames.
+# How long a closing socket may take to send its last frames.
 _LINGER_MS = 500
 
 
@@ -67,24 +66,26 @@ class LinkClosedError(RolloutError):
 
 
 class Link:
-    """Dials, shakes hands and does so again after a connection is lost, sends heartbeats, and moves
-    messages between the socket and its owner. Nothing its owner does or omits ends the session.
+    """Connects, shakes hands, reconnects after a lost connection, sends heartbeats, and moves
+    messages between the socket and its owner. Nothing that its owner does or omits ends the
+    session.
 
-    handshake: what to tell the coordinator, at first and in each new session: a client its Connect,
-    an engine its Register. status: of an engine, told in each heartbeat; None makes this a client's
-    link. Both are called by the link's thread while the owner's may be in the middle of a step:
-    they must neither wait for it nor change anything. on_news: called by the link's thread when
-    there is something to `receive` after there was nothing; it must not block.
+    handshake: returns the first message of each session: a client's Connect, an engine's Register.
+    status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
+    thread calls both while the owner's thread may be in a step: they must neither wait for it nor
+    change anything. on_news: the link's thread calls it when there is something to `receive` after
+    there was nothing; it must not block.
 
-    While there is no session messages wait. After the next handshake those are sent again that may
-    have been lost with the connection: some arrive twice, none is missing. `receive`, `send` and
-    `may_step` are of one thread, `close` of any. An engine owes the link `receive` now and then:
-    with a full inbox nothing more is read, answers to heartbeats neither.
+    Messages wait while there is no session. After the next handshake the link sends those again
+    that may have been lost with the connection: some arrive twice, none is missing. One thread
+    calls `receive`, `queue`, `flush` and `may_step`; any thread may call `close`. An engine must
+    call `receive` now and then: with a full inbox the link reads nothing, not even answers to
+    heartbeats.
 
-    A coordinator that is lost ends the link with a CoordinatorLostError: one that says goodbye,
-    that is another one than before, or that has been out of reach for `give_up_s`. A client gives
-    up earlier: when the coordinator's process is gone, has forgotten it, or was out of reach for as
-    long as the client's lease.
+    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it says goodbye,
+    when another one is at its address, or when it was out of reach for `give_up_s` seconds. A
+    client gives up earlier: when the coordinator's process has ended, when it does not know the
+    client any more, or when it was out of reach for as long as the client's lease.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Link:
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
-        """Dial, and shake hands as soon as somebody is there. Raises ConfigError for no address."""
+        """Connect in the background. Raises ConfigError if `address` is not an address."""
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None
@@ -110,9 +111,9 @@ class Link:
         self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
         self._goodbye: Disconnect | None = None
-        self._arrived: list[Message] = []  # and is not in the inbox yet
+        self._arrived: list[Message] = []  # not in the inbox yet
         self._has_ended = False
-        # ---- of the session; `num_sessions` counts those that were put into the inbox
+        # ---- the session; `_num_sessions` counts those whose first message is in the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
         self._possible_fault = ""  # of a handshake that may have failed for its keys
@@ -155,13 +156,12 @@ class Link:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """Of the latest connection; to look at, it is the link's thread's."""
+        """The socket of the latest connection. The link's thread uses it; look, and no more."""
         return self._dealer.socket
 
     def wait_registered(self, timeout_s: float) -> None:
-        """Wait for the first session. Raises the coordinator's refusal, or CoordinatorLostError if
-        nobody answers. Dialling goes on in either case.
-        """
+        """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
+        or CoordinatorLostError if there is no answer. The link goes on trying in either case."""
         self._has_answer.wait(timeout_s)
         if self.refusal is not None:
             raise self.refusal
@@ -172,42 +172,40 @@ class Link:
             )
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
-        """Return the messages that are here, waiting up to `timeout_s` for the first; [] if none.
-        A ConnectAck or RegisterAck is the first of those it comes with.
+        """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
+        first one. A ConnectAck or RegisterAck is always the first of the list.
 
         Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
-        AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit and Rollback: all others are
-        the link's own. Raises the end of the link, once all are taken: CoordinatorLostError,
-        LinkClosedError, or another RolloutError if the link failed.
-        """
+        AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit and Rollback; the link
+        handles all others. Raises CoordinatorLostError, LinkClosedError, or another RolloutError if
+        the link failed, once all messages have been returned."""
         messages = self._inbox.take_all(timeout_s)
         self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
         return messages
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` has something to return or raise; if not, `on_news` says when."""
+        return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
         """Add a message to those that the next `flush` sends; once the coordinator is lost it is
         dropped. It may go earlier, when the link's thread wakes for something else.
 
         Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
-        LinkClosedError after `close`.
-        """
+        LinkClosedError after `close`."""
         self.outbox.put(encode(message, self._max_frame_bytes))
 
     def flush(self) -> None:
-        """Send what is queued. Call it once per turn: small messages travel together, and a wake
-        of the link's thread takes the interpreter from the owner's."""
+        """Send the queued messages. Call it once per turn: small messages are sent together, and
+        waking the link's thread takes the interpreter lock from the owner's."""
         self.outbox.flush()
 
-    def send(self, message: Message) -> None:
-        """Queue one message, and flush."""
-        self.queue(message)
-        self.flush()
-
     def may_step(self) -> bool:
-        """Whether the engine's lease runs, as of now: also right after the process stood still.
+        """Whether the engine's lease is valid now, also right after the process stood still.
 
-        After a registration it does once `receive` has returned the RegisterAck, which says what
-        counts no more. Not while half of the queue waits for the coordinator: steps bring more.
+        After a registration it is valid once `receive` has returned the RegisterAck, which says
+        which attempts are void. It is not while half of the queue is full: each step adds messages.
         """
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
@@ -220,9 +218,9 @@ class Link:
         is_fault: bool = False,
         suspects: Sequence[Attempt] = (),
     ) -> None:
-        """Send what is queued, if somebody takes it, say goodbye, and end the thread. Twice is
-        fine. `is_fault`: what the engine ran may be why it goes, and `suspects` are what it ran.
-        """
+        """Send the queued messages if there is a session, say goodbye, and end the thread. A second
+        call does nothing. `is_fault`: the engine failed, perhaps because of `suspects`, the
+        attempts of its last step."""
         closed = LinkClosedError(f"the link to {self.address} is closed")
         self.outbox.close(closed)
         self._inbox.close(closed)
@@ -262,15 +260,17 @@ class Link:
             due_at = min(self._next_heartbeat, self._silent_at)
         left_s = due_at - time.monotonic()
         timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
-        if self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room):
-            self._receive(_BATCH)
-        for event in self._dealer.events():
+        has_message, has_event = self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room)
+        if has_message:
+            # One message, which may be a Batch: asking in vain for another costs more than polling.
+            self._receive(1)
+        for event in self._dealer.events() if has_event else ():
             if event == CONNECTED:
                 self._greet()
             elif fault := handshake_fault(event):
                 self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
             else:
-                self._receive(None)  # its last words
+                self._receive(None)  # messages that came before the end
                 self._disconnected(is_refused=event == REFUSED)
         self._do_due(time.monotonic())
         if self._is_in_session:
@@ -278,8 +278,8 @@ class Link:
 
     @property
     def _silent_at(self) -> float:
-        """When to begin another session if nothing comes. A client, which does nothing that needs a
-        lease, goes by any word: a coordinator may be slow with the echoes of heartbeats."""
+        """When to begin another session if nothing arrives, in monotonic seconds. A client needs no
+        lease, so any message counts: a coordinator may echo heartbeats late."""
         return self._heard_at + self._lease_s if self._is_client else self._lease.until
 
     def _do_due(self, now: float) -> None:
@@ -323,8 +323,8 @@ class Link:
             self._lose("its process has ended, connections are refused")
 
     def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
-        """Dialling goes on. Whoever waits is told at once if only a key can be the cause, else at
-        the end: the coordinator may have died amid the handshake."""
+        """A handshake failed; the link tries again. `wait_registered` raises at once if only a key
+        can be the cause, else at its end: the coordinator may have died during the handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
         elif self.refusal is None:
@@ -340,16 +340,16 @@ class Link:
     def _enter(self, ack: ConnectAck | RegisterAck) -> None:
         """The handshake is answered."""
         if self._greeted_at is None or self._is_in_session:
-            return  # to nothing that was asked
+            return  # it answers no handshake of this session
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
             spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
             self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))
             return
         if self._coordinator_id not in (None, ack.coordinator_id):
-            self._lose("another one has taken its place, which knows nothing of this peer")
+            self._lose("another coordinator is at its address, which does not know this peer")
             return
         if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
-            self._lose("it has forgotten this client, which was not heard for its lease")
+            self._lose("it does not know this client any more, whose lease ran out")
             return
         self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
         self._lost_at = self._redial_at = self._give_up_at = math.inf
@@ -373,7 +373,7 @@ class Link:
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
 
     def _refused(self, error: RolloutError) -> None:
-        """The coordinator does not know this peer, or does not want it."""
+        """The coordinator does not know this peer, or refuses it."""
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
@@ -385,11 +385,11 @@ class Link:
         _logger.warning("refused at %s: %s", self.address, error)
 
     def _lose(self, reason: str) -> None:
-        because = "" if self.refusal is None else f"; its last word was: {self.refusal}"
+        because = "" if self.refusal is None else f"; it said last: {self.refusal}"
         error = CoordinatorLostError(
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
-        # No alarm: a goodbye is mostly the answer to a shutdown.
+        # Not a warning: most goodbyes answer a shutdown.
         _logger.info("%s", error)
         self._end(error)
 
@@ -397,7 +397,7 @@ class Link:
         self._has_ended, self._is_in_session = True, False
         self._lease.end()
         self.outbox.lose()
-        self._hand_over()  # its last words are before the end
+        self._hand_over()  # messages that came before the end
         self._inbox.close(error)
         self._has_answer.set()
 
@@ -415,7 +415,7 @@ class Link:
                 return
             self._heard_at = time.monotonic()
             num_left -= max(1, len(frames))
-            for frame in frames:  # a malformed one does not hurt those beside it
+            for frame in frames:  # a malformed frame does not affect the others
                 try:
                     self._take(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
@@ -425,10 +425,10 @@ class Link:
     def _malformed(self, fault: ProtocolError) -> None:
         self.num_malformed += 1
         if self.num_malformed == 1:
-            _logger.warning("coordinator %s sent garbage: %s", self.address, fault)
+            _logger.warning("coordinator %s sent a malformed frame: %s", self.address, fault)
 
     def _hand_over(self) -> None:
-        """Give the owner what has arrived."""
+        """Put the messages that have arrived into the inbox."""
         arrived, self._arrived = self._arrived, []
         if arrived:
             self._inbox.put(arrived)

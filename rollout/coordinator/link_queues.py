@@ -1,4 +1,4 @@
-"""What a link's thread shares with its owner: messages, frames that may be lost, and the lease."""
+"""What a link's thread shares with its owner: the inbox, the outbox and the lease."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rollout.errors import RolloutError
 
 
 class Lease:
-    """For how long the coordinator surely counts on this peer, from when what it answered was
-    *sent*: so it ends no later than the coordinator thinks. Times in seconds of one clock. One
-    thread writes, any may read `until`.
+    """Until when the coordinator surely counts on this peer. A lease starts when the answered
+    heartbeat was *sent*, so it ends here no later than at the coordinator. Times are seconds of one
+    monotonic clock. One thread writes; any thread may read `until`.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class Lease:
         self._unanswered.clear()
 
     def end(self) -> None:
-        """It counts no more; only a handshake begins another."""
+        """End the lease; only another handshake begins one."""
         self.until = -math.inf
         self._unanswered.clear()
 
     def heartbeat(self, now: float, num_sent: int = 0) -> int:
-        """Return the sequence number of a heartbeat that is sent now, behind `num_sent` frames."""
+        """Return the sequence number of a heartbeat sent at `now`, after `num_sent` frames."""
         self._sequence += 1
         self._unanswered[self._sequence] = (now, num_sent)
         return self._sequence
 
     def answered(self, sequence: int, now: float) -> int:
-        """A heartbeat's answer is here. Returns how many frames have arrived for sure.
+        """Renew the lease by the answer to a heartbeat. Returns how many frames have arrived.
 
-        One that comes after the end is too late, whatever it was an answer to: meanwhile this peer
-        may have been given up.
+        An answer that comes after the lease has ended does not renew it: the coordinator may have
+        given this peer up meanwhile.
         """
         if sequence not in self._unanswered:
             return 0
@@ -60,8 +60,9 @@ class Lease:
 
 
 class Inbox:
-    """Messages for the owner. `on_news` is called when there are some where there were none, and at
-    the end; `on_room` when a full inbox is emptied. `max_messages` None: as many as come.
+    """Messages for the owner. `on_news` is called when the first message comes into the empty
+    inbox, and at the end; `on_room` when a full inbox has been emptied. `max_messages`: None for no
+    limit.
     """
 
     def __init__(
@@ -76,6 +77,11 @@ class Inbox:
     def has_room(self) -> bool:
         return self._max_messages is None or len(self._messages) < self._max_messages
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_all` has messages to return, or the end to raise."""
+        return bool(self._messages) or self.end is not None
+
     def put(self, messages: Sequence[Message]) -> None:
         with self._changed:
             was_empty = not self._messages
@@ -85,8 +91,9 @@ class Inbox:
             self._on_news()
 
     def take_all(self, timeout_s: float) -> list[Message]:
-        """Return the messages of one session, waiting for the first one: the answer to a handshake,
-        which begins a session, is the first of those returned. Raises the end, once all are taken.
+        """Return the messages of one session, after waiting up to `timeout_s` seconds for the
+        first. A session's first message is the first of the list. Raises `end` once all have been
+        taken.
         """
         with self._changed:
             if timeout_s > 0.0:
@@ -111,8 +118,8 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the socket, kept until the coordinator has them for sure. `put` and `flush` are of
-    the owner's thread, `close` of any, the rest is of the link's, which `wake` calls.
+    """Frames for the socket, kept until they have surely arrived. The owner's thread calls `put`
+    and `flush`, any thread calls `close`, and the link's thread the rest; `wake` wakes it.
     """
 
     def __init__(
@@ -133,11 +140,12 @@ class Outbox:
 
     @property
     def num_sent(self) -> int:
-        """Of all, confirmed or not, over this connection or one before."""
+        """Frames sent so far, confirmed or not, over all connections."""
         return self._num_confirmed + len(self._sent)
 
     def put(self, frame: bytes) -> None:
-        """Raises RolloutError if it is full, or the end. Drops it if nobody is left to get it."""
+        """Queue a frame. Raises RolloutError if the queue is full or closed. Once the coordinator
+        is lost the frame is dropped."""
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -146,19 +154,19 @@ class Outbox:
             if self._max_frames is not None and self.num_kept >= self._max_frames:
                 raise RolloutError(
                     f"{self._max_frames} messages wait for the coordinator; an engine whose lease "
-                    "has run out must not go on"
+                    "has run out must not step"
                 )
             self._waiting.append(frame)
         self._is_flush_due = True
 
     def flush(self) -> None:
-        """Let what was put here since the last call be sent, if anything was."""
+        """Wake the link's thread if frames were put since the last call."""
         if self._is_flush_due:
             self._is_flush_due = False
             self._wake()
 
     def send_all(self, send: Callable[[bytes], bool]) -> None:
-        """Give what waits to `send`, in order, small frames together, until one is not taken."""
+        """Pass waiting frames to `send` in order, small ones as a Batch, until it returns False."""
         while self._waiting:
             with self._lock:
                 waiting = list(self._waiting)
@@ -170,20 +178,20 @@ class Outbox:
                         self._sent.append(self._waiting.popleft())
 
     def confirm(self, num_sent: int) -> None:
-        """So many, of all that were ever sent, have arrived."""
+        """Forget the first `num_sent` of all frames ever sent: they have arrived."""
         with self._lock:
             while self._num_confirmed < num_sent:
                 self._sent.popleft()
                 self._num_confirmed += 1
 
     def rewind(self) -> None:
-        """The connection is gone: what may be lost with it waits again, before all else."""
+        """The connection is lost: queue its unconfirmed frames again, before all others."""
         with self._lock:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
 
     def lose(self) -> None:
-        """The coordinator is lost: nobody is left to get what waits, nor what comes."""
+        """The coordinator is lost: drop the waiting frames and all later ones."""
         with self._lock:
             self._is_lost = True
             self._waiting.clear()

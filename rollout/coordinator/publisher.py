@@ -1,8 +1,8 @@
 """WeightPublisher: one copy of the weights in shared memory, for all engines of a machine.
 
-The memory belongs to an anonymous file: it has no name that could be left behind, and is gone when
-the publisher and all who mapped it are, however they ended. Once filled it is sealed: neither its
-bytes nor its size can change, whoever holds it. Linux only.
+The memory belongs to an anonymous file. It has no name that could be left behind, and the system
+frees it when the publisher and all readers have ended. Once filled it is sealed: nobody can change
+its bytes or its size. Linux only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Segment:
 
 
 class WeightPublisher:
-    """Keeps the last committed weights fetchable, and those of an update under way."""
+    """Publishes the last committed weights, and those of a running update."""
 
     def __init__(self, *, reject_non_finite: bool = True) -> None:
         self._reject_non_finite = reject_non_finite
@@ -59,7 +59,7 @@ class WeightPublisher:
 
     @property
     def committed(self) -> WeightsSource | None:
-        """Where the last committed weights are; None before the first."""
+        """The source of the last committed weights; None before the first commit."""
         return None if self._committed is None else self._committed.source
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
@@ -131,18 +131,18 @@ class WeightPublisher:
         return fingerprints
 
     def commit(self) -> None:
-        """The published weights are served: keep them, and give those before them up."""
+        """The published weights are served: keep them, and release the earlier ones."""
         if self._pending is not None:
             _close(self._committed)
             self._committed, self._pending = self._pending, None
 
     def drop(self) -> None:
-        """The published weights were refused."""
+        """The published weights were refused: release them."""
         _close(self._pending)
         self._pending = None
 
     def close(self) -> None:
-        """Give all up. Twice is fine."""
+        """Release all weights. A second call does nothing."""
         self.drop()
         _close(self._committed)
         self._committed = None
@@ -151,8 +151,8 @@ class WeightPublisher:
 def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
     """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do.
 
-    Raises WeightUpdateError if it is not there any more, is no sealed file of a WeightPublisher, or
-    not of the size that its manifest says.
+    Raises WeightUpdateError if the source does not exist any more, is not a sealed file of a
+    WeightPublisher, or does not have the size that its manifest says.
     """
     if source.kind != KIND:
         raise WeightUpdateError(
@@ -161,7 +161,7 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
     path, _, name = source.address.partition(" ")
     try:
         if not _DESCRIPTOR.fullmatch(path) or not _NAME.fullmatch(name):
-            raise FileNotFoundError("this is no address of a WeightPublisher")
+            raise FileNotFoundError("this is not an address of a WeightPublisher")
         # Whatever is there now: opening a pipe, say, must not wait for who fills it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -172,7 +172,7 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
-            f"the weights at {source.address!r} cannot be had ({error}); is their publisher alive?"
+            f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
         ) from error
     bytes_N = torch.frombuffer(region, dtype=torch.uint8)
     tensors = {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
@@ -185,24 +185,24 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
 
 
 def _seals() -> int:
-    """Against all changes, of the seals as well. No constant: only Linux has them."""
+    """Return the seals against all changes. A function, since only Linux has the constants."""
     return fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _sealed_size(descriptor: int, name: str) -> int:
-    """The bytes of a publisher's filled file. Raises OSError for any other file."""
+    """Return the size in bytes of a publisher's sealed file. Raises OSError for any other file."""
     status = os.fstat(descriptor)
-    # A descriptor's number is used again once it is closed.
+    # The system reuses the numbers of closed descriptors.
     is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{name} (deleted)"
     if not is_named or not stat.S_ISREG(status.st_mode):
-        raise FileNotFoundError("they were given up for newer ones")
+        raise FileNotFoundError("they were released for newer ones")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
         raise PermissionError("the file is not sealed: it could change while it is read")
     return status.st_size
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]:
-    """(where each tensor goes, bytes in all). Raises WeightUpdateError for an unreadable one."""
+    """Return (manifest, total bytes). Raises WeightUpdateError for an unreadable tensor."""
     manifest: dict[str, TensorEntry] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -228,7 +228,7 @@ def _write_all(descriptor: int, values: Tensor, offset: int) -> None:
 
 
 def _view(bytes_N: Tensor, name: str, entry: TensorEntry) -> Tensor:
-    """Raises WeightUpdateError naming the tensor that cannot lie there."""
+    """Return the tensor at its manifest's place. Raises WeightUpdateError if it does not fit."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
     where = (
         f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {bytes_N.numel()} as "

@@ -23,21 +23,21 @@ from rollout.coordinator.security import (
 )
 from rollout.errors import ConfigError, ProtocolError
 
-# How long a closing socket may take to hand over its last frames.
+# How long a closing socket may take to send its last frames.
 _LINGER_MS = 1000
-# Frames that wait for one slow peer in the socket; a client that is slower is told again later.
+# Frames that wait in the socket for one slow peer; a slower client gets them again later.
 MAX_WAITING_FRAMES = 4096
-# Messages that wait here for one slow engine besides: as many as its own queue holds. Its lease
-# says whether it is alive; to be slow, or to get much at once, is no reason to give it up.
+# Further messages that wait here for one slow engine, as many as its own queue holds. Only its
+# lease says whether it is alive: a slow engine is not given up.
 MAX_KEPT_MESSAGES = 2**16
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
-# As integers: their enumerations take longer to combine and convert than a frame to be sent.
+# Integers: combining and converting their enumerations takes longer than sending a frame.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Frames that wait for one peer, and how many messages each has. There is one at least."""
+    """Waiting frames of one peer, at least one, each with its number of messages."""
 
     frames: deque[tuple[bytes, int]] = field(default_factory=deque)
     num_messages: int = 0
@@ -56,8 +56,8 @@ class Router:
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
     ) -> None:
-        """Bind; `port` None takes a free one. `host` None is a socket that only processes of this
-        user can reach. Raises ConfigError if that cannot or must not be.
+        """Bind; `port` None takes a free one. `host` None makes a socket that only processes of
+        this user can reach. Raises ConfigError if binding fails, or would be unsafe.
         """
         self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
@@ -113,9 +113,9 @@ class Router:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """(identity, frame) of messages that are here: as many as have come with the first
-        `max_frames`. Of a Batch each frame; a message of several frames, and a Batch that cannot be
-        read, is none of ours: its frame is empty.
+        """Yield (identity, frame) of the messages that have arrived, until there were `max_frames`.
+        A Batch yields each of its frames. A message of several parts and an unreadable Batch yield
+        one empty frame, which no message is.
         """
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
@@ -123,8 +123,8 @@ class Router:
                 identity = receive(_NOBLOCK)
             except zmq.Again:
                 return
-            # All frames of a message come at once, and there is one behind the identity. A Frame
-            # knows whether more follow; asking the socket takes longer than receiving.
+            # All parts of a message arrive together, and one follows the identity. A Frame knows
+            # whether more follow; asking the socket takes longer than receiving.
             frame = receive(_NOBLOCK, copy=False)
             frames: Sequence[bytes] = [b""]
             if not frame.more:
@@ -144,10 +144,11 @@ class Router:
         *,
         keeps: Callable[[bytes], bool],
     ) -> bool:
-        """Whether it was taken: not if the peer is not there, or too many messages wait for it.
+        """Send a frame. Returns False if the peer is not connected or too many messages wait for
+        it.
 
-        `num_messages`: in the frame, which may be a Batch. `keeps`: of which identities that which
-        the socket has no room for is kept for `flush`, and what follows behind it.
+        `num_messages`: how many the frame has, which may be a Batch. `keeps`: says of an identity
+        whether frames that the socket has no room for are kept for `flush`, and those after them.
         """
         kept = self._kept.get(identity)
         if kept is None:
@@ -162,8 +163,8 @@ class Router:
         return True
 
     def flush(self) -> None:
-        """Send of what is kept as much as there is room for. What is for a peer that has gone is
-        dropped: the next message for it cannot be sent, which says so."""
+        """Send kept frames as far as there is room. Frames for a peer that has gone are dropped:
+        the next `send` to it fails and tells the caller."""
         for identity, kept in list(self._kept.items()):
             fault = None
             while kept.frames and (fault := self._try(identity, kept.frames[0][0])) is None:
@@ -172,7 +173,7 @@ class Router:
                 del self._kept[identity]
 
     def _try(self, identity: bytes, frame: bytes) -> int | None:
-        """Why the socket has not taken it, one of _UNREACHABLE; None if it has."""
+        """Send a frame. Returns None, or the errno of _UNREACHABLE for which it was not sent."""
         try:
             self.socket.send(identity, _MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -183,7 +184,7 @@ class Router:
         return None
 
     def close(self) -> None:
-        """Hand over what waits, for a moment, and close. Twice is fine."""
+        """Close, after up to _LINGER_MS for waiting frames. A second call does nothing."""
         self.socket.close()
         self._context.term()
         remove_private_address(self.address)

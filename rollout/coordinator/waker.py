@@ -18,7 +18,7 @@ class Waker:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        # With so many wakes not drained yet no other is needed; after the end none is.
+        # A full buffer wakes the poller already; a closed socket has no poller.
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 

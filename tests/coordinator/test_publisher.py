@@ -69,14 +69,14 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
     publisher.commit()
     assert publisher.committed is second
     assert torch.equal(fetch_weights(second)["w"], torch.full((4,), 2.0))
-    with pytest.raises(WeightUpdateError, match="cannot be had"):
+    with pytest.raises(WeightUpdateError, match="cannot be opened"):
         fetch_weights(first)
     publisher.publish({"w": torch.ones(4)})
-    with pytest.raises(WeightUpdateError, match="given up for newer ones"):
+    with pytest.raises(WeightUpdateError, match="released for newer ones"):
         fetch_weights(first)
     publisher.close()
     publisher.close()
-    with pytest.raises(WeightUpdateError, match="cannot be had"):
+    with pytest.raises(WeightUpdateError, match="cannot be opened"):
         fetch_weights(second)
 
 
@@ -203,11 +203,11 @@ def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
     source = publisher.publish({"w": torch.ones(4)})
     path, _, name = source.address.partition(" ")
     for other in ("", "rollout-weights-", name[:-1], name + " (deleted)", f"{name} {name}"):
-        with pytest.raises(WeightUpdateError, match="cannot be had"):
+        with pytest.raises(WeightUpdateError, match="cannot be opened"):
             fetch_weights(structs.replace(source, address=f"{path} {other}"))
     ordinary = tmp_path / name
     ordinary.write_bytes(bytes(16))
-    with pytest.raises(WeightUpdateError, match="cannot be had"):
+    with pytest.raises(WeightUpdateError, match="cannot be opened"):
         fetch_weights(structs.replace(source, address=f"{ordinary} {name}"))
     larger = publisher.publish({"w": torch.ones(4), "more": torch.ones(4)})
     manifest = {"w": larger.manifest["w"]}
@@ -292,5 +292,5 @@ sys.stdin.read()
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert torch.equal(fetched, torch.arange(5.0))
-    with pytest.raises(WeightUpdateError, match="is their publisher alive"):
+    with pytest.raises(WeightUpdateError, match="is the publisher alive"):
         fetch_weights(there)

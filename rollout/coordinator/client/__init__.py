@@ -1,1 +1,1 @@
-"""InferenceClient: the end that trainers and users hold."""
+"""InferenceClient: the connection of trainers and users to a fleet."""

@@ -1,4 +1,4 @@
-"""InferenceClient: submits requests to a coordinator, and orders its engines about."""
+"""InferenceClient: submits requests and commands to a coordinator."""
 
 from __future__ import annotations
 
@@ -51,18 +51,17 @@ class ClientStateError(RolloutError):
 
 
 class InferenceClient:
-    """A coordinator's client: of one event loop, as many as one likes. An async context manager.
+    """A client of a coordinator, in one event loop. An async context manager.
 
-    inference_coordinator_port: on loopback, or a full address. tokenizer: for prompts that are
-    text, and for the text of what is generated; one of our own, a directory with one, or a Hugging
-    Face tokenizer. seed: requests without a seed of their own get mix_seed(seed, request id); None
-    takes a seed that no other client has.
+    inference_coordinator_port: a port on loopback, or a full address. tokenizer: for text prompts
+    and the text of outputs; one of ours, a directory with one, or a Hugging Face tokenizer. seed:
+    requests without a seed of their own get mix_seed(seed, request id); None takes a random one.
 
-    Verbs are plain functions that return futures, so that what is called first is sent first. A
-    future may be ignored. All raise ClientStateError where they cannot be used. A coordinator that
-    is lost fails all that is pending with CoordinatorLostError, at once if its process has ended;
-    after that the client is of no more use, and a new one is needed. An event loop that is blocked,
-    however long, loses nothing: a thread of the client's own keeps the session.
+    Verbs are plain functions that return futures, so that messages are sent in the order of the
+    calls. A future may be ignored. All verbs raise ClientStateError before the start, after the end
+    and in another event loop. If the coordinator is lost, all pending futures fail with
+    CoordinatorLostError, at once if its process has ended; then make a new client. A blocked event
+    loop loses nothing, however long: a thread of the client keeps the session.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class InferenceClient:
         curve: CurveKeys | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
-        """Raises ConfigError for no address, TypeError for no tokenizer."""
+        """Raises ConfigError for a malformed address, and TypeError for an unknown tokenizer."""
         self.address = address_of(inference_coordinator_port)
         self.client_id = uuid.uuid4().bytes
         self.next_request_id = 0
-        self.coordinator: ConnectAck | None = None  # what it said of itself, None before the start
+        self.coordinator: ConnectAck | None = None  # None before the start
         self.listener_task: asyncio.Task[None] | None = None  # takes what the coordinator sends
         self._name, self._curve, self._max_frame_bytes = name, curve, max_frame_bytes
         self._seed = int.from_bytes(self.client_id[:8], "big") if seed is None else seed
@@ -143,8 +142,8 @@ class InferenceClient:
         await self.aclose()
 
     def stop(self) -> None:
-        """Say goodbye, so that unfinished requests are aborted; fail what is pending and close the
-        socket. From any state; twice is fine.
+        """Say goodbye, so that unfinished requests are aborted; fail pending futures and close the
+        socket. Legal in any state; a second call does nothing.
         """
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
@@ -158,7 +157,7 @@ class InferenceClient:
         self._link.close("the client stops")
 
     async def aclose(self) -> None:
-        """As `stop`, and wait until the listener is gone."""
+        """Do as `stop`, and wait until the listener has ended."""
         self.stop()
         if self.listener_task is not None:
             await asyncio.gather(self.listener_task, return_exceptions=True)
@@ -167,7 +166,7 @@ class InferenceClient:
 
     @property
     def completion_futures(self) -> dict[int, RequestFuture]:
-        """Of unfinished requests, by request id. To look at."""
+        """The futures of unfinished requests, by request id. Do not change it."""
         return self._requests.futures
 
     @property
@@ -176,12 +175,13 @@ class InferenceClient:
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
-        """To look at: it is of a thread of its own, and another one after a reconnect."""
+        """The link's socket, another one after a reconnect. Another thread uses it; do not call
+        it."""
         return None if self._link is None else self._link.socket
 
     @property
     def num_malformed(self) -> int:
-        """Messages that were dropped because they could not be understood."""
+        """Messages that were dropped because they were malformed."""
         return 0 if self._link is None else self._link.num_malformed
 
     # ---- requests
@@ -198,10 +198,10 @@ class InferenceClient:
         """Submit a request. Its future resolves to a DynamicInferenceRequestRecord under
         `future.request_id`, also if it failed with one, and raises the error of one without.
 
-        Higher priorities first. After `deadline_s` seconds it is aborted. Cancelling the future
-        aborts it, too. As many may be added as one likes: those that the coordinator does not take
-        yet wait here. Raises InvalidRequestError for a malformed one, before anything is sent; a
-        tokenizer that raises on the prompt fails the future with it.
+        Higher priorities come first. After `deadline_s` seconds the request is aborted. Cancelling
+        the future aborts it, too. There is no limit: requests beyond the coordinator's window wait
+        here. Raises InvalidRequestError for a malformed request, before anything is sent. If the
+        tokenizer raises on the prompt, the future fails with InvalidRequestError.
         """
         return self._submit([(prompt, [sampling_params])], [seed], priority, deadline_s)[0][0]
 
@@ -214,7 +214,7 @@ class InferenceClient:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
-        """Submit samples of one prompt, which go to one engine. As `add_request` otherwise."""
+        """Submit samples of one prompt, which go to one engine. Otherwise as `add_request`."""
         return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
 
     def add_groups(
@@ -235,8 +235,8 @@ class InferenceClient:
         deadline_s: float | None = None,
     ) -> RequestStream:
         """Submit a request. Iterates over its generated tokens in order, each once, as TokenRuns of
-        `streaming_interval` tokens or some more; the last item is the record. As `add_request`
-        otherwise. Closing the iterator aborts it.
+        `streaming_interval` tokens or more; the last item is the record. Closing the iterator
+        aborts the request. Otherwise as `add_request`.
         """
         params = replace(sampling_params, streaming=True)
         group = (prompt, [params])
@@ -244,8 +244,8 @@ class InferenceClient:
         return RequestStream(future, self._requests.tokens_of(future), params.streaming_interval)
 
     def abort(self, request_id: int) -> None:
-        """Ask for the end of a request; its future resolves to the record with the tokens so far.
-        One that has ended, or is unknown, is left alone.
+        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
+        for an unknown or ended one.
         """
         self._require_usable()
         self._requests.abort(request_id)
@@ -286,7 +286,7 @@ class InferenceClient:
         return self._command(Headers.PAUSE, deadline_s)
 
     def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Let paused engines go on."""
+        """Let paused engines run again."""
         return self._command(Headers.UNPAUSE, deadline_s)
 
     def suspend_engines(
@@ -297,7 +297,8 @@ class InferenceClient:
         *,
         deadline_s: float = COMMAND_DEADLINE_S,
     ) -> CommandFuture:
-        """Have paused engines give memory back. As `engine.suspend`; None takes its default."""
+        """Release memory of paused engines. Arguments as for `engine.suspend`; None: its
+        default."""
         arguments: dict[str, Any] = {"discard_weights": discard_weights}
         if mode is not None:
             arguments["mode"] = mode.value if isinstance(mode, KVCacheManagementMode) else mode
@@ -308,7 +309,7 @@ class InferenceClient:
     def resume_engines(
         self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> CommandFuture:
-        """Bring back what was given up, or the part `only` names."""
+        """Restore all released memory, or that of the owner `only`."""
         return self._command(Headers.RESUME, deadline_s, **({} if only is None else {"only": only}))
 
     def set_generation_epoch(
@@ -341,8 +342,8 @@ class InferenceClient:
         *,
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> CommandFuture:
-        """Have all engines serve `source`, or none. version: None means current + 1. in_flight:
-        while they run.
+        """Commit the weights of `source` on all engines or on none. version: None means current +
+        1. in_flight: while engines run.
         """
         return self._commands.submit(
             UpdateWeights(
@@ -365,7 +366,7 @@ class InferenceClient:
         self._next_command_id += 1
         return self._next_command_id - 1
 
-    # ---- between the link and what is pending
+    # ---- between the link and the pending futures
 
     def _require_usable(self) -> None:
         if self._is_stopped or self.coordinator is None:
@@ -384,8 +385,8 @@ class InferenceClient:
             raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        """Queue it, unless nobody is there any more. What is said in one turn of the event loop
-        travels together."""
+        """Queue a message, unless the client has ended. Messages of one turn of the event loop are
+        sent together."""
         is_over = self._is_stopped or self._lost is not None
         if self._link is None or self._loop is None or is_over:
             return
@@ -402,20 +403,25 @@ class InferenceClient:
     def _wake_listener(self) -> None:
         """Called by the link's thread."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for anything
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def _listen(self) -> None:
-        """Take what the coordinator sends, until it is lost."""
+        """Handle the coordinator's messages until it is lost."""
         assert self._link is not None
         try:
             while True:
                 await self._news.wait()
                 self._news.clear()
-                while messages := self._link.receive():
+                while True:
+                    messages = self._link.receive()
                     for start in range(0, len(messages), _BATCH):
+                        if start:
+                            await asyncio.sleep(0)
                         self._take(messages[start : start + _BATCH])
-                        await asyncio.sleep(0)
+                    if not self._link.has_news:
+                        break
+                    await asyncio.sleep(0)
         except RolloutError as end:
             self._lose(end)
         except Exception as fault:

@@ -1,4 +1,4 @@
-"""PendingCommands: what one client has ordered, until it is answered."""
+"""PendingCommands: the commands of one client, until they are answered."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ CommandFuture = asyncio.Future[dict[str, Any]]
 
 
 class PendingCommands:
-    """Futures by command id. Lives in one event loop. One that nobody looks at warns nobody.
-    `grace_s`: how long after a deadline the coordinator may still answer, as it says."""
+    """Futures by command id, in one event loop. A failed future that nobody awaits is not reported.
+    grace_s: how long after a deadline the coordinator may still answer."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send, self.grace_s = send, 0.0
         self._futures: dict[int, CommandFuture] = {}
 
     def submit(self, command: Command | UpdateWeights) -> CommandFuture:
-        """Send it. Returns the future of its result. Raises ProtocolError if it cannot be sent.
+        """Send a command. Returns the future of its result. Raises ProtocolError if it is
+        malformed.
 
         The coordinator keeps the deadline; `grace_s` later the future fails by itself.
         """
@@ -49,7 +50,8 @@ class PendingCommands:
         return future
 
     def take(self, answer: Ack | Nack) -> None:
-        """Resolve the future of a command; an answer to none is of one that was given up."""
+        """Resolve a command's future. An answer without one belongs to a command that was given
+        up."""
         future = None if answer.command_id is None else self._futures.get(answer.command_id)
         if future is None or future.done():
             return
@@ -59,12 +61,12 @@ class PendingCommands:
             future.set_exception(answer.error.to_error())
 
     def fail(self, error: RolloutError) -> None:
-        """End all futures."""
+        """Fail all futures."""
         for future in list(self._futures.values()):
             set_exception(future, type(error)(*error.args))
 
 
 def _retrieve_exception(future: CommandFuture) -> None:
-    """So that asyncio does not report one that nobody has asked for."""
+    """Mark the exception as retrieved, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""PendingRequests: what one client has submitted, until the reply to it is here."""
+"""PendingRequests: the requests of one client, until their replies have arrived."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from rollout.text import Tokenizer
 Record = DynamicInferenceRequestRecord
 
 # Replies are acknowledged together: a message for each would cost the coordinator as much as the
-# reply. Nobody waits for it; meanwhile the coordinator keeps them.
+# reply. Until then the coordinator keeps them.
 MAX_UNACKNOWLEDGED = 64
 ACKNOWLEDGE_WITHIN_S = 0.01
-# What one SubmitRequest can hold.
+# The most samples of one SubmitRequest.
 _MAX_SAMPLES = 2**16
 
 
@@ -53,12 +53,12 @@ class _Request:
 
 
 class PendingRequests:
-    """Futures of requests, and what must be said about them. Lives in one event loop.
+    """Futures of requests by request id, in one event loop.
 
-    Requests beyond what the coordinator takes of one client are held here, and sent as replies
-    come: higher priorities first, then in the order of their submission. One that was sent is kept
-    until its reply is here, also if its future is done before: cancelled, past its deadline, or
-    failed. Then it is to be aborted.
+    Requests beyond the coordinator's window are held here, and sent as replies come: higher
+    priorities first, then in the order of submission. A request that was sent is kept until its
+    reply has arrived. If its future is done before (cancelled, failed, or past its deadline), the
+    request is aborted.
     """
 
     def __init__(self, send: Callable[[Message], None], tokenizer: Tokenizer | None) -> None:
@@ -74,17 +74,17 @@ class PendingRequests:
         self._to_acknowledge: list[Attempt] = []
 
     def welcome(self, ack: ConnectAck) -> None:
-        """The coordinator says how much it takes, and how late it may answer."""
+        """Take the window and the grace period from the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
 
     # ---- submitting
 
     def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
-        """Send, or hold, all of them or none. Returns a future per sample.
+        """Send or hold all submissions, or none. Returns a future per sample.
 
-        What no frame can carry fails by itself. So does a request that the coordinator
-        does not answer, some time after its deadline.
+        The future of a request fails alone if no frame can carry it, or if the coordinator has not
+        answered for its grace period after the deadline.
         """
         added: list[list[RequestFuture]] = []
         try:
@@ -99,7 +99,7 @@ class PendingRequests:
         return added
 
     def tokens_of(self, future: RequestFuture) -> StreamedTokens:
-        """Of a request that was submitted as a stream, just now."""
+        """Return the tokens of a request that was just submitted as a stream."""
         tokens = self._requests[future.request_id].tokens
         assert tokens is not None, "submitted as a stream"
         return tokens
@@ -135,18 +135,18 @@ class PendingRequests:
             heapq.heappush(self._held, (-part.priority, next(self._order), part))
 
     def _send_held(self) -> None:
-        """Send what there is room for."""
+        """Send held requests as long as the window has room."""
         while self._held and self._has_room(self._held[0][2]):
             self._send_now(heapq.heappop(self._held)[2])
 
     def _has_room(self, message: SubmitRequest) -> bool:
-        """One alone always has."""
+        """Whether the window has room for it; a single request always has."""
         has_room = self._num_sent + len(message.samples) <= self._max_sent
         fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
         return not self._num_sent or (has_room and fits)
 
     def _send_now(self, message: SubmitRequest) -> None:
-        """Send what is still wanted of it."""
+        """Send the samples whose futures are not done yet."""
         wanted = [
             (sample, self._requests[sample.request_id])
             for sample in message.samples
@@ -155,7 +155,7 @@ class PendingRequests:
         if not wanted:
             return
         if self._num_sent + len(wanted) + len(self._to_acknowledge) > self._max_sent:
-            self._acknowledge()  # the coordinator counts a request until then
+            self._acknowledge()  # until then the coordinator counts the request
         for _, request in wanted:
             request.is_sent = True
             self._num_sent += 1
@@ -188,7 +188,7 @@ class PendingRequests:
                 request.timer.cancel()
 
     def _deadline_passed(self, request: _Request) -> None:
-        """The coordinator keeps the deadline of what was sent."""
+        """Fail a request that was not sent; for others the coordinator watches the deadline."""
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
@@ -202,7 +202,7 @@ class PendingRequests:
         request.timer = loop.call_later(grace_s, set_exception, request.future, error)
 
     def abort(self, request_id: int) -> None:
-        """Ask for the end of a request, unless it has ended. One that was not sent ends at once."""
+        """Abort a request, unless it has ended. One that was not sent fails at once."""
         request = self._requests.get(request_id)
         if request is None or request.is_aborted:
             return
@@ -212,7 +212,7 @@ class PendingRequests:
             return
         request.is_aborted = True
         if not self._to_abort:
-            # Those that are cancelled together go together.
+            # Requests that are cancelled together are aborted by one message.
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._to_abort.append(request_id)
 
@@ -223,7 +223,7 @@ class PendingRequests:
             self._send(AbortRequest(attempts=attempts))
 
     def fail(self, error: RolloutError, *, quietly: bool = False) -> None:
-        """End all futures. Quietly: one that nobody looks at must not be reported."""
+        """Fail all futures. `quietly`: asyncio does not report those that nobody awaits."""
         self._held.clear()
         for request in list(self._requests.values()):
             self._remove(request)
@@ -233,7 +233,7 @@ class PendingRequests:
                 future.exception()
 
     def _remove(self, request: _Request) -> None:
-        """Forget a request whose reply is here, or that was not sent."""
+        """Forget a request whose reply has arrived, or that was not sent."""
         del self._requests[request.future.request_id]
         if request.is_sent:
             self._num_sent -= 1
@@ -241,11 +241,11 @@ class PendingRequests:
         if request.timer is not None:
             request.timer.cancel()
 
-    # ---- what comes back
+    # ---- replies
 
     def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
-        """Hand replies to their futures and tokens to their streams, and send what there is room
-        for then. All replies, known or not, are acknowledged soon.
+        """Give replies to their futures and tokens to their streams, then send held requests. All
+        replies, also unknown ones, are acknowledged soon.
         """
         for message in messages:
             if isinstance(message, EngineReplyPartial):
@@ -284,9 +284,9 @@ class PendingRequests:
             self._send(ReplyAck(attempts=tuple(arrived)))
 
     def _record_in(self, reply: EngineReply, request: _Request) -> Record:
-        """Return the record under the client's request id, with its texts.
+        """Return the record with the client's request id and its text.
 
-        Raises the reply's error if there is none, ProtocolError if it cannot be read.
+        Raises the reply's error if it has no record, and ProtocolError if it is malformed.
         """
         if reply.record is None:
             assert reply.error is not None, "checked by EngineReply"
@@ -303,5 +303,5 @@ class PendingRequests:
 
 
 def _num_bytes(message: SubmitRequest) -> int:
-    """As a coordinator counts them."""
+    """Return the bytes of a submission as the coordinator counts them."""
     return message.prompt_tokens.nbytes + sum(len(s.sampling_params) for s in message.samples)

@@ -1,4 +1,4 @@
-"""Streams: the tokens of a request as they come, each once, then its record."""
+"""Streams: the tokens of a request in order, each once, then its record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Record = DynamicInferenceRequestRecord
 
 
 class RequestFuture(asyncio.Future[Record]):
-    """Of the record of one request. Cancelling it aborts the request."""
+    """The future of a request's record. Cancelling it aborts the request."""
 
     def __init__(self, request_id: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
@@ -30,15 +30,15 @@ def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
 
 
 class StreamedTokens:
-    """The tokens of one request in order. `num_tokens`: how many there were."""
+    """The tokens of one request in order. num_tokens: how many have come."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._runs: asyncio.Queue[TokenRun | None] = asyncio.Queue()  # None marks the end
 
     def add(self, run: TokenRun) -> None:
-        """Keep what is new of `run`. One that comes too early is dropped: what is missing before it
-        is told again, with all that follows, or comes with the record."""
+        """Add the new tokens of `run`. If tokens before it are missing it is dropped: they are sent
+        again with all that follow, or come with the record."""
         if run.offset <= self.num_tokens < run.end:
             self._runs.put_nowait(run.from_offset(self.num_tokens))
             self.num_tokens = run.end
@@ -47,13 +47,13 @@ class StreamedTokens:
         self._runs.put_nowait(None)
 
     async def next(self) -> TokenRun | None:
-        """Wait for the next ones; None at the end."""
+        """Wait for the next run; None at the end."""
         return await self._runs.get()
 
 
 class RequestStream:
-    """Iterates over the tokens of one request, in pieces of `interval` tokens or more; the last
-    item is its record. Closed before that, it aborts the request.
+    """Iterates over the tokens of one request in runs of `interval` tokens or more; the last item
+    is its record. Closing it before the end aborts the request.
     """
 
     def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
@@ -69,7 +69,7 @@ class RequestStream:
 
     async def aclose(self) -> None:
         await self._items.aclose()
-        self._future.cancel()  # of one that nobody has begun to read
+        self._future.cancel()  # if the iteration has not begun
 
 
 async def _items_of(

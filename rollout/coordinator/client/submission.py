@@ -1,4 +1,4 @@
-"""What a user gives as a group of requests, checked and brought to the form that is sent."""
+"""Submission: a group of requests, checked and as the message that is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """text: that of the prompt, if it is one. error: of the tokenizer, which ends the samples."""
+    """text: the prompt, if it is text. error: the tokenizer's, which fails the samples."""
 
     message: SubmitRequest
     text: str | None
@@ -41,7 +41,7 @@ def submission_of(
     deadline_s: float | None,
     streaming: bool,
 ) -> Submission:
-    """Return what is to be sent for samples of one prompt. Raises InvalidRequestError.
+    """Return the submission of samples of one prompt. Raises InvalidRequestError.
 
     A sample's seed is the one given, else that of its params, else mix(client seed, request id).
     """
@@ -52,11 +52,11 @@ def submission_of(
     error = None
     if isinstance(prompt, str):
         tokens_N, error = _encoded(tokenizer, prompt, sampling_params)
-        if sampling_params[0].add_BOS:  # it is among the tokens now
+        if sampling_params[0].add_BOS:  # the tokens include it now
             sampling_params = [replace(params, add_BOS=False) for params in sampling_params]
     else:
         tokens_N = _checked_ids(prompt)
-    # Samples mostly share their params.
+    # Most samples share their params, which are packed once.
     packed = {key: pack_params(p) for key, p in {id(p): p for p in sampling_params}.items()}
     samples = tuple(
         Sample(
@@ -103,7 +103,8 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
 def _encoded(
     tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
 ) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:
-    """The ids of a text, or what the tokenizer raised on it. Raises InvalidRequestError."""
+    """Return the ids of a text, and the tokenizer's error if it raised. Raises
+    InvalidRequestError."""
     if not text:
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     if tokenizer is None:
@@ -125,7 +126,7 @@ def _encoded(
 
 
 def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
-    """As int32 [n]. The vocabulary is known to the engines only."""
+    """Return token ids as int32 [n]. Only engines know the vocabulary."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):

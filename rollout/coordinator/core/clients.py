@@ -1,4 +1,4 @@
-"""Clients: the sessions of clients, and what is kept for each until it has arrived."""
+"""Clients: the sessions of clients, and the messages that could not be delivered to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clients:
-    """Makes and ends the sessions of clients. `sessions`: by client id."""
+    """Makes and ends the sessions of clients. sessions: by client id."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Clients:
         self.sessions: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
-        """Shake hands. A client that was there before gets all that is kept for it."""
+        """Shake hands. A client that comes back gets all that is kept for it."""
         context, limits = self._context, self._context.limits
         here = context.sessions.get(identity)
         if isinstance(here, ClientSession) and here.client_id != message.client_id:
@@ -49,7 +49,9 @@ class Clients:
         client = self.sessions.get(message.client_id)
         is_resumed = client is not None
         if client is None and len(self.sessions) >= limits.max_clients:
-            refusal = RolloutError(f"{limits.max_clients} clients are there, no more are taken")
+            refusal = RolloutError(
+                f"max_clients={limits.max_clients} clients are connected; try again later"
+            )
             context.outbox.append((identity, nack_of(None, refusal)))
             return
         if client is None:
@@ -77,19 +79,19 @@ class Clients:
             is_resumed=is_resumed,
         )
         context.send(client, ack)
-        if is_moved:  # whatever was on its way over the former connection may be lost
+        if is_moved:  # messages on their way over the former connection may be lost
             client.missed_answers = dict.fromkeys(client.answers)
             client.missed_tokens = dict.fromkeys(client.requests, 0)
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
-        """Answer, and try again what could not be delivered. Not with each of its messages: a slow
-        client's acknowledgements would all bring all of it."""
+        """Answer, and send again what could not be delivered: only with heartbeats, since each of a
+        slow client's acknowledgements would bring all of it."""
         self._resend_missed(client)
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
     def missed(self, client: ClientSession, message: Message) -> None:
-        """A message could not be delivered; it waits for the client's next heartbeat."""
+        """Remember an undelivered message until the client's next heartbeat."""
         if isinstance(message, (Ack, Nack)) and message.command_id is not None:
             client.missed_answers[message.command_id] = None
         elif isinstance(message, EngineReply):
@@ -99,7 +101,7 @@ class Clients:
             client.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
 
     def _resend_missed(self, client: ClientSession) -> None:
-        """What cannot be delivered now either is missed anew."""
+        """Send what was missed. What fails again is remembered again."""
         answers, client.missed_answers = client.missed_answers, {}
         tokens, client.missed_tokens = client.missed_tokens, {}
         for command_id in answers:
@@ -111,7 +113,7 @@ class Clients:
                 self._requests.resend(client, request_id, offset)
 
     def check(self, client_id: bytes, now: float) -> None:
-        """Remove the client if its lease has run out, else look again when it may."""
+        """Remove the client if its lease has run out, else set the next check."""
         client = self.sessions[client_id]
         lease_end = client.last_seen + self._context.limits.client_lease_s
         if now < lease_end:
@@ -122,7 +124,7 @@ class Clients:
         self.remove(client)
 
     def remove(self, client: ClientSession) -> None:
-        """It has gone: its requests are aborted, its replies forgotten."""
+        """The client has gone: abort its requests, forget its replies."""
         client.has_left = True
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))

@@ -1,4 +1,4 @@
-"""Context: what all parts of the coordinator's logic read and write."""
+"""Context: timers, counters, sessions and the outbox, which all parts of the core share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TimerKey = (
 
 
 class Timers:
-    """When what is due: one time per key. Of equal times the one set first comes first. Every call
-    is logarithmic in the number of keys (amortized)."""
+    """One due time per key, in seconds. Of equal times, the one that was set first comes first.
+    Each call takes logarithmic time in the number of keys (amortized)."""
 
     def __init__(self) -> None:
         self._entry_of_key: dict[TimerKey, tuple[float, int]] = {}
@@ -32,21 +32,21 @@ class Timers:
         return key in self._entry_of_key
 
     def set(self, key: TimerKey, due_at: float) -> None:
-        """Give the key this time, and no other."""
+        """Set the time of the key, which replaces an earlier one."""
         self._num_set += 1
         self._entry_of_key[key] = entry = (due_at, self._num_set)
         heapq.heappush(self._heap, (*entry, key))
-        # Twice the keys and more: outdated entries pay for the rebuilding that drops them.
+        # At twice the number of keys, so that rebuilding costs amortized constant time.
         if len(self._heap) > 64 + 2 * len(self._entry_of_key):
             self._heap = [(*entry, key) for key, entry in self._entry_of_key.items()]
             heapq.heapify(self._heap)
 
     def discard(self, key: TimerKey) -> None:
-        """Forget the key if it is there."""
+        """Remove the key if it is set."""
         self._entry_of_key.pop(key, None)
 
     def first_due_at(self) -> float | None:
-        """The first time; None without any."""
+        """Return the earliest time; None if no key is set."""
         heap = self._heap
         while heap:
             due_at, number, key = heap[0]
@@ -56,7 +56,7 @@ class Timers:
         return None
 
     def pop_due(self, now: float) -> TimerKey | None:
-        """The first key if its time is at most `now`, and forget it; None without such a key."""
+        """Remove and return the first key if it is due at `now`; None if no key is."""
         due_at = self.first_due_at()
         if due_at is None or due_at > now:
             return None
@@ -67,13 +67,14 @@ class Timers:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the coordinator was made.
+    """Counts since the coordinator was made.
 
-    num_requests: taken; each ends as one of num_completed, num_failed (engines' word or ours) and
-    num_abandoned (its client has gone). num_refused: not taken. num_duplicates: submits, tokens
-    and ends that were known already. num_gaps: progress that did not join on, or had no memory.
-    num_stale: of attempts and registrations that count no more. num_unexpected: messages that the
-    peer may not send or that name nothing known. num_undelivered: the peer could not be reached.
+    num_requests: accepted requests; each ends as one of num_completed, num_failed (by an engine or
+    by the coordinator) and num_abandoned (its client has gone). num_refused: requests that were not
+    accepted. num_duplicates: submissions, tokens and replies that were known already. num_gaps:
+    progress that was not kept: tokens were missing before it, or the log was full. num_stale:
+    messages of attempts and sessions that have been replaced. num_unexpected: messages that the
+    peer may not send, or that name nothing known. num_undelivered: messages to unreachable peers.
     """
 
     num_frames: int = 0
@@ -101,8 +102,8 @@ class Counters:
 
 @dataclass(slots=True)
 class Context:
-    """`outbox`: to whom, what; emptied by the core's owner. `sessions`: by where they are reached;
-    written by Registry and Clients."""
+    """outbox: (identity, message) to be sent; the core empties it. sessions: by identity; Registry
+    and Clients write it."""
 
     coordinator_id: bytes
     limits: CoordinatorLimits

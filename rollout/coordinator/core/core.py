@@ -53,8 +53,8 @@ Handler = Callable[[Any, Any, float], None]
 
 
 class CoordinatorCore:
-    """Its owner passes every frame to `handle`, calls `tick` after a batch of them and when
-    `next_deadline` has come, and sends what they return in order. Times are seconds of any one
+    """Its owner passes every frame to `handle`, calls `tick` after some frames and at
+    `next_deadline`, and sends the messages that both return, in order. Times are seconds of one
     monotonic clock. The same calls give the same results.
     """
 
@@ -69,8 +69,9 @@ class CoordinatorCore:
         deterministic_mode: bool = False,
         recorder: ScheduleRecorder | None = None,
     ) -> None:
-        """`block_size_tokens`: of the blocks that prompts are routed by, None for no look at them.
-        `deterministic_mode`: engines are taken once all are there, ranked by their ids.
+        """`block_size_tokens`: the size of the blocks by which prompts are routed; None ignores
+        prefixes. `deterministic_mode`: engines are admitted once all have registered, and their
+        ranks follow their ids.
         """
         self._context = context = Context(coordinator_id, limits or CoordinatorLimits())
         self.counters: Counters = context.counters
@@ -98,7 +99,7 @@ class CoordinatorCore:
         self._answered_at: Recent[bytes, float] = Recent(context.limits.max_noted_peers)
 
     def _handlers_of_engines(self) -> Mapping[type[Message], Handler]:
-        """What an engine may send, and who takes it."""
+        """Return the handler of each message that an engine may send."""
         requests, registry, commands = self._requests, self._registry, self._commands
         return {
             Progress: requests.progress,
@@ -112,7 +113,7 @@ class CoordinatorCore:
         }
 
     def _handlers_of_clients(self) -> Mapping[type[Message], Handler]:
-        """What a client may send, and who takes it."""
+        """Return the handler of each message that a client may send."""
         requests, clients, commands = self._requests, self._clients, self._commands
         return {
             SubmitRequest: requests.submit,
@@ -142,7 +143,7 @@ class CoordinatorCore:
 
     @property
     def num_requests_held(self) -> int:
-        """Unfinished ones and kept replies."""
+        """Requests that are unfinished or whose reply is kept."""
         return len(self._table.requests)
 
     def ranks(self) -> dict[int, bytes]:
@@ -151,17 +152,17 @@ class CoordinatorCore:
         return dict(sorted((engine.rank, engine.engine_id) for engine in engines))
 
     def is_engine(self, identity: bytes) -> bool:
-        """Whether it counts as lost if a message cannot be sent there."""
+        """Whether an engine has this identity; it counts as lost if it cannot be reached."""
         return isinstance(self._context.sessions.get(identity), EngineSession)
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called at the latest; None if only a frame can bring anything."""
+        """When `tick` must be called at the latest; None if no timer is set."""
         return self._context.timers.first_due_at()
 
-    # ---- what comes in
+    # ---- input
 
     def handle(self, identity: bytes, frame: bytes | memoryview | Message, now: float) -> Outgoing:
-        """Take one frame of a peer, whatever it holds; returns what to send."""
+        """Handle one frame of a peer, whatever its bytes. Returns the messages to send."""
         self.counters.num_frames += 1
         try:
             message = frame if isinstance(frame, Message) else decode(frame)
@@ -174,7 +175,7 @@ class CoordinatorCore:
         return self._settled(now)
 
     def tick(self, now: float) -> Outgoing:
-        """Do what is due, and end the turn; returns what to send."""
+        """Handle the timers that are due, and end the turn. Returns the messages to send."""
         while (key := self._context.timers.pop_due(now)) is not None:
             kind, number = key
             self._when_due[kind](number, now)
@@ -187,7 +188,8 @@ class CoordinatorCore:
     ) -> Outgoing:
         """A message could not be sent: it is too large (`fault`), or its peer is not there.
 
-        An engine that cannot be reached has gone; a client gets it with its next heartbeat.
+        An engine that cannot be reached is removed; a client gets the message again with its next
+        heartbeat. Returns the messages to send.
         """
         self.counters.num_undelivered += 1
         session = self._context.sessions.get(identity)
@@ -204,14 +206,14 @@ class CoordinatorCore:
         return self._settled(now)
 
     def stood_still(self, seconds: float) -> None:
-        """Its owner was stopped for so long: nobody could be heard, which is nobody's fault."""
+        """The process stood still for so long: no peer could be heard, so leases are extended."""
         for session in self._context.sessions.values():
             session.last_seen += seconds
             if isinstance(session, EngineSession):
                 session.progress_at += seconds
 
     def close(self, reason: str) -> Outgoing:
-        """The coordinator goes: all that is unfinished fails, and every peer is told."""
+        """End: fail all that is unfinished and say goodbye. Returns the messages to send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.end_turn()
@@ -219,10 +221,10 @@ class CoordinatorCore:
             self._context.send(session, Disconnect(reason=reason))
         return self._take_outbox()
 
-    # ---- by who sends it
+    # ---- by sender
 
     def _take(self, identity: bytes, message: Message, now: float) -> None:
-        """Raises ProtocolError for what a peer may send, but not so."""
+        """Pass a message to its handler. Raises ProtocolError if its content is illegal."""
         session = self._context.sessions.get(identity)
         if session is None:
             self._take_from_stranger(identity, message, now)
@@ -237,8 +239,8 @@ class CoordinatorCore:
             handler(session, message, now)
 
     def _take_from_stranger(self, identity: bytes, message: Message, now: float) -> None:
-        """Take its handshake. Else it may be a peer that was taken for dead: say so, but not for
-        each of its messages."""
+        """Take a handshake. Another message may be that of a peer that was given up: tell it to
+        register again, but at most once per heartbeat interval."""
         if isinstance(message, Connect):
             self._clients.connect(identity, message, now)
             return
@@ -250,13 +252,13 @@ class CoordinatorCore:
         self._log_once(identity, f"sent a {name} without having shaken hands")
         if now - self._answered_at.get(identity, -math.inf) < limits.heartbeat_s:
             return
-        self._answered_at.pop(identity, None)  # so that it becomes the latest one
+        self._answered_at.pop(identity, None)  # so that it becomes the newest entry
         self._answered_at[identity] = now
         error = RolloutError("the coordinator does not know you; connect or register first")
         self._context.outbox.append((identity, nack_of(None, error)))
 
     def _log_once(self, identity: bytes, what: str) -> None:
-        """Log what a peer did, unless something was logged of it before."""
+        """Log what a peer did; only the first entry of each peer is logged."""
         if identity not in self._logged:
             self._logged[identity] = None
             logger.warning("peer %s %s", identity.hex()[:32], what)
@@ -264,7 +266,8 @@ class CoordinatorCore:
     # ---- after each call
 
     def _settle(self, now: float) -> None:
-        """Tell running commands who has left; between commands admit engines, and go on."""
+        """Tell running commands of lost engines; between commands admit engines and begin the next
+        command."""
         registry, commands = self._registry, self._commands
         while commands.has_any or not registry.is_settled:
             while registry.departed:
@@ -276,7 +279,7 @@ class CoordinatorCore:
                 return
 
     def _settled(self, now: float) -> Outgoing:
-        """Settle, assign what engines have room for by now, and return what to send."""
+        """Settle, and assign waiting requests. Returns the messages to send."""
         self._settle(now)
         self._dispatcher.dispatch()
         return self._take_outbox()

@@ -1,4 +1,4 @@
-"""Dispatcher: the fleet's one queue of requests, and which engine gets which of them."""
+"""Dispatcher: the fleet's one queue of requests, and their assignment to engines."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from rollout.requests.block_hash import compute_block_hashes_batched
 
 logger = logging.getLogger(__name__)
 
-# Params that are read once for many requests: few differ. Larger ones are not kept.
+# Sampling params up to this size are cached: most requests share theirs.
 _MAX_REMEMBERED_BYTES = 4096
-# Every so many groups, the one that waits for longest, so that higher priorities starve nobody.
+# Every sixteenth group is the one that has waited longest, so that none starves.
 _OLDEST_EVERY = 16
 
 
 class GroupQueue:
-    """Groups by priority, then arrival. `groups`: by id, which are given in the order of arrival.
-    Every call is logarithmic in their number (amortized)."""
+    """Groups by priority, then arrival. groups: by id; ids rise with arrival. Each call takes
+    logarithmic time in their number (amortized)."""
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
-        # Heaps that may hold entries of groups that have left, or twice those of one that is back.
+        # These heaps may have entries of groups that have left, and two of one that is back.
         self._by_priority: list[tuple[int, int]] = []
         self._by_arrival: list[tuple[int, int]] = []
         self._num_taken = 0
 
     def add(self, group: Group) -> None:
-        """Add a group unless it is there."""
+        """Add a group unless it is in the queue."""
         group_id = group.group_id
         if group_id in self.groups:
             return
         self.groups[group_id] = group
         heapq.heappush(self._by_priority, (-group.priority, group_id))
         heapq.heappush(self._by_arrival, (0, group_id))
-        # Outdated entries pay for the rebuilding that drops them.
+        # At a multiple of the groups, so that rebuilding costs amortized constant time.
         if len(self._by_priority) + len(self._by_arrival) > 128 + 4 * len(self.groups):
             self._by_priority = [(-group.priority, i) for i, group in self.groups.items()]
             self._by_arrival = [(0, group_id) for group_id in self.groups]
@@ -57,7 +57,7 @@ class GroupQueue:
         self.groups.pop(group_id, None)
 
     def take(self) -> Group:
-        """Take the first group, now and then the one that came first. The queue is not empty."""
+        """Remove and return the next group. The queue must not be empty."""
         self._num_taken += 1
         is_oldest_due = self._num_taken % _OLDEST_EVERY == 0
         heap = self._by_arrival if is_oldest_due else self._by_priority
@@ -69,10 +69,9 @@ class GroupQueue:
 class Dispatcher:
     """The only caller of the routing policy, and the only one that assigns requests.
 
-    Groups wait by priority, then arrival, until an engine has room: it grants credit. A group goes
-    to one engine as a whole if that has room for one sample. Requests that may be the reason why
-    engines were lost wait apart: each engine gets one of them at a time, so that the next loss
-    says which one it is.
+    Groups wait by priority, then arrival, until an engine has room, by the credit that it grants. A
+    group goes as a whole to an engine that has room for one sample. Requests that may have made
+    engines fail wait apart: each engine gets one of them at a time, so that the next loss names it.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Dispatcher:
         self._is_policy_blamed = False
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
-        """The block hashes to route by; [] where prefixes do not matter."""
+        """Return the hashes of the prompt's whole blocks; [] if prefixes are ignored."""
         if self.block_size_tokens is None or len(prompt_tokens) < self.block_size_tokens:
             return []
         return compute_block_hashes_batched(prompt_tokens, self.block_size_tokens)
@@ -103,7 +102,7 @@ class Dispatcher:
     # ---- engines
 
     def engine_ready(self, engine: EngineSession) -> None:
-        """It gets work from now on."""
+        """The engine gets work from now on."""
         engine.is_ready = True
         self._ready[engine.rank] = engine
         self._policy.rank_joined(engine.rank)
@@ -114,7 +113,7 @@ class Dispatcher:
             self._context.timers.discard(("orphan", group_id))
 
     def engine_left(self, engine: EngineSession, now: float) -> list[Request]:
-        """It has gone; returns its requests, which wait for `enqueue`."""
+        """The engine has gone. Returns its requests, for `enqueue`."""
         if engine.is_ready:
             engine.is_ready = False
             del self._ready[engine.rank]
@@ -135,9 +134,9 @@ class Dispatcher:
                 self._policy.cache_dropped(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
-        """The engine accepts so many requests since it registered; the latest number counts.
+        """Take the number of requests that the engine accepts since it registered.
 
-        What it said after an earlier registration may arrive behind the latest one.
+        Credit of an earlier session may arrive late; it is counted and dropped.
         """
         if message.session == engine.session:
             engine.num_granted = message.num_granted
@@ -159,7 +158,7 @@ class Dispatcher:
     # ---- requests
 
     def enqueue(self, requests: Iterable[Request], now: float) -> None:
-        """Let waiting requests be dispatched."""
+        """Queue waiting requests."""
         for request in requests:
             if request.lost_attempts and self._is_last_chance(request):
                 self._last_chances[request.server_id] = request
@@ -169,7 +168,7 @@ class Dispatcher:
                 self._watch_orphans([request.group.group_id], now)
 
     def released(self, request: Request, engine: EngineSession | None) -> None:
-        """A request has ended that `engine` had, or that waited."""
+        """A request has ended, which `engine` had, or which waited if that is None."""
         if engine is None:
             self._leave_queue(request)
             return
@@ -180,14 +179,14 @@ class Dispatcher:
             self._update_room(engine)
 
     def progressed(self, request: Request, engine: EngineSession) -> None:
-        """Its attempt got on: no loss is held against the request any more."""
+        """The request made progress: earlier losses of engines do not count against it any more."""
         request.lost_attempts = frozenset()
         if engine.last_chance_id == request.server_id:
             engine.last_chance_id = None
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Leave to a registering engine the attempts that still count: the current ones of
-        requests that it had last and nobody has got since."""
+        """Give a registering engine back its current attempts: those of requests that were not
+        assigned to another engine since."""
         for held in running:
             request = self._table.requests.get(held.request_id)
             if (
@@ -203,14 +202,14 @@ class Dispatcher:
                     engine.last_chance_id = request.server_id
 
     def _leave_queue(self, request: Request) -> None:
-        """A request waits no more."""
+        """A request no longer waits."""
         group = request.group
         self._last_chances.pop(request.server_id, None)
         if not group.waiting:
             self._queue.discard(group.group_id)
             self._context.timers.discard(("orphan", group.group_id))
 
-    # ---- who is lost without an engine, or by one
+    # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
         """Ids of the groups with requests that no engine has, those of last chances last."""
@@ -224,11 +223,10 @@ class Dispatcher:
                 timers.set(("orphan", group_id), due_at)
 
     def suspects(self, engine: EngineSession) -> list[Request]:
-        """The requests that an engine which says nothing more may have been running.
+        """Return the requests that a silent engine may have been running.
 
-        Those that it reported tokens of, and of the others all but those that wait, as far as it
-        said: an engine takes its requests by priority, then arrival. The first of those is a
-        suspect, too, as it was next.
+        They are those with reported tokens, and of the others, in the engine's order of priority
+        and arrival, all but the last `num_waiting` of its status, but at least one.
         """
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
@@ -244,7 +242,7 @@ class Dispatcher:
     # ---- dispatching
 
     def dispatch(self) -> None:
-        """Assign what waits, as far as engines have room."""
+        """Assign waiting requests as long as engines have room."""
         if self._last_chances:
             self._dispatch_last_chances()
         while self._with_room and self._queue.groups:
@@ -263,7 +261,8 @@ class Dispatcher:
                 self._assign([request], request.group, engine)
 
     def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:
-        """The engine of the policy's choice; that with the fewest requests if it has no room."""
+        """Return the engine that the policy chooses; if that has no room, the one with the fewest
+        requests."""
         num_tokens = sum([request.num_tokens for request in requests])
         rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
         if isinstance(rank, (int, np.integer)) and rank in self._with_room:
@@ -271,15 +270,15 @@ class Dispatcher:
         if not self._is_policy_blamed:
             self._is_policy_blamed = True
             logger.error(
-                "routing policy %s chose rank %r, and the ranks with room are %s; whenever it does "
-                "so, the one with the fewest requests is taken (logged once)",
+                "routing policy %s chose rank %r, but the ranks with room are %s; the one with the "
+                "fewest requests is taken instead (logged once)",
                 *(type(self._policy).__name__, rank, sorted(self._with_room)),
             )
         return min(self._with_room.values(), key=lambda e: (len(e.requests), e.rank))
 
     def _assign(self, requests: Sequence[Request], group: Group, engine: EngineSession) -> None:
-        # Fresh ones share the computation of their prompt. What goes on does not, and its tokens
-        # are many: those of a whole group may be more than one message may hold.
+        # New samples share the computation of their prompt, so they travel together. Resumed ones
+        # do not, and a message may be too small for all their tokens.
         fresh: list[Sample] = []
         resumed: list[list[Sample]] = []
         for request in requests:
@@ -310,20 +309,20 @@ class Dispatcher:
 
 
 def count_tokens(num_prompt_tokens: int, packed_params: bytes) -> int:
-    """The most tokens, of prompt and output, that a request with these params can come to."""
+    """Return the most tokens, of prompt and output, that a request with these params can have."""
     is_short = len(packed_params) <= _MAX_REMEMBERED_BYTES
     limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed_params)
     return max(num_prompt_tokens, limit if counts_prompt else num_prompt_tokens + limit)
 
 
 def _token_limit(packed_params: bytes) -> tuple[int, bool]:
-    """The most tokens that the params allow, and whether those of the prompt are among them."""
+    """Return the most tokens that the params allow, and whether that includes the prompt."""
     try:
         params = unpack(packed_params)
         to_generate, total = params["num_tokens_to_generate"], params["num_tokens_total"]
         return (int(total), True) if to_generate is None else (int(to_generate), False)
     except (ProtocolError, LookupError, TypeError, ValueError, OverflowError):
-        # Routing counts roughly; it is for the engine to read them.
+        # Routing only needs an estimate; the engine refuses malformed params.
         return 0, False
 
 

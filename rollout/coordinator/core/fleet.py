@@ -1,5 +1,5 @@
-"""Fleet: the state that all engines have confirmed, the weights that all serve, and which command
-is legal when: the coordinator's side of engine/state.py."""
+"""Fleet: the state that all engines have confirmed, the weights that they serve, and which commands
+are legal in each state (the counterpart of engine/state.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULT_RELEASE = ("kv_cache",)
 
 
 class CoordinatorState(Enum):
-    """Changes when all engines have confirmed. STOPPING is final."""
+    """The state of the fleet. It changes once all engines have confirmed. STOPPING is final."""
 
     RUNNING = auto()
     PAUSED = auto()
@@ -48,8 +48,8 @@ _QUIET = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 
 @dataclass(frozen=True, slots=True)
 class CommittedWeights:
-    """What every engine serves. checksum: "" if nobody has said it. source: where a joining engine
-    gets it, None before the first commit."""
+    """The weights that every engine serves. checksum: "" if it is not known. source: from where a
+    joining engine fetches them, None before the first commit."""
 
     version: int
     checksum: str
@@ -58,10 +58,10 @@ class CommittedWeights:
 
 @dataclass(slots=True)
 class Fleet:
-    """weights: None until an engine or a commit says. released: owners whose memory a SUSPEND gave
-    back. is_diverged: a command was done by some engines and not by others, or one came to a
-    suspended fleet, so that engines may be in another state or hold other memory than is known.
-    command_ids: those that engines know commands by."""
+    """weights: None until an engine registers or an update is committed. released: owners whose
+    memory a SUSPEND has released. is_diverged: engines may be in another state or hold other memory
+    than is known, because only some have done a command, or because one joined a suspended fleet.
+    command_ids: the ids of commands towards engines."""
 
     state: CoordinatorState = CoordinatorState.RUNNING
     weights: CommittedWeights | None = None
@@ -74,17 +74,17 @@ class Fleet:
         return 0 if self.weights is None else self.weights.version
 
     def is_done(self, header: Headers) -> bool:
-        """Whether every engine is where the command would lead, whatever its arguments.
+        """Whether every engine is in the command's target state already.
 
-        A SUSPEND may name what is not released yet, so engines are asked.
+        Always False for SUSPEND, which may name memory that is not released yet.
         """
         if self.is_diverged or header is Headers.SUSPEND:
             return False
         return COMMANDS[_STATE_COMMANDS[header]].target is self.state.engine_state
 
     def require_legal(self, message: Command | UpdateWeights) -> None:
-        """Raise EngineStateError, naming the state and the legal commands, if it may not run now;
-        InvalidRequestError for arguments that the coordinator itself could not go by."""
+        """Raise EngineStateError, naming the state and the legal commands, if the command may not
+        run now, and InvalidRequestError for arguments that the coordinator itself cannot use."""
         state, why = self.state, ""
         if isinstance(message, UpdateWeights):
             is_running_too = message.in_flight and state is CoordinatorState.RUNNING
@@ -128,15 +128,15 @@ class Fleet:
         return version
 
     def change_state(self, command: Command) -> None:
-        """Every engine has done `command`.
+        """Take the state after a command that every engine has done.
 
-        An engine that was resumed in part stays suspended until all is back.
+        Engines that were resumed in part stay suspended until all memory is restored.
         """
         if command.header is Headers.SUSPEND:
             asked = command.arguments.get("release")
             self.released |= frozenset(_DEFAULT_RELEASE if asked is None else asked)
             self.state = CoordinatorState.SUSPENDED
-            # What engines that were suspended before have released, a repetition does not say.
+            # is_diverged stays: a repeated SUSPEND does not say what engines released before.
             return
         only = command.arguments.get("only")
         is_partial = command.header is Headers.RESUME and only is not None

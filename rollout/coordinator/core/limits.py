@@ -11,27 +11,29 @@ from rollout.errors import ConfigError
 class CoordinatorLimits:
     """Raises ConfigError unless each is positive, and a heartbeat fits twice into each lease.
 
-    client_lease_s, engine_lease_s: a peer unheard of for so long has gone.
-    heartbeat_s: how often peers should send one.
-    probe_interval_s: how often each engine is sent something, which fails if it was killed.
-    progress_deadline_s: a step count that stands still for so long, with work to do, is death.
+    client_lease_s, engine_lease_s: a peer that was not heard for so long has gone.
+    heartbeat_s: how often peers send a heartbeat.
+    probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
+    progress_deadline_s: an engine that has work and makes no step for so long is given up.
     orphan_deadline_s: how long requests wait while there is no engine at all.
-    command_deadline_s: of commands that name none.
+    command_deadline_s: the deadline of commands that name none.
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
-    abort_grace_s: how long an aborted request waits for its engine's record.
-    commit_grace_s: least time engines have for a commit once it is decided. One that is amid work
-    has longer: it may make steps, none of which takes longer than progress_deadline_s.
+    abort_grace_s: how long an aborted request waits for the record of its engine.
+    commit_grace_s: the least time that an engine has for a commit once it is decided. An engine
+    with work has longer, as long as no step takes longer than progress_deadline_s.
     report_interval_tokens: most tokens of a request between two reports of its engine.
+    max_clients, max_engines: further ones are refused.
     max_client_requests: unfinished requests of one client; a client holds the others back.
     max_requests: unfinished requests and kept replies of all clients.
-    max_client_request_bytes: of one client's unfinished requests, their prompts above all.
-    max_kept_reply_bytes: of one client. Beyond these three, new requests are refused for now.
-    max_token_log_bytes: of all tokens reported so far. Beyond it, requests that nobody streams are
-    resumed from an earlier token if their engine is lost.
-    max_answered_ids: acknowledged requests of a client that a late repetition is known by.
-    max_answers: answered commands of a client that a repetition is answered from.
-    max_queued_commands: of all clients.
-    max_noted_peers: strangers and faulty peers remembered, so that each is logged once.
+    max_client_request_bytes: prompts and parameters of one client's unfinished requests.
+    max_kept_reply_bytes: kept replies of one client. Beyond one of these four, new requests are
+    refused with a transient error.
+    max_token_log_bytes: reported tokens of all requests. Beyond it, a request that is not streamed
+    resumes from an earlier token if its engine is lost.
+    max_answered_ids: acknowledged requests per client by which a repeated submission is recognized.
+    max_answers: answers kept per client for repeated commands.
+    max_queued_commands: waiting commands of all clients.
+    max_noted_peers: strangers and faulty peers that are remembered, so that each is logged once.
     """
 
     client_lease_s: float = 30.0
@@ -71,12 +73,13 @@ class CoordinatorLimits:
 
     @property
     def answer_grace_s(self) -> float:
-        """How long after its deadline a request or command may still be answered: a commit that is
-        decided just then waits for the step under way and the next one. With time for the way."""
+        """How long after its deadline a request or command may still be answered, in seconds. A
+        commit decided at the deadline waits for the current step and the next one; 5 s are for the
+        messages."""
         return max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
 
 
 def num_ahead(max_requests: int) -> int:
-    """Requests that wait at an engine which runs up to `max_requests`, so that a step that ends
-    requests finds others there. All further ones wait in the coordinator, for any engine."""
+    """Return how many requests wait at an engine that runs up to `max_requests`, so that others can
+    begin as soon as a step ends some. All further requests wait in the coordinator."""
     return max(8, max_requests // 8)

@@ -1,5 +1,4 @@
-"""Operation: what one command does with all engines. It asks each, waits for each, and says how it
-ended."""
+"""Operation: one command over all engines, from the question to each of them to its outcome."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ _RECOMPUTE = KVCacheManagementMode.RECOMPUTE.value  # the mode that keeps no cac
 
 
 class Operation:
-    """One command of a client. It asks each engine, waits for each, and says how it ended.
+    """One command of a client, asked of each engine.
 
-    `outcome` is None until it has ended, then its result or the error to raise at the client.
-    `members` are the engines asked, by id; `waiting` those that have not answered. An engine that
-    is removed meanwhile is neither, and its rank is among `lost_ranks`. `command_id`: as engines
-    know it.
+    outcome: None until it has ended, then its result or the error for the client. members: the
+    engines that were asked, by id. waiting: those that have not answered. An engine that is removed
+    meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
+    deadline_at: in seconds of the core's clock.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class Operation:
         self.refusals: dict[int, WireError] = {}  # by rank, the first one first
 
     def begin(self, now: float) -> None:
-        """Ask the engines. Raises RolloutError if it cannot be done at all."""
+        """Ask the engines. Raises RolloutError if the command cannot be done at all."""
         seconds_left = self.deadline_at - now
         own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
         self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
-        """All members have answered. End with the first refusal, or the report of all engines. Map
-        keys travel as strings."""
+        """All members have answered. The outcome is the first refusal, or the reports of all
+        engines. Ranks are strings, as keys of a message's map must be."""
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
@@ -104,7 +103,7 @@ class Operation:
             self.complete(now)
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Make members of these engines, ask them, and wait for each; complete without any."""
+        """Make these engines the members, and ask them. Without engines the operation completes."""
         self.members = {engine.engine_id: engine for engine in engines}
         self.waiting = dict(self.members)
         for engine in self.members.values():
@@ -114,19 +113,20 @@ class Operation:
             self.complete(now)
 
     def stop_waiting(self, engine: EngineSession, now: float) -> None:
-        """It has answered, or its answer counts no more."""
+        """The engine has answered, or its answer is no longer needed."""
         del self.waiting[engine.engine_id]
         engine.num_awaited -= 1
         engine.progress_at = now
 
     def stop_waiting_for_all(self, now: float) -> list[EngineSession]:
-        """Returns the members that have not answered."""
+        """Wait for no member any more. Returns those that have not answered."""
         silent = list(self.waiting.values())
         for engine in silent:
             self.stop_waiting(engine, now)
         return silent
 
     def end_unanswered(self, now: float, ending: str) -> None:
+        """Fail with the ranks that have not answered. `ending`: the end of the message."""
         silent = self.stop_waiting_for_all(now)
         ranks = ", ".join(str(engine.rank) for engine in silent)
         error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
@@ -134,14 +134,14 @@ class Operation:
 
 
 class Question(Operation):
-    """STATS: it changes nothing, and so waits for no other command."""
+    """STATS. It changes nothing, so it runs beside other commands."""
 
 
 class Shutdown(Operation):
-    """The end, in whatever state the engines are, and whatever they answer."""
+    """SHUTDOWN. It is legal in every state, and the fleet ends whatever engines answer."""
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Also those that have no work yet: they would look for the coordinator for ever."""
+        """Ask engines that are not ready yet, too: they would look for the coordinator for ever."""
         super().ask(self.registry.engines.values(), message, now)
 
     def timed_out(self, now: float) -> None:
@@ -149,10 +149,10 @@ class Shutdown(Operation):
 
 
 class StateChange(Operation):
-    """PAUSE, UNPAUSE, SUSPEND, RESUME, STOP. The state changes when all have confirmed.
+    """PAUSE, UNPAUSE, SUSPEND, RESUME, STOP. The state changes once all engines have confirmed.
 
-    If only some have, it does not, and the fleet is diverged: the command can be repeated, or its
-    reverse given, and engines that are there already answer done.
+    If only some have, the state stays and the fleet is diverged: the client can repeat the command
+    or give its reverse, which engines that are in its target state confirm at once.
     """
 
     message: Command
@@ -184,10 +184,10 @@ class StateChange(Operation):
 
 
 class EpochChange(Operation):
-    """SET_GENERATION_EPOCH, INCREMENT_STALENESS: the same weights under a later number.
+    """SET_GENERATION_EPOCH, INCREMENT_STALENESS: the same weights under a later version.
 
-    Unless every engine has refused, the number is taken: an engine that has not confirmed is
-    removed, and gets it when it comes again.
+    Unless every engine refuses, the version is set: an engine that has not confirmed is removed,
+    and gets the version when it registers again.
     """
 
     message: Command
@@ -228,9 +228,9 @@ class EpochChange(Operation):
 class WeightCommit(Operation):
     """One weight update over all engines, in two phases with presumed abort.
 
-    Until every member has voted yes, any fault leaves all at the serving version. From then on the
-    update is committed, and a member that does not follow is removed and brought up when it comes
-    again.
+    Until every member has voted yes, any fault leaves all engines at the serving version. From then
+    on the update is committed. A member that does not commit is removed, and fetches the version
+    when it registers again.
     """
 
     message: UpdateWeights
@@ -252,7 +252,7 @@ class WeightCommit(Operation):
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         if isinstance(answer, Nack) and self._is_decided:
-            # It leaves, and comes back to `lost`, where it is not waited for any more.
+            # The core then calls `lost` for it, which ends waiting for it.
             reason = f"it did not commit version {self._version}: {answer.error.message}"
             self.registry.remove(engine, reason, now, suspects=())
             return
@@ -276,7 +276,7 @@ class WeightCommit(Operation):
         elif self.refusals:
             self._roll_back(next(iter(self.refusals.values())), now)
         elif not self.members:
-            # Weights that no engine can take, committed without a vote, would keep all out.
+            # Without a vote nobody knows whether engines can load these weights.
             reason = f"no engine was there to verify version {self._version}"
             self._refuse(reason, now, "push again when one has joined", is_transient=True)
         else:
@@ -291,7 +291,7 @@ class WeightCommit(Operation):
             ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
             self._refuse(f"no vote in time from rank {ranks}", now)
             return
-        # One that makes steps takes the commit between two of them, and confirms it after another.
+        # An engine with work takes the commit between two steps, and confirms it after the second.
         longest_step_s = self.context.limits.progress_deadline_s
         ends = {i: e.progress_at + longest_step_s for i, e in self.waiting.items() if e.is_stepping}
         for engine in list(self.waiting.values()):
@@ -308,7 +308,7 @@ class WeightCommit(Operation):
             self.complete(now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
-        """The checksum that source and members name, and what is wrong if they name several."""
+        """Return the checksum of source and members, and what is wrong if they differ."""
         named: dict[str, str] = {}
         if self.message.source.checksum:
             named[self.message.source.checksum] = "the source"
@@ -326,7 +326,7 @@ class WeightCommit(Operation):
     def _commit(self, checksum: str, now: float) -> None:
         self._is_decided = True
         self.results = {}
-        # Whoever comes later must have fetched what the members have.
+        # An engine that joins later must fetch the same weights.
         source = structs.replace(self.message.source, checksum=checksum)
         self.fleet.weights = CommittedWeights(self._version, checksum, source)
         self.context.counters.num_weight_commits += 1
@@ -338,14 +338,14 @@ class WeightCommit(Operation):
     def _refuse(
         self, reason: str, now: float, remedy: str = "", *, is_transient: bool = False
     ) -> None:
-        """`is_transient`: the same weights may be taken next time."""
+        """Roll back with an error. `is_transient`: the same update may succeed next time."""
         kept = "the serving weights are kept" + (f": {remedy}" if remedy else "")
         error = WeightUpdateError(f"{reason}; {kept}")
         error.is_transient = is_transient
         self._roll_back(WireError.of(error), now)
 
     def _roll_back(self, error: WireError, now: float) -> None:
-        """Nobody need answer: what is not committed counts for nothing."""
+        """Drop the update everywhere. No answer is awaited: nothing was committed."""
         self.stop_waiting_for_all(now)
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)

@@ -1,4 +1,4 @@
-"""PendingCommands: what clients command, one after the other, each answered once."""
+"""PendingCommands: the commands of all clients, run one after the other, each answered once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class PendingCommands:
-    """One command runs at a time, the others wait in order; questions run beside it. `is_over`
-    after a SHUTDOWN."""
+    """One command runs at a time, and the others wait in order; a Question runs beside it. is_over:
+    whether a SHUTDOWN has been done."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
@@ -37,7 +37,7 @@ class PendingCommands:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a command runs that changes something."""
+        """Whether a command runs that is no Question."""
         return any(type(operation) is not Question for operation in self._running.values())
 
     @property
@@ -45,10 +45,10 @@ class PendingCommands:
         """Whether a command runs or waits."""
         return bool(self._running or self._queue)
 
-    # ---- what comes
+    # ---- input
 
     def submit(self, client: ClientSession, message: Command | UpdateWeights, now: float) -> None:
-        """Queue a command; of a repeated one, only the answer is sent again if there is one."""
+        """Queue a command. If it is a repeated one, its answer is sent again, if there is one."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
             answer = client.answers[message.command_id]
@@ -75,7 +75,7 @@ class PendingCommands:
             self._queue.append(operation)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
-        """An engine's answer; one that nobody waits for any more is counted and dropped."""
+        """Take an engine's answer. One that no command waits for is counted and dropped."""
         operation = None if answer.command_id is None else self._running.get(answer.command_id)
         if operation is None or operation.waiting.get(engine.engine_id) is not engine:
             self._context.counters.num_unexpected += 1
@@ -84,13 +84,13 @@ class PendingCommands:
         self._go_on(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Running commands wait for it no more."""
+        """Tell running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
             self._go_on(operation)
 
     def deadline_passed(self, command_id: int, now: float) -> None:
-        """Of a command that runs or still waits its turn."""
+        """Fail a command that runs or waits."""
         if (operation := self._running.get(command_id)) is not None:
             operation.timed_out(now)
             self._go_on(operation)
@@ -105,14 +105,14 @@ class PendingCommands:
             return False
         operation = self._queue.popleft()
         if now >= operation.deadline_at:
-            # It passed together with that of the one before, which was looked at first.
+            # Its deadline passed at the same time as that of the command before it.
             self._answer(operation, _not_begun(operation))
         else:
             self._begin(operation, now)
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
-        """An answer cannot be sent: the client hears that it is done, and no more."""
+        """An answer is too large to be sent: the client gets an Ack without a result."""
         client.answers[command_id] = Ack(command_id=command_id)
         self._context.send(client, Ack(command_id=command_id))
 
@@ -124,7 +124,7 @@ class PendingCommands:
         self._running.clear()
         self._queue.clear()
 
-    # ---- what becomes of it
+    # ---- running and answering
 
     def _begin(self, operation: Operation, now: float) -> None:
         try:
@@ -138,7 +138,8 @@ class PendingCommands:
             self._go_on(operation)
 
     def _go_on(self, operation: Operation) -> None:
-        """Answer a running command if it has ended; its deadline may have moved if not."""
+        """Answer a running command if it has ended, else set its timer: its deadline may have
+        moved."""
         if operation.outcome is None:
             self._context.timers.set(("command", operation.command_id), operation.deadline_at)
             return
@@ -162,7 +163,7 @@ class PendingCommands:
         else:
             answer = Ack(command_id=command_id, result=outcome)
         client.answers[command_id] = answer
-        # Answers of commands that wait or run are not old.
+        # Commands that wait or run have no answer yet, and keep their entry.
         num_over = len(client.answers) - self._context.limits.max_answers
         for old_id in list(client.answers)[: max(num_over, 0)]:
             if client.answers[old_id] is not None:
@@ -172,7 +173,7 @@ class PendingCommands:
 
 
 def _not_begun(operation: Operation) -> WireError:
-    """The outcome where the deadline passed while others ran."""
+    """Return the outcome of a command whose deadline passed while others ran."""
     return WireError.of(
         EngineStateError(f"{operation.name}: not begun in time, others ran before it")
     )

@@ -1,4 +1,4 @@
-"""Registry: the sessions of engines, their ranks, and how an engine comes in and goes."""
+"""Registry: the sessions of engines and their ranks; engines register, are admitted and leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Registration:
-    """An engine that is not admitted yet. `left`: the requests of its session before."""
+    """An engine that is not admitted yet. `left`: the requests of its former session."""
 
     identity: bytes
     message: Register
@@ -41,8 +41,8 @@ class _Registration:
 
 
 class Registry:
-    """Makes and ends the sessions of engines. `engines`: by engine id. `departed`: those that left,
-    for the commands that wait for them; emptied by the core."""
+    """Makes and ends the sessions of engines. engines: admitted ones, by engine id. departed:
+    engines that have left, of which the core tells the running commands."""
 
     def __init__(
         self,
@@ -53,33 +53,33 @@ class Registry:
         *,
         num_awaited: int,
     ) -> None:
-        """`num_awaited`: engines to wait for before the first is admitted, so that ranks follow the
-        order of engine ids and not of arrival; 1 admits each as it comes."""
+        """`num_awaited`: how many engines must have registered before the first is admitted, so
+        that ranks follow the order of engine ids; 1 admits each engine as it comes."""
         self.context, self.dispatcher, self.fleet = context, dispatcher, fleet
         self._requests, self._num_awaited = requests, num_awaited
         self.engines: dict[bytes, EngineSession] = {}
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
-        self._joining: dict[bytes, EngineSession] = {}  # admitted, without work yet
+        self._joining: dict[bytes, EngineSession] = {}  # admitted, not ready for work yet
         self._rank_of_engine: Recent[bytes, int] = Recent(context.limits.max_engines)
         self._sessions = count(1)
         self._refused: Recent[bytes, None] = Recent(context.limits.max_engines)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody has come or gone since, nor is about to."""
+        """Whether no engine is about to be admitted, to get work, or to be told of as lost."""
         return not (self.departed or self._registered or self._joining)
 
     def ready_engines(self) -> Iterator[EngineSession]:
-        """In the order in which they joined."""
+        """The engines that get work, in the order in which they joined."""
         return (engine for engine in self.engines.values() if engine.is_ready)
 
     # ---- coming
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
-        """Let an engine wait to be admitted by `settle`, or say why it is not.
+        """Let an engine wait until `settle` admits it, or refuse it with the reason.
 
-        A former session of it ends; what that had is kept for the engine until then.
+        Its former session ends; the requests of that session are kept for it meanwhile.
         """
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
@@ -136,9 +136,9 @@ class Registry:
         return None
 
     def settle(self, now: float) -> None:
-        """Admit who has registered, and let those that serve the fleet's weights have work.
+        """Admit registered engines, and give work to those that serve the fleet's weights.
 
-        To be called while no command runs, so that its members stay the same.
+        Must be called while no command runs: a command's members stay the same.
         """
         if len(self._registered) >= self._num_awaited:
             self._num_awaited = 1
@@ -146,8 +146,8 @@ class Registry:
                 self._admit(self._registered.pop(engine_id), now)
         for engine in list(self._joining.values()):
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
-                # A registration is answered once: another one gets what is right by now.
-                reason = "the fleet moved on before it had joined"
+                # A RegisterAck cannot be corrected: the next registration gets the right one.
+                reason = "the fleet's state or weights changed before it had joined"
                 self.remove(engine, reason, now, suspects=())
             elif engine.weights_version == self.fleet.weights_version:
                 del self._joining[engine.engine_id]
@@ -176,7 +176,7 @@ class Registry:
         self.engines[engine.engine_id] = context.sessions[engine.identity] = engine
         self.dispatcher.reclaim(engine, message.running)
         if fleet.state is CoordinatorState.SUSPENDED:
-            # A fresh engine gives its KV up; one that is suspended may have missed a resume.
+            # A new engine releases its KV cache; a suspended one may have missed a RESUME.
             was_suspended = message.state == EngineState.SUSPENDED.name
             fleet.is_diverged |= was_suspended or "kv_cache" not in fleet.released
         self._instruct(engine, weights, message.prepared_command_id)
@@ -189,7 +189,7 @@ class Registry:
         self._requests.requeue(registration.left, now)
 
     def _assign_rank(self, engine_id: bytes) -> int:
-        """The engine's earlier rank if nobody has it now, else the lowest that nobody has."""
+        """Return the engine's earlier rank if it is free, else the lowest free rank."""
         taken = {engine.rank for engine in self.engines.values()}
         rank = self._rank_of_engine.pop(engine_id, -1)
         if rank < 0 or rank in taken:
@@ -198,8 +198,8 @@ class Registry:
         return rank
 
     def _take_fleet_weights(self, message: Register) -> CommittedWeights:
-        """What the fleet serves. Changes `fleet.weights`: the first engine says what they are, or
-        what their checksum is."""
+        """Return the weights that the fleet serves. Changes `fleet.weights`: the first engine sets
+        them, or their checksum."""
         fleet, checksum = self.fleet, message.weights_checksum
         weights = fleet.weights
         if weights is None:
@@ -212,10 +212,10 @@ class Registry:
     def _instruct(
         self, engine: EngineSession, weights: CommittedWeights, prepared_command_id: int | None
     ) -> None:
-        """Say what to be. Whatever is sent after it finds the engine so."""
+        """Send the RegisterAck, and what the engine needs beyond it to reach the fleet's state."""
         state, limits = self.fleet.state, self.context.limits
         is_behind = engine.weights_version < weights.version
-        # The same weights under a later number, which an engine takes only while it is quiet.
+        # The same weights under a later version, which an engine accepts only while paused.
         is_renumbered = is_behind and weights.source is None
         is_running = state is CoordinatorState.RUNNING
         ack = RegisterAck(
@@ -231,7 +231,7 @@ class Registry:
         )
         self.context.send(engine, ack)
         if prepared_command_id is not None and ack.weights is None:
-            # Had it been committed, there would be a source, and what is fetched replaces it.
+            # If it had been committed, there would be a source, which replaces what is staged.
             self.context.send(engine, Rollback(command_id=prepared_command_id))
         if is_renumbered:
             self._command(engine, Headers.SET_GENERATION_EPOCH, {"version": weights.version})
@@ -248,7 +248,7 @@ class Registry:
     # ---- staying
 
     def heartbeat(self, engine: EngineSession, message: Heartbeat, now: float) -> None:
-        """Note the status, and answer."""
+        """Keep the status, and answer."""
         status = message.status
         if status is not None:
             before, engine.status = engine.status, status
@@ -260,7 +260,8 @@ class Registry:
         self.context.send(engine, Heartbeat(sequence=message.sequence))
 
     def check(self, engine_id: bytes, now: float) -> None:
-        """Remove the engine if one of its deadlines has passed, else look again at the next."""
+        """Remove the engine if its lease or progress deadline has passed, else set the next
+        check."""
         engine, limits = self.engines[engine_id], self.context.limits
         lease_end = engine.last_seen + limits.engine_lease_s
         progress_end = engine.progress_at + limits.progress_deadline_s
@@ -274,15 +275,15 @@ class Registry:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
     def probe(self, _: int, now: float) -> None:
-        """Send each engine a heartbeat that answers nothing: the system knows at once that a
-        process has ended, but says so only to whoever sends to it."""
+        """Send each engine a heartbeat of sequence 0: if its process has ended, sending fails,
+        which tells earlier than the lease."""
         for engine in self.engines.values():
             self.context.send(engine, Heartbeat(sequence=0))
         if self.engines:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
     def end_turn(self) -> None:
-        """Tell each engine which attempts it may forget, and which it is to end."""
+        """Send each engine the attempts that it may forget, and those that it must abort."""
         for engine in self.engines.values():
             if engine.acknowledged:
                 self.context.send(engine, ReplyAck(attempts=tuple(engine.acknowledged)))
@@ -294,7 +295,7 @@ class Registry:
     # ---- going
 
     def disconnect(self, engine: EngineSession, message: Disconnect, now: float) -> None:
-        """It says goodbye, and if it failed, what it was running then."""
+        """An engine says goodbye. If it failed, `suspects` are the attempts of its last step."""
         named = {(attempt.request_id, attempt.attempt) for attempt in message.suspects}
         held = engine.requests.values()
         suspects = [r for r in held if (r.server_id, r.attempt) in named]
@@ -310,8 +311,9 @@ class Registry:
         suspects: Sequence[Request] | None = None,
         is_told: bool = True,
     ) -> None:
-        """The engine is out: its requests go to others. `suspects`: those that may be why; None for
-        all that it may have been running. An engine that is told can come again."""
+        """Remove an engine; its requests wait for another one. `suspects`: the requests that may
+        have made it fail; None for all that it may have been running. `is_told`: send it a Nack,
+        after which it can register again."""
         logger.log(
             logging.INFO if suspects == () else logging.WARNING, "%s left: %s", engine, reason
         )
@@ -326,7 +328,7 @@ class Registry:
         self._requests.requeue(self._end_session(engine, now), now)
 
     def _end_session(self, engine: EngineSession, now: float) -> list[Request]:
-        """Forget the session; returns the requests that it leaves."""
+        """End the session. Returns its requests."""
         del self.engines[engine.engine_id]
         if self.context.sessions.get(engine.identity) is engine:
             del self.context.sessions[engine.identity]

@@ -1,4 +1,4 @@
-"""RequestLifecycle: what happens to a request, from its submission to its acknowledgement."""
+"""RequestLifecycle: a request from its submission to the acknowledgement of its reply."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
 
 
 class RequestLifecycle:
-    """A name that is known is never taken a second time. An attempt counts if it is its request's
-    latest one and assigned to the engine that speaks. A reply is kept until it is acknowledged."""
+    """No request is accepted twice. An engine's message counts if its attempt is the request's
+    latest and the request is assigned to that engine. A reply is kept until it is acknowledged."""
 
     def __init__(self, context: Context, table: RequestTable, dispatcher: Dispatcher) -> None:
         self._context, self._table, self._dispatcher = context, table, dispatcher
-        self._is_open = True  # until the end, requests are taken
+        self._is_open = True  # whether new requests are accepted
 
     # ---- submissions
 
     def submit(self, client: ClientSession, message: SubmitRequest, now: float) -> None:
-        """Take the samples that are new; send again what is known of the others."""
+        """Accept the new samples; send again what is known of the others."""
         counters, new = self._context.counters, []
         for sample in message.samples:
             if sample.request_id in client.requests:
@@ -62,11 +62,11 @@ class RequestLifecycle:
             self._context.send(client, _failure(sample.request_id, WireError.of(refusal)))
 
     def _refusal(self, client: ClientSession) -> RolloutError | None:
-        """Why samples cannot be taken now; None if they can. A client that holds back what is
-        beyond its window meets none of the bounds."""
+        """Return why no sample can be accepted now; None if they can. A client that keeps to its
+        window reaches none of the bounds."""
         limits = self._context.limits
         if not self._is_open:
-            return EngineStateError("the engines are stopped; no request is taken any more")
+            return EngineStateError("the engines are stopped; no request is accepted any more")
         if client.num_unfinished >= limits.max_client_requests:
             reason = f"max_client_requests={limits.max_client_requests} are unfinished"
         elif len(self._table.requests) >= limits.max_requests:
@@ -98,7 +98,7 @@ class RequestLifecycle:
     # ---- what engines report
 
     def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """Keep the new tokens, and pass them on to clients that stream.
+        """Log the new tokens, and send them to clients that stream.
 
         Raises ProtocolError for a run that cannot follow the earlier ones.
         """
@@ -121,7 +121,7 @@ class RequestLifecycle:
         try:
             new = self._table.log_tokens(request, run)
         except TokenGapError:
-            # The reply brings the tokens all the same; until then less can be resumed.
+            # The reply will have the tokens; until then fewer can be resumed.
             counters.num_gaps += 1
             return
         counters.num_duplicates += new is None or len(new) < len(run)
@@ -130,7 +130,7 @@ class RequestLifecycle:
             self._context.send(request.client, partial)
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
-        """Answer the request. The engine may forget the attempt, whether it counts or not."""
+        """Answer the request. The engine may forget the attempt, also an outdated one."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         engine.acknowledged.append(attempt)
         request = self._current(engine, attempt)
@@ -146,7 +146,8 @@ class RequestLifecycle:
         self._answer(request, own)
 
     def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
-        """The request of an attempt that counts, else None and counted as stale or repeated."""
+        """Return the request of a current attempt; None, and a count, for a stale or repeated
+        one."""
         request = self._table.requests.get(named.request_id)
         if request is not None and request.attempt == named.attempt:
             if request.engine is engine:
@@ -160,10 +161,9 @@ class RequestLifecycle:
     # ---- lost engines
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
-        """Requests that an engine left wait for another; those that were being aborted end, and
-        those whose engines were lost too often: a request does not go from engine to engine for
-        ever."""
-        # Some may have been given to an engine, answered or forgotten meanwhile.
+        """Queue the requests of a lost engine again. Those that were being aborted end, and so do
+        those that have lost `max_lost_attempts` engines."""
+        # Others were assigned, answered or forgotten meanwhile.
         waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
             num_lost = len(request.lost_attempts)
@@ -197,7 +197,7 @@ class RequestLifecycle:
             request.is_overdue = True
 
     def orphaned(self, group_id: int, now: float) -> None:
-        """No engine came for what waits of a group."""
+        """Fail what waits of a group: no engine has come in time."""
         wait_s = self._context.limits.orphan_deadline_s
         error = WireError.of(RolloutError(f"no engine was there for {wait_s:g} s"))
         group = self._table.groups.get(group_id)
@@ -205,14 +205,15 @@ class RequestLifecycle:
             self.fail(request, error)
 
     def grace_passed(self, server_id: int, now: float) -> None:
-        """An engine has not answered an abort in time: the client need not wait for it."""
+        """Fail an aborted request whose engine has not answered in time."""
         request = self._table.requests[server_id]
         assert request.abort_error is not None, "only an aborted request has a grace period"
-        # Also if its engine is just registering again, and would be given it back.
+        # Also while its engine is registering again and would get it back.
         self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
-        """Let its engine end it, so that its tokens are kept; without one it fails at once."""
+        """Ask the request's engine to end it, which keeps its tokens; without an engine it
+        fails."""
         if request.is_waiting:
             self.fail(request, error)
         elif request.engine is not None and request.abort_error is None:
@@ -222,7 +223,7 @@ class RequestLifecycle:
             request.engine.aborted.append(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
-        """The client has gone: end its requests, forget its replies."""
+        """Abort the requests of a client that has gone, and forget its replies."""
         for request in list(client.requests.values()):
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
@@ -233,7 +234,7 @@ class RequestLifecycle:
                 self._ended(request, engine)
 
     def unsendable(self, session: Session | None, message: Message, error: WireError) -> None:
-        """A message is too large to be sent: the requests it is about end with `error` instead."""
+        """A message is too large to be sent: its requests end with `error` instead."""
         if isinstance(message, AssignRequest):
             for sample in message.samples:
                 request = self._table.requests.get(sample.request_id)
@@ -249,7 +250,7 @@ class RequestLifecycle:
                 self._context.send(session, reply)
 
     def fail_all(self, error: WireError) -> None:
-        """Every unfinished request fails, and no new one is taken."""
+        """Fail every unfinished request, and accept no new one."""
         self._is_open = False
         for request in list(self._table.requests.values()):
             if request.reply is None:
@@ -258,7 +259,7 @@ class RequestLifecycle:
     # ---- answers
 
     def fail(self, request: Request, error: WireError) -> None:
-        """Answer a request without its engine, which is to end the attempt that it has."""
+        """Answer a request with an error; its engine, if any, must abort the attempt."""
         if request.engine is not None:
             request.engine.aborted.append(request.current_attempt())
         self._answer(request, _failure(request.client_request_id, error))
@@ -282,7 +283,7 @@ class RequestLifecycle:
             timers.discard(("grace", request.server_id))
 
     def acknowledged(self, client: ClientSession, message: ReplyAck, now: float) -> None:
-        """These replies have arrived."""
+        """Forget the replies that have arrived at the client."""
         for named in message.attempts:
             request = client.requests.get(named.request_id)
             if request is None or request.reply is None:
@@ -293,7 +294,7 @@ class RequestLifecycle:
             self._table.forget(request)
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:
-        """The reply, or the tokens so far from `offset` on if they are streamed."""
+        """Send the reply again, or the streamed tokens from `offset` on."""
         request = client.requests[request_id]
         if request.reply is not None:
             self._context.send(client, request.reply)
@@ -303,5 +304,5 @@ class RequestLifecycle:
 
 
 def _failure(client_request_id: int, error: WireError) -> EngineReply:
-    """The end of a request that left no record."""
+    """Return the reply of a request that has no record."""
     return EngineReply(request_id=client_request_id, error=error, is_failed=True)

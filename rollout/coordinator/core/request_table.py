@@ -1,4 +1,4 @@
-"""RequestTable: the requests that a coordinator holds, whose they are, and who runs each."""
+"""RequestTable: the requests that a coordinator holds, their clients and their engines."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _NO_TOKENS = np.empty(0, np.int32)
-# Runs kept apart at most: all tokens of a request are copied once for so many reports.
+# Most runs that are kept apart: joining them copies all tokens of a request.
 _MAX_RUNS = 64
-# What a kept reply costs beside its record.
+# Estimated memory of a kept reply besides its record.
 _REPLY_BYTES = 512
 
 
 class Recent(OrderedDict[K, V]):
-    """At most `max_items`; beyond, those that were entered first are forgotten."""
+    """A dictionary of at most `max_items`; the oldest entries are dropped."""
 
-    # Not a dict: to find its first key it passes over all that were deleted before.
+    # A plain dict would pass over all deleted entries to find its first key.
     def __init__(self, max_items: int) -> None:
         super().__init__()
         self._max_items = max_items
@@ -48,7 +48,7 @@ class Recent(OrderedDict[K, V]):
             self.popitem(last=False)
 
 
-# ---- peers that have shaken hands
+# ---- sessions of peers
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +56,10 @@ class ClientSession:
     """One client, until its lease runs out. `identity` is where it is reached now.
 
     requests: unfinished ones and those with a kept reply, by the client's ids. num_unfinished,
-    request_bytes: of the former. kept_bytes: of the latter. answered: ids of acknowledged requests.
-    answers: by command id; None while the command waits or runs. missed_tokens: what could not be
-    delivered, by request id and offset: the reply if there is one by now. missed_answers: by
-    command id.
+    request_bytes: number and bytes of unfinished ones. kept_bytes: bytes of kept replies. answered:
+    ids of acknowledged requests. answers: by command id; None while the command waits or runs.
+    missed_tokens: request id -> offset of the first undelivered token; the reply is sent instead if
+    there is one. missed_answers: ids of commands whose answer was not delivered.
     """
 
     client_id: bytes
@@ -84,13 +84,14 @@ class ClientSession:
 class EngineSession:
     """One registered engine. It gets work and commands once it `is_ready`.
 
-    session: of this registration, which its credit names. max_held: requests that it holds at most.
-    num_granted: requests that it accepts, num_assigned: those that it was sent, both since it
-    registered. progress_at: when its step count last rose, or it had no reason to. requests: those
-    assigned to it, oldest first. last_chance_id: the request that no other such request may run
-    beside. expected: name of the state and weights version that it was given when it registered.
-    num_awaited: commands that wait for its answer, each with a deadline of its own. acknowledged,
-    aborted: attempts that it is told of at the end of the turn, in one message of each kind.
+    session: the number of this registration, which its Credit names. max_held: the most requests
+    that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
+    both since it registered. last_seen: when it was last heard. progress_at: when its step count
+    last rose, or when it had no work. requests: those assigned to it, oldest first. last_chance_id:
+    a request that fails with the next lost engine; no second such request runs beside it.
+    expected: the state and weights version of its RegisterAck. num_awaited: commands that wait for
+    its answer, each with its own deadline. acknowledged, aborted: attempts that it is told of at
+    the end of the turn, in one message of each kind.
     """
 
     engine_id: bytes
@@ -131,12 +132,12 @@ Session = ClientSession | EngineSession
 
 
 class TokenGapError(ProtocolError):
-    """A run that begins after the last reported token."""
+    """A run begins after the last reported token."""
 
 
 class TokenLog:
-    """Tokens [0, len) of one request as its engines reported them. Only grows, and never changes a
-    token."""
+    """Tokens [0, len) of one request as its engines reported them. Tokens are added, never
+    changed."""
 
     __slots__ = ("_num_tokens", "_runs", "num_bytes")
 
@@ -149,10 +150,10 @@ class TokenLog:
         return self._num_tokens
 
     def append(self, run: TokenRun) -> TokenRun | None:
-        """Add what is new in `run`, and return it; None if nothing is.
+        """Add the new tokens of `run`. Returns them as a run, or None if there are none.
 
-        Raises TokenGapError if tokens are missing before it, ProtocolError if it carries other
-        values than the runs before. The log is unchanged then.
+        Raises TokenGapError if tokens before it are missing, and ProtocolError if only some runs
+        have log-probs or top-n. The log is unchanged then.
         """
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
@@ -173,25 +174,25 @@ class TokenLog:
         return new
 
     def whole(self) -> TokenRun | None:
-        """All tokens as one run from offset 0; None if there are none."""
+        """Return all tokens as one run from offset 0; None if there are none."""
         if len(self._runs) > 1:
             self._runs = [join_runs(self._runs)]
         return self._runs[0] if self._runs else None
 
 
 def num_bytes_of(run: TokenRun) -> int:
-    """Of the arrays of a run."""
+    """Return the bytes of a run's arrays."""
     per_token = 20 if run.log_probs is None else 24
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt, which go to one rank. `unfinished`, and `waiting`, those of them
-    without an engine: by server id.
+    """Samples of one prompt, which go to one rank.
 
-    prompt_tokens: int32 [n]. hashes: of its whole blocks. num_bytes: of prompt and params, as
-    counted for its client. A group that has ended keeps neither.
+    prompt_tokens: int32 [n]. hashes: of the prompt's whole blocks. Both are dropped once the group
+    has ended. num_bytes: prompt and params, as counted for its client. unfinished: its unfinished
+    requests, by server id. waiting: those of them without an engine.
     """
 
     group_id: int
@@ -210,11 +211,11 @@ class Request:
     `reply`, which is kept for its client. `server_id` names it towards engines, `client_request_id`
     towards its client.
 
-    num_tokens: prompt and new tokens it may come to, as routing counts them. attempt: of the latest
-    assignment; -1 before the first. last_engine_id: who had that. num_known: tokens that were
-    reported before it. lost_attempts: those that ended with an engine that may have failed by them,
-    since the request made progress last. abort_error: why it is being aborted, None if it is not;
-    put into the reply in any case if `is_overdue`, else if there is no record.
+    num_tokens: the most prompt and new tokens, as routing counts them. attempt: the number of the
+    latest assignment; -1 before the first. last_engine_id: the engine of that. num_known: tokens
+    that were reported before it. lost_attempts: attempts whose engine was lost, perhaps because of
+    this request, since it last made progress. abort_error: why it is being aborted, else None. It
+    becomes the error of the reply if there is no record, or if the deadline passed (is_overdue).
     """
 
     server_id: int
@@ -236,7 +237,7 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it may get an engine: it is neither assigned nor ended nor forgotten."""
+        """Whether it can be assigned: it has no engine and has not ended."""
         return self.server_id in self.group.waiting
 
     def current_attempt(self) -> Attempt:
@@ -244,8 +245,8 @@ class Request:
 
 
 class RequestTable:
-    """The only writer of where a request is, and of what its client has unfinished and kept. Ids
-    count from 0 and are never used again."""
+    """The only writer of a request's phase and engine, and of its client's counts. Ids rise from 0
+    and are never reused."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -261,7 +262,8 @@ class RequestTable:
         hashes: list[int],
         num_tokens: Sequence[int],
     ) -> Group:
-        """Enter these samples of a submission, waiting. `num_tokens`: of each."""
+        """Add these samples of a submission as waiting requests. Returns their group. `num_tokens`:
+        the most tokens of each sample, in order."""
         num_bytes = message.prompt_tokens.nbytes
         for sample in message.samples:
             num_bytes += len(sample.sampling_params)
@@ -285,7 +287,7 @@ class RequestTable:
         return group
 
     def assign(self, request: Request, engine: EngineSession) -> None:
-        """Give a waiting request to an engine, as another attempt."""
+        """Assign a waiting request to an engine as a new attempt."""
         request.attempt += 1
         request.num_known = len(request.log)
         request.last_engine_id = engine.engine_id
@@ -293,22 +295,22 @@ class RequestTable:
         self.reclaim(request, engine)
 
     def reclaim(self, request: Request, engine: EngineSession) -> None:
-        """Leave a waiting request to the engine that has its latest attempt."""
+        """Give a waiting request to the engine that has its latest attempt."""
         del request.group.waiting[request.server_id]
         request.engine = engine
         engine.requests[request.server_id] = request
 
     def withdraw(self, engine: EngineSession) -> None:
-        """The engine was not told of one of the requests assigned to it: that took no credit."""
+        """Count one assignment less: the engine was not sent it, so it used no credit."""
         engine.num_assigned -= 1
 
     def requeue(self, request: Request) -> None:
-        """Let an assigned request wait: its engine has it no more."""
+        """Make an assigned request wait: its engine does not have it any more."""
         self._leave_engine(request)
         request.group.waiting[request.server_id] = request
 
     def finish(self, request: Request, reply: EngineReply) -> None:
-        """End an unfinished request with the reply, under the client's name for it."""
+        """End an unfinished request with `reply`, which has the client's request id."""
         self._end(request)
         request.sampling_params = b""
         self.replace_reply(request, reply)
@@ -318,7 +320,7 @@ class RequestTable:
         request.reply = reply
 
     def forget(self, request: Request) -> None:
-        """Nothing more will be asked about it."""
+        """Remove a request and its reply."""
         if request.reply is None:
             self._end(request)
         del self.requests[request.server_id]
@@ -326,7 +328,7 @@ class RequestTable:
         request.client.kept_bytes -= _kept_bytes(request.reply)
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
-        """Add what is new to the request's log; as TokenLog.append."""
+        """Add new tokens to the request's log; see TokenLog.append."""
         before = request.log.num_bytes
         new = request.log.append(run)
         self.num_log_bytes += request.log.num_bytes - before
@@ -338,7 +340,7 @@ class RequestTable:
             request.engine = None
 
     def _end(self, request: Request) -> None:
-        """Take an unfinished request from its engine and its group."""
+        """Remove an unfinished request from its engine and its group."""
         group, client = request.group, request.client
         self._leave_engine(request)
         group.waiting.pop(request.server_id, None)
@@ -349,7 +351,7 @@ class RequestTable:
             request.log = TokenLog()
         if not group.unfinished:
             del self.groups[group.group_id]
-            # A kept reply has its group, but needs nothing of it.
+            # A kept reply still refers to its group, but does not need these.
             group.prompt_tokens, group.hashes = _NO_TOKENS, []
             client.request_bytes -= group.num_bytes
 

@@ -1,1 +1,1 @@
-"""The end that an engine process holds: its line, its lease, and what it does with messages."""
+"""The engine's side: its main loop, its lease, and what it does for each message."""

@@ -1,7 +1,7 @@
 """EngineAgent: does with one engine what the coordinator's messages ask. Messages in, messages out.
 
-No socket: whoever owns one calls `handle` for each message, `poll` now and then, and `step` while
-the engine may run.
+It has no socket: its owner calls `handle` for each message, `poll` now and then, and `step` while
+the engine may run, and sends the messages that they return.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
-_ENTRY_S = 600.0  # for the weights of the fleet, at each try to enter it
+_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, at each try to enter it
 _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
-# They move the memory that staging reads, or end the engine.
+# Commands that move the memory which staging reads, or end the engine.
 _END_STAGING = (Headers.SUSPEND, Headers.RESUME, Headers.STOP, Headers.SHUTDOWN)
 Ordered = Command | Prepare | Commit | Rollback
 # The engine's verb for each command, and the arguments that it takes.
@@ -66,7 +66,7 @@ _VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
 
 
 class EngineAgent:
-    """The only caller of its engine, save for the staging of weights."""
+    """The only caller of its engine, except for the staging of weights."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class EngineAgent:
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fetch` as for WeightUpdates. `clock`: for deadlines, in seconds."""
+        """`fetch`: as for WeightUpdates. `clock`: returns monotonic seconds, for deadlines."""
         self._engine, self._engine_id, self._clock = engine, engine_id, clock
         self._block_size, self._max_requests = block_size_tokens, max_requests
         self._requests = EngineRequests(engine)
@@ -89,35 +89,36 @@ class EngineAgent:
         self._num_entry_failures, self._retry_at = 0, 0.0
         self._num_steps = self._num_granted = self._session = 0
         self._last_step_s = 0.0
-        # A commit amid work, and when it ended: confirmed once the first step after it has ended.
+        # A commit while there is work, its answer, and when it ended. The first step after it
+        # confirms it.
         self._committed: tuple[Commit, Ack, float] | None = None
         self.is_shut_down = False
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would bring something."""
+        """Whether `step` would do something."""
         is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
         return is_in_fleet and self._engine.has_unfinished_requests()
 
     @property
     def is_staging(self) -> bool:
-        """Whether weights are being staged: `poll` will have news."""
+        """Whether weights are being staged, so that `poll` will have a result."""
         return self._updates.in_staging is not None
 
     @property
     def max_idle_s(self) -> float:
-        """How long `poll` may wait while there is no work."""
+        """The longest time in seconds between two calls of `poll` while there is no work."""
         return _STAGING_POLL_S if self.is_staging else _IDLE_S
 
     @property
     def suspects(self) -> tuple[Attempt, ...]:
-        """After a step that raised: the attempts that ran in it, any of which may be the cause."""
+        """The attempts of the step that raised last, any of which may be the cause."""
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
-        """What the coordinator must know of the engine, at first and after a lease has run out.
+        """Return what the coordinator must know of the engine at the beginning of a session.
 
-        Another thread may ask.
+        Any thread may call it.
         """
         self._registered_vote = self._updates.voted_command_id
         return Register(
@@ -133,7 +134,7 @@ class EngineAgent:
         )
 
     def status(self) -> EngineStatus:
-        """For a heartbeat; another thread may ask."""
+        """Return the status for a heartbeat. Any thread may call it."""
         stats = self._engine.stats()
         return EngineStatus(
             state=stats.state.name,
@@ -144,7 +145,8 @@ class EngineAgent:
         )
 
     def step(self) -> Sequence[Message]:
-        """One step of the engine; returns progress and ends. Whatever the step raises is raised."""
+        """Run one step of the engine. Returns progress, replies and credit. Raises what it
+        raises."""
         start = time.perf_counter()
         records = self._engine.step()
         confirmations = self._confirm_commit(stepped=True)
@@ -154,8 +156,8 @@ class EngineAgent:
         return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
-        """Accept further requests, where more of them have room than was said before: as many wait
-        here as a step may begin, and the others wait in the coordinator, for any engine. None
+        """Grant more requests if there is room for more than was granted before. As many wait here
+        as a step may begin; all others wait in the coordinator, for any engine. Returns nothing
         before the engine has entered the fleet."""
         if self._entry is not None:
             return []
@@ -173,9 +175,9 @@ class EngineAgent:
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Do what `message` asks; returns the answers, and what more can be accepted then. Raises
-        ProtocolError for a message that is not for an engine, and what has kept the engine from
-        entering the fleet several times.
+        """Do what `message` asks. Returns the answers, and credit. Raises ProtocolError for a
+        message that is not for an engine, and the last fault if the engine could not enter the
+        fleet after several tries.
         """
         return [*self._handle(message), *self._credit()]
 
@@ -195,7 +197,7 @@ class EngineAgent:
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return the answers that have come about beside the steps. Raises as `handle`."""
+        """Return answers that do not come from a step, such as votes. Raises as `handle`."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -210,22 +212,22 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """What to send instead of an answer that cannot be sent. What a request brought ends that
-        request, and nothing else. Raises `error` for other messages.
+        """Return what to send instead of a message that is too large: the request that it is about
+        ends with `error`. Raises `error` for other messages.
         """
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:
-        """Let no other thread use the engine any more."""
+        """Stop staging, and return when no other thread uses the engine."""
         self._updates.cancel()
         self._updates.wait_until_unused()
 
     # ---- commands
 
     def _answer(self, message: Ordered) -> Sequence[Message]:
-        """Done once per command and phase; a repeated one gets the answer it got before.
+        """Do a command, once per command id and phase; a repeated one gets its first answer.
 
-        Before it comes all progress, so that whoever has the answer knows every token from before.
+        All progress is sent before the answer, so that its receiver knows all earlier tokens.
         """
         confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
@@ -252,9 +254,9 @@ class EngineAgent:
         return [*told, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
-        """Confirm a commit that is not confirmed yet. `stepped`: the first step after it has just
-        ended, so that its stall is the gap between two steps, less the length of a step: all that
-        a stream notices, such as memory that the new step touches for the first time.
+        """Confirm the commit that is not confirmed yet, if any. `stepped`: the first step after it
+        has just ended. The reported stall is then the gap between two steps less the length of a
+        step: what a stream notices, such as memory that the new step touches for the first time.
         """
         if self._committed is None:
             return []
@@ -290,7 +292,7 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin staging; the vote comes from `poll`."""
+        """Begin staging; `poll` returns the vote."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -317,13 +319,14 @@ class EngineAgent:
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
     def _cancel_update(self) -> list[Message]:
-        """End staging; when this returns no thread uses the weights. Returns the vote, if any."""
+        """End staging; no thread uses the weights afterwards. Returns the vote no, if one is
+        due."""
         order = self._updates.cancel()
         self._updates.wait_until_unused()
         if not isinstance(order, Prepare):
             return []
         error = WeightUpdateError(
-            f"version {order.version} was given up before it was staged; the serving weights are "
+            f"version {order.version} was cancelled before it was staged; the serving weights are "
             "kept"
         )
         return [self._vote(order, error)]
@@ -331,24 +334,25 @@ class EngineAgent:
     # ---- entering the fleet
 
     def _begin_session(self, message: RegisterAck) -> Sequence[Message]:
-        """Hold the attempts that the coordinator names, and become what it says."""
-        self._confirm_commit()  # its new session has the weights that it registered with
+        """Drop the attempts that the RegisterAck does not name, and enter the fleet."""
+        self._confirm_commit()  # the registration named the new weights; no answer is needed
         self._requests.report_interval = max(1, message.report_interval_tokens)
         self._requests.keep_only(message.keep)
         self._requests.num_received = self._num_granted = 0
         self._session = message.session
         if self._updates.voted_command_id != self._registered_vote:
-            self._updates.drop()  # the coordinator does not know that it must decide
+            self._updates.drop()  # the registration did not name this vote: nobody decides on it
         self._entry, staging = message, self._updates.in_staging
         if isinstance(staging, RegisterAck) and staging.weights == message.weights:
             return []
         return [*self._cancel_update(), *self._enter()]
 
     def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        """Enter the fleet, or begin to stage what that needs. `error`: that of staging.
+        """Enter the fleet, or begin to stage the weights that it serves. `error`: why staging
+        failed.
 
-        The fleet may have given up the weights that it named for newer ones by then: it will name
-        those. Memory may be short for a while, too. So it is tried several times.
+        The fleet may have replaced the weights that it named, and will name the newer ones; memory
+        may be short for a while. So a failed entry is tried again several times.
         """
         entry = self._entry
         assert entry is not None
@@ -367,11 +371,12 @@ class EngineAgent:
             self._retry_at = self._clock() + _RETRY_S
             return []
         self._entry, self._num_entry_failures = None, 0
-        # It gets work once it is known to be there: at once, not with the next heartbeat.
+        # The heartbeat says that it has entered; without it work would wait for the next one.
         return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
 
     def _lacks_weights_of(self, entry: RegisterAck) -> bool:
-        """Serve the entry's weights, or begin to stage them."""
+        """Commit the weights of the RegisterAck if they are staged, else begin to stage them.
+        Returns whether they are still missing."""
         engine = self._engine
         if entry.weights is None or entry.weights_version <= engine.weights_version:
             return False
@@ -381,7 +386,7 @@ class EngineAgent:
         if engine.state is EngineState.RUNNING:
             engine.pause()
         elif engine.state is EngineState.SUSPENDED:
-            engine.resume()  # its weights need memory to be put into
+            engine.resume()  # staging needs the memory of the weights
         self._updates.begin(entry, entry.weights, self._clock() + _ENTRY_S)
         return True
 
@@ -399,9 +404,9 @@ class EngineAgent:
 
 
 def _run_command(engine: Engine, command: Command) -> Mapping[str, Any]:
-    """Do it; returns its report as plain values, empty if it has none.
+    """Run a command. Returns its report as plain values, {} if it has none.
 
-    Raises ProtocolError for a command or an argument that there is not, and what the engine raises.
+    Raises ProtocolError for an unknown command or argument, and what the engine raises.
     """
     verb, known = _VERBS.get(command.header, ("", ()))
     if not verb:

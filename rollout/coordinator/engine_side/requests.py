@@ -1,4 +1,4 @@
-"""EngineRequests: the attempts that one engine holds, and what it has told of them."""
+"""EngineRequests: the attempts that one engine holds, and what it has reported of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger(__name__)
 
 
 class _ReportTimes:
-    """Which attempts are reported after which steps: each one every `interval` steps, and about as
-    many at every step, since reports of all at one step would keep the next step waiting.
+    """After which steps each attempt is reported: every `interval` steps, and about as many
+    attempts after each step, since reports of all after one step would delay the next.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class _ReportTimes:
         self._slots: dict[int, list[dict[int, None]]] = {}
 
     def slot(self, interval: int) -> dict[int, None]:
-        """The slot of this interval that has the fewest requests, for one more to be put in."""
+        """Return the slot of this interval with the fewest requests; the caller adds one."""
         slots = self._slots.setdefault(interval, [{} for _ in range(interval)])
         return min(slots, key=len)
 
     def after_step(self) -> list[int]:
-        """The requests that are due after one more step."""
+        """Count a step. Returns the ids of the requests that are due."""
         self._num_steps += 1
         slots = (each[self._num_steps % interval] for interval, each in self._slots.items())
         return [request_id for slot in slots for request_id in slot]
@@ -58,8 +58,8 @@ class _Running:
 
 
 class EngineRequests:
-    """Engine and coordinator name a request by the same id. An end is kept until acknowledged.
-    `num_received`: samples assigned since the engine registered, whatever became of them."""
+    """Engine and coordinator use the same request ids. A reply is kept until it is acknowledged.
+    num_received: samples assigned since the engine registered, also those that have ended."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -71,19 +71,19 @@ class EngineRequests:
 
     @property
     def num_running(self) -> int:
-        """Attempts that have not ended, in the engine's queue or beyond."""
+        """Attempts that have not ended, waiting or running."""
         return len(self._running)
 
     def held(self) -> tuple[Attempt, ...]:
-        """All attempts; those that have ended and are not acknowledged included.
+        """Return all attempts, including ended ones whose reply is not acknowledged.
 
-        Another thread may ask: the dictionaries are copied in one go, and the engine is not asked.
+        Any thread may call it: the dictionaries are copied atomically, the engine is not asked.
         """
         running, ended = list(self._running.items()), list(self._ended.items())
         return tuple(Attempt(request_id=i, attempt=each.attempt) for i, each in running + ended)
 
     def attempts(self, request_ids: Iterable[int]) -> tuple[Attempt, ...]:
-        """Those of running requests, by their ids."""
+        """Return the attempts of those of these requests that have not ended."""
         return tuple(
             Attempt(request_id=i, attempt=self._running[i].attempt)
             for i in request_ids
@@ -96,9 +96,9 @@ class EngineRequests:
     # ---- coming
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Queue the samples that are new; one known by this or a later attempt is not.
+        """Queue the samples whose attempt is new.
 
-        Returns the ends there are already: of those that cannot run here, and of repeated ones.
+        Returns replies: of samples that cannot run here, and of repeated ones that have ended.
         """
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
@@ -116,7 +116,7 @@ class EngineRequests:
             try:
                 self._add(message, samples)
             except Exception as error:
-                # Whatever it is, it must not reach the requests of others.
+                # Whatever it is, it must not affect other requests.
                 if not isinstance(error, RolloutError):
                     _logger.exception("%d requests of one prompt failed to enter", len(samples))
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
@@ -129,7 +129,7 @@ class EngineRequests:
         return -1 if ended is None else ended.attempt
 
     def _add(self, message: AssignRequest, samples: Sequence[Sample]) -> None:
-        """Fresh samples of one prompt, or a single one that goes on."""
+        """Add new samples of one prompt, or one resumed sample, to the engine."""
         tokens = message.prompt_tokens.tolist()
         params = [unpack_params(sample.sampling_params) for sample in samples]
         if _num_known(samples[0]):
@@ -150,10 +150,10 @@ class EngineRequests:
             slot[sample.request_id] = None
             self._running[sample.request_id] = _Running(sample.attempt, _num_known(sample), slot)
 
-    # ---- going
+    # ---- ending
 
     def abort(self, named: Attempt) -> list[EngineReply]:
-        """End an attempt, if it is held; its end is returned, again if need be."""
+        """Abort an attempt if it is held. Returns its reply, also if it had ended before."""
         if self._known_attempt(named.request_id) != named.attempt:
             return []
         if named.request_id in self._ended:
@@ -161,8 +161,8 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """What to send instead of a message that cannot be sent: its halves, or the end of the only
-        attempt that it tells of. Raises `error` if it tells of none.
+        """Return what to send instead of a message that is too large: its halves, or a reply with
+        `error` for its only attempt. Raises `error` if the message has no attempt.
         """
         if isinstance(message, Progress) and (middle := len(message.runs) // 2):
             halves = message.runs.rows(0, middle), message.runs.rows(middle, len(message.runs))
@@ -173,12 +173,12 @@ class EngineRequests:
             named = Attempt(request_id=message.request_id, attempt=message.attempt)
         else:
             raise error
-        _logger.warning("what request %d brought cannot be sent: %s", named.request_id, error)
+        _logger.warning("a message of request %d cannot be sent: %s", named.request_id, error)
         self.drop(named.request_id)
         return [self._keep(_refusal(named, error))]
 
     def drop(self, request_id: int) -> None:
-        """End an attempt that counts no more, without a word."""
+        """End an outdated attempt without a reply."""
         self._ended.pop(request_id, None)
         running = self._running.pop(request_id, None)
         if running is not None:
@@ -186,35 +186,35 @@ class EngineRequests:
             self._engine.abort_request(request_id)
 
     def keep_only(self, attempts: Iterable[Attempt]) -> None:
-        """Drop all others."""
+        """Drop all attempts that are not among these."""
         kept = {attempt.request_id: attempt.attempt for attempt in attempts}
         for request_id in [*self._running, *self._ended]:
             if kept.get(request_id) != self._known_attempt(request_id):
                 self.drop(request_id)
 
     def forget(self, acknowledged: Attempt) -> None:
-        """The end of this attempt is safe elsewhere."""
+        """Forget the reply of this attempt: it has arrived."""
         ended = self._ended.get(acknowledged.request_id)
         if ended is not None and ended.attempt == acknowledged.attempt:
             del self._ended[acknowledged.request_id]
 
-    # ---- what a step brought
+    # ---- results of a step
 
     def ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
-        """The ends of attempts; dropped ones have none."""
+        """Return the replies of ended records; dropped attempts have none."""
         return [self._end(record) for record in records if record.request_id in self._running]
 
     def due_progress(self) -> list[Progress]:
-        """After a step: what is due of attempts to be reported."""
+        """Count a step. Returns the progress of the attempts that are due."""
         return self._report(self._report_times.after_step())
 
     def progress(self) -> list[Progress]:
-        """All that running attempts have generated and that is not reported yet."""
+        """Return all progress that is not reported yet."""
         return self._report(self._running)
 
     def _report(self, request_ids: Iterable[int]) -> list[Progress]:
         running = self._running
-        # Those of one that has ended come with its end: nobody could go on from them.
+        # The engine skips ended requests: their tokens come with the reply.
         new = self._engine.new_tokens([(i, running[i].num_reported) for i in request_ids])
         if not len(new.request_ids):
             return []
@@ -249,7 +249,7 @@ class EngineRequests:
 
 
 def _num_known(sample: Sample) -> int:
-    """Tokens of earlier attempts."""
+    """Return the number of tokens of earlier attempts."""
     return 0 if sample.resumed is None else len(sample.resumed)
 
 

@@ -1,4 +1,4 @@
-"""serve: an engine's life on its line to the coordinator; the main loop of an engine process."""
+"""serve: the main loop of an engine process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
 
 
 def serve(agent: EngineAgent, link: Link) -> None:
-    """Do what the coordinator asks, and step while the lease runs, until it says SHUTDOWN.
+    """Do what the coordinator asks, and step while the lease is valid, until a SHUTDOWN.
 
-    Raises what steps raise if several in sequence do, what entering the fleet raises if it fails
-    again and again, and RolloutError if the link fails. A request that makes steps fail ends alone;
-    steps do not raise for it. If steps do, the goodbye names the requests that were in them.
+    Raises a step's error after three failed steps in sequence, the last error if the fleet could
+    not be entered, and RolloutError if the link fails. A request that makes a step fail ends alone,
+    and the step does not raise. If steps raise, the goodbye names the requests of the last one.
     """
     num_failures = 0
     try:

@@ -1,4 +1,4 @@
-"""WeightUpdates: the one weight update that an engine has under way, staged beside its steps."""
+"""WeightUpdates: the weight update of an engine, staged in a thread beside its steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rollout.runner.weight_update import NamedTensors
 from rollout.runner.weights import StagedWeights
 
 Fetch = Callable[[WeightsSource], NamedTensors]
-Order = Prepare | RegisterAck  # of an update, or of an entry into the fleet with later weights
+Order = Prepare | RegisterAck  # an update, or an entry into a fleet with later weights
 
 
 class _Staging:
     """Fetches and stages one source in a thread of its own.
 
-    Staging makes a copy: `turn`, which all threads share, lets one of them stage at a time. A
-    fetch needs no turn, so that one that hangs keeps nobody from staging something else.
+    Staging copies the weights: `turn`, a lock of all such threads, lets one stage at a time.
+    Fetching needs no turn, so that a fetch that hangs does not block the staging of another source.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class _Staging:
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
 
     def cancel(self) -> None:
-        """Let it end before the next tensor, or when the fetch returns. Does not wait for that."""
+        """Stop before the next tensor, or when the fetch returns. Does not wait for that."""
         self._is_cancelled = True
 
     def _run(self) -> None:
@@ -59,27 +59,27 @@ class _Staging:
 
     def _check(self) -> None:
         if self._is_cancelled:
-            raise WeightUpdateError("these weights are not wanted any more")
+            raise WeightUpdateError("the staging of these weights was cancelled")
 
 
 class WeightUpdates:
     """At most one update of an engine. Only its staging happens outside the engine's thread.
 
-    - Idle: a Prepare, or an entry into the fleet with later weights, begins staging.
-    - Staging, while steps go on: ends as staged, which is the vote yes, or with the vote no: by any
-      fault, at its deadline, or because it is cancelled by a Rollback, another Prepare, another
-      session, a suspend or resume, or the engine's end.
-    - Staged: a Commit brings the weights in at the step edge. A Rollback, another Prepare, and a
-      session whose registration did not name the vote drop them.
+    - Idle: a Prepare, or an entry into a fleet with later weights, begins staging.
+    - Staging, while steps go on. It ends with the vote yes, or with the vote no: by any fault, at
+      its deadline, or cancelled by a Rollback, another Prepare, another session, a suspend or
+      resume, or the engine's end.
+    - Staged: a Commit puts the weights in place between two steps. A Rollback, another Prepare, and
+      a session whose registration did not name the vote drop them.
     """
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        """`fetch` returns the tensors of a source, which must not change then. It is called in a
-        thread beside the engine's, at times before an earlier call has returned.
+        """`fetch` returns the tensors of a source, which must not change afterwards. Threads of
+        their own call it, perhaps before an earlier call has returned.
         """
         self._engine, self._fetch = engine, fetch
         self._turn = threading.Lock()
-        self._order: Order | None = None  # whose weights are being staged, or are staged
+        self._order: Order | None = None  # for which weights are being staged, or are staged
         self._staging: _Staging | None = None
         self._expires_at = 0.0
         self._staged: StagedWeights | None = None
@@ -87,12 +87,13 @@ class WeightUpdates:
 
     @property
     def in_staging(self) -> Order | None:
-        """The order whose weights are being staged."""
+        """The order for which weights are being staged, else None."""
         return None if self._staging is None else self._order
 
     @property
     def voted_command_id(self) -> int | None:
-        """Of the update that is staged and waits for Commit or Rollback. Any thread may ask."""
+        """The command id of the staged update that waits for Commit or Rollback. Any thread may
+        ask."""
         order = self._order
         if self._staged is None or not isinstance(order, Prepare):
             return None
@@ -110,14 +111,14 @@ class WeightUpdates:
     # ---- staging
 
     def begin(self, order: Order, source: WeightsSource, expires_at: float) -> None:
-        """Stage `source`; what is staged is dropped. Nothing may be being staged."""
+        """Begin to stage `source`; staged weights are dropped. Nothing may be staging already."""
         assert self._staging is None
         self.drop()
         self._order, self._expires_at = order, expires_at
         self._staging = _Staging(self._engine, self._fetch, source, self._turn)
 
     def poll(self, now: float) -> tuple[Order, BaseException | None] | None:
-        """Return the order that has been staged since, and the error if it could not be."""
+        """Return the order whose staging has ended, and its error; None if none has ended."""
         if self._staging is None or self._order is None:
             return None
         order, outcome = self._order, self._staging.outcome
@@ -135,7 +136,7 @@ class WeightUpdates:
         return order, outcome
 
     def cancel(self) -> Order | None:
-        """Stop staging; returns the order that it was for."""
+        """Stop staging. Returns its order."""
         order = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
@@ -143,16 +144,16 @@ class WeightUpdates:
         return order
 
     def wait_until_unused(self) -> None:
-        """Return when no thread looks at the model any more. To be called after `cancel`."""
+        """Return when no thread reads the model any more. Call it after `cancel`."""
         with self._turn:
             pass
 
     # ---- the end of an update
 
     def commit(self) -> Mapping[str, Any]:
-        """Serve what is staged, at this step edge; returns the report as plain values.
+        """Serve the staged weights from the next step on. Returns the report as plain values.
 
-        Raises what Engine.commit_weights raises; nothing is staged any more then, either.
+        Raises what Engine.commit_weights raises; the staged weights are dropped then, too.
         """
         order = self._order
         assert order is not None
@@ -169,12 +170,12 @@ class WeightUpdates:
         return asdict(report)
 
     def drop(self) -> None:
-        """Give up what is staged, if anything is."""
+        """Drop the staged weights, if there are any."""
         if self._staged is not None:
             held, self._staged, self._order = [self._staged], None, None
             _clear_in_a_thread(held)
 
 
 def _clear_in_a_thread(held: list[Any]) -> None:
-    """To return gigabytes to the system takes as long as some steps do."""
+    """Clear the list. Returning gigabytes to the system takes longer than a step."""
     threading.Thread(target=held.clear, name="weight-release", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Messages to frames and back; several frames as one."""
+"""Encoding and decoding of messages; Batches of frames."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _WITH_PLAIN_MAP = frozenset({*COMMAND_TYPES.values(), Ack})
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
 
 MAX_BATCH_FRAMES = 256
-# A sender's own bounds: to copy a larger frame takes longer than to send it by itself.
+# Bounds of our senders: copying a larger frame takes longer than sending it alone.
 _MAX_BATCHED_FRAME_BYTES = 2**14
 _MAX_BATCH_BYTES = 2**17
 
 
 class ProtocolVersionError(ProtocolError):
-    """A handshake in another version of the protocol; to be answered by a Nack that says so."""
+    """A handshake has another protocol version; a Nack that says so is the answer."""
 
 
 class _Handshake(msgspec.Struct, array_like=True):
@@ -58,7 +58,7 @@ _batch_decoder = msgspec.msgpack.Decoder(_Batch)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`, which is read again, so that a fault is found by its sender.
+    """Return the frame of `message`. It is decoded again, so that its sender learns of a fault.
 
     Raises ProtocolError as `decode` does.
     """
@@ -100,11 +100,11 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
 
 
 def _check_version(frame: bytes | memoryview) -> None:
-    """Raise ProtocolVersionError if the first field, which every version has, is another one."""
+    """Raise ProtocolVersionError if the first field, which every version has, differs."""
     try:
         version = _handshake_decoder.decode(frame).protocol_version
     except FAULTS:
-        return  # Whatever it is, it is no handshake; the caller's decoder says why.
+        return  # Not a handshake; the caller's decoder says why.
     if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             f"the peer speaks protocol {version}, this process {PROTOCOL_VERSION}"
@@ -112,18 +112,18 @@ def _check_version(frame: bytes | memoryview) -> None:
 
 
 def _describe(cls: type[Message], fault: str) -> str:
-    """Name the message and its field at fault."""
+    """Return the message's name, its faulty field and the fault."""
     position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
     field = f".{cls.__struct_fields__[position - 1]}" if position else ""
     return f"{cls.__name__}{field}: {fault:.200}"
 
 
-# ---- several frames as one
+# ---- Batches
 
 
 def frames_in(frame: bytes) -> Sequence[bytes]:
-    """Return the frames of a Batch; another frame as it is. Raises ProtocolError for a Batch that
-    cannot be read. A Batch within a Batch is no message: `decode` refuses it.
+    """Return the frames of a Batch, or another frame alone. Raises ProtocolError for an unreadable
+    Batch. `decode` refuses a Batch within a Batch.
     """
     if len(frame) < 2 or frame[1] != Headers.BATCH:
         return (frame,)
@@ -136,8 +136,8 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 def batched(
     frames: Iterable[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield what to send for `frames`, in their order, and how many of them each has: Batches, and
-    frames that are alone or large as they are.
+    """Yield (frame to send, number of its messages) for `frames`, in their order: Batches of small
+    frames, and large or single frames as they are.
     """
     waiting: list[bytes] = []
     num_left = limit = min(_MAX_BATCH_BYTES, max_bytes - 16)

@@ -1,10 +1,10 @@
-"""The first element of every frame: what the message is."""
+"""The first element of every frame: the type of the message."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-# Peers of different versions do not talk. Any change of a header or of a field raises it.
+# Raised by any change of a header or field. Peers of different versions refuse each other.
 PROTOCOL_VERSION = 4
 
 

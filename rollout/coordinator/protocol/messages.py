@@ -3,7 +3,7 @@
 A request is named by (request_id, attempt) on both links. Between client and coordinator the id is
 the client's and the attempt is 0; between coordinator and engine the id is the coordinator's, and
 each assignment of the request is another attempt. A message forwarded from one link to the other
-changes its name, nothing else. Times are durations: no clock is shared.
+changes its name, nothing else. Times are durations in seconds: no clock is shared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollout.errors import ProtocolError, RolloutError, decode_error, encode_err
 
 
 class Attempt(WireData, frozen=True, kw_only=True):
-    """One assignment of one request. Of two attempts of a request the larger one counts."""
+    """One assignment of one request. Of two attempts of a request, the larger number counts."""
 
     request_id: Count
     attempt: Count = 0
@@ -68,7 +68,7 @@ Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
 
 
 class EngineStatus(WireData, frozen=True, kw_only=True):
-    """An engine as it sends a heartbeat. `num_steps` is what progress is judged by."""
+    """The state of an engine at a heartbeat. Its progress is judged by `num_steps`."""
 
     state: Name
     num_steps: Count
@@ -78,7 +78,8 @@ class EngineStatus(WireData, frozen=True, kw_only=True):
 
 
 class WireError(WireData, frozen=True, kw_only=True):
-    """An error on its way: the class of rollout.errors it has, or the name of a foreign one."""
+    """An error as it travels. type_name: its class in rollout.errors, or the name of another
+    one."""
 
     type_name: Name
     message: str | None
@@ -87,7 +88,7 @@ class WireError(WireData, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """Return `error` as its nearest class that peers know."""
+        """Return `error`, under its nearest class that peers know."""
         encoded = encode_error(error)
         if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
             public = (base for base in type(error).__mro__ if base.__module__ == errors.__name__)
@@ -100,7 +101,7 @@ class WireError(WireData, frozen=True, kw_only=True):
         )
 
     def to_error(self) -> RolloutError:
-        """Return the same error, to be raised; a class unknown here becomes a RemoteError."""
+        """Return the error to raise; a class that is unknown here becomes a RemoteError."""
         encoded: dict[str, Any] = {
             "type": self.type_name,
             "message": self.message,
@@ -111,7 +112,7 @@ class WireError(WireData, frozen=True, kw_only=True):
 
 
 class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Where one tensor lies in its source: `num_bytes` from `offset`, row-major."""
+    """Where one tensor is in its source: `num_bytes` from `offset`, row-major."""
 
     dtype: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
@@ -122,9 +123,9 @@ class TensorEntry(WireData, frozen=True, kw_only=True):
 class WeightsSource(WireData, frozen=True, kw_only=True):
     """Where weights can be fetched; they never travel over these sockets.
 
-    kind: how (a shared segment, a checkpoint directory). address: where. checksum: of all tensors,
-    as `engine.weights_checksum()` will report it once they are served. tensors_checksum: of the
-    tensors as they lie there, before any cast.
+    kind: how they are fetched. address: from where. manifest: where each tensor is. checksum: of
+    all tensors, as `engine.weights_checksum()` reports it once they are served. tensors_checksum:
+    of the tensors in the source, before any cast.
     """
 
     kind: Name
@@ -135,14 +136,14 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
 
 class Message(WireData, frozen=True):
-    """Base of all that is a frame of its own. The tag of a class is its header."""
+    """Base of the messages, each of which is a frame. The tag of a class is its header."""
 
 
-# ---- who is there: handshakes, heartbeats, goodbyes
+# ---- sessions: handshakes, heartbeats, goodbyes
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
-    """Client -> coordinator, first of all. `client_id`: a uuid; after a reconnect the same."""
+    """Client -> coordinator, the first message. client_id: a uuid, the same after a reconnect."""
 
     protocol_version: Count = PROTOCOL_VERSION
     client_id: Uuid
@@ -150,11 +151,11 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
-    """Coordinator -> client. state: name of the coordinator's. lease_s: a client unheard of for so
-    long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how long
-    after its deadline a request or command may still be answered. max_requests, max_request_bytes:
-    the most requests of one client, and bytes of them, that may be unfinished or not acknowledged.
-    is_resumed: this client was here before, and nothing of it is forgotten.
+    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that was not heard
+    for so long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how
+    long after its deadline a request or command may still be answered. max_requests,
+    max_request_bytes: the most requests of one client, and bytes of them, that may be unfinished or
+    not acknowledged. is_resumed: this client was connected before, and nothing of it is forgotten.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -171,7 +172,7 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Register(Message, frozen=True, kw_only=True, tag=73):
-    """Engine -> coordinator, first of all and whenever its lease has run out.
+    """Engine -> coordinator, the first message, and again whenever its lease has run out.
 
     engine_id: a uuid, one for the life of the process. state: name of its state. running: the
     attempts that it still holds, those that have ended included. prepared_command_id: the Prepare
@@ -190,13 +191,13 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
 
 
 class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
-    """Coordinator -> engine: what to be. The engine aborts all attempts that `keep` does not name.
+    """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
+    `keep`.
 
     state: the one to enter before it gets work. lease_s: stop stepping when the coordinator was not
     heard for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
-    tokens of a request between two reports (Progress).
-    weights: where to get `weights_version`, None if the engine serves it. session: names this
-    registration in the engine's Credit.
+    tokens of a request between two reports (Progress). weights: where to fetch `weights_version`,
+    None if the engine serves it. session: the number of this registration, for the engine's Credit.
     """
 
     coordinator_id: Uuid
@@ -219,31 +220,31 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
 
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
-    """Engine -> coordinator: requests it accepts since it registered, which never sinks. Room is
-    granted less assigned, so that messages on their way cannot confuse it. session: that of the
-    RegisterAck it counts from; credit of an earlier one grants nothing."""
+    """Engine -> coordinator: how many requests it accepts since it registered; the number never
+    falls. Its room is granted less assigned, so that messages on their way do not matter. session:
+    that of its RegisterAck; credit of an earlier session is dropped."""
 
     num_granted: Count
     session: Count = 0
 
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):
-    """Either way: the sender goes, and says why. is_fault: it failed, perhaps by `suspects`, the
-    attempts of its failing step; the loss counts against no others."""
+    """Either way: the sender leaves, with the reason. is_fault: it failed, perhaps because of
+    `suspects`, the attempts of its failed step; the loss counts against no others."""
 
     reason: Name = ""
     is_fault: bool = False
     suspects: Attempts = ()
 
 
-# ---- requests and what comes back of them
+# ---- requests and their replies
 
 
 class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
-    """Client -> coordinator: samples of one prompt, which go to one rank. Idempotent by name.
+    """Client -> coordinator: samples of one prompt, which go to one engine. Idempotent by name.
 
-    prompt_tokens: int32 [n]. priority: higher first. deadline_s: from arrival. streaming: send
-    partial replies on to the client.
+    prompt_tokens: int32 [n]. priority: higher first. deadline_s: from arrival. streaming: whether
+    the client gets partial replies.
     """
 
     samples: Samples
@@ -280,7 +281,7 @@ class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=83):
-    """Engine -> coordinator: what many attempts have generated since it last told of them."""
+    """Engine -> coordinator: the tokens of many attempts since its last report of each."""
 
     runs: TokenRuns
 
@@ -288,7 +289,8 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
 
-    record: packed by `pack_record`; if None, `error` says why. is_failed: its status is FAILED."""
+    record: packed by `pack_record`; if None, `error` says why. is_failed: the request's status is
+    FAILED."""
 
     request_id: Count
     attempt: Count = 0
@@ -302,14 +304,14 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
 
 
 class ReplyAck(Message, frozen=True, kw_only=True, tag=76):
-    """Client -> coordinator -> engine: these replies are safe here and may be forgotten there."""
+    """Client -> coordinator -> engine: these replies have arrived; the sender may forget them."""
 
     attempts: Attempts
 
 
 class AbortRequest(Message, frozen=True, kw_only=True, tag=23):
-    """Client -> coordinator -> engine: end these. Each is answered by its EngineReply; what comes
-    of attempts that count no more is dropped."""
+    """Client -> coordinator -> engine: abort these. Each is answered by its EngineReply; replies of
+    outdated attempts are dropped."""
 
     attempts: Attempts
 
@@ -352,7 +354,7 @@ class Ack(Message, frozen=True, kw_only=True, tag=70):
 class Nack(Message, frozen=True, kw_only=True, tag=71):
     """Command `command_id` is refused or has failed, and why; to Prepare it is the vote no.
 
-    Without an id: the peer is not taken, or no longer known, and may only connect or register.
+    Without an id: the peer is refused, or no longer known, and may only connect or register.
     """
 
     command_id: Count | None
@@ -360,14 +362,14 @@ class Nack(Message, frozen=True, kw_only=True, tag=71):
 
 
 def nack_of(command_id: int | None, error: BaseException) -> Nack:
-    """Return the refusal of a command (None: of a handshake) by `error`."""
+    """Return the refusal of a command, or of a handshake if the id is None."""
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
 class UpdateWeights(Message, frozen=True, kw_only=True, tag=77):
     """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
 
-    version: None means current + 1. in_flight: at a step edge of running engines.
+    version: None means current + 1. in_flight: commit while engines run, between two steps.
     """
 
     command_id: Count
@@ -383,8 +385,8 @@ def command_name(message: Command | UpdateWeights) -> str:
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag=78):
-    """Coordinator -> engine: stage and verify `source`, then vote by Ack or Nack. Changes nothing
-    that is served. A deadline that passes without a vote is the vote no."""
+    """Coordinator -> engine: stage and verify `source`, then vote by Ack or Nack. The served
+    weights do not change. A deadline that passes without a vote is the vote no."""
 
     command_id: Count
     version: Version
@@ -394,7 +396,8 @@ class Prepare(Message, frozen=True, kw_only=True, tag=78):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=79):
-    """Coordinator -> engine: all have voted yes to `command_id`; serve it. Answered by Ack."""
+    """Coordinator -> engine: all have voted yes to `command_id`; serve its weights. Answered by
+    Ack."""
 
     command_id: Count
     version: Version

@@ -1,4 +1,4 @@
-"""What travels through the coordinator unopened: sampling params and records, packed once."""
+"""Sampling params and records, packed once; the coordinator forwards them without reading."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-# Plain values of a record, of all its segments: most are events. See MAX_PLAIN_BYTES for why.
+# Bound of the plain values of all segments of a record, mostly events: see MAX_PLAIN_BYTES.
 MAX_RECORD_PLAIN_BYTES = 4 * MAX_PLAIN_BYTES
-# Requests mostly share their params, and reading some takes as long as reading a short record.
+# Most requests share their params, and unpacking params takes as long as a short record.
 _MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 
@@ -40,8 +40,8 @@ def pack_params(params: SamplingParams) -> bytes:
 
 
 def unpack_params(packed: bytes) -> SamplingParams:
-    """Return what `pack_params` wrote. Raises ProtocolError if it is no map, InvalidRequestError
-    naming a value out of its range."""
+    """Return the params that `pack_params` wrote. Raises ProtocolError if `packed` is malformed,
+    and InvalidRequestError naming a value out of its range."""
     return _cached_params(packed) if len(packed) <= _MAX_CACHED_BYTES else _params_in(packed)
 
 
@@ -59,8 +59,8 @@ class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A segment of a record. fields: a map of plain values. What is large, and sampling params, are
-    apart from them: values per token as (dtype, binary), tensors, and top-n log-probs.
+    """A segment of a record. fields: a map of its plain values. columns: its values per token, as
+    (dtype, bytes). tensors, top_n and sampling_params are apart, too.
     """
 
     fields: msgspec.Raw
@@ -112,11 +112,11 @@ def _packed(
 
 
 def unpack_record(packed: bytes) -> DynamicInferenceRequestRecord:
-    """Return what `pack_record` wrote, under the request id of the engine that wrote it.
+    """Return the record that `pack_record` wrote, with the request id of its engine.
 
-    Its values per token are views of what was received until they are read as lists. Raises
-    ProtocolError if it is no record, or has too many plain values, or another RolloutError naming
-    an illegal value.
+    Its values per token are views of `packed` until they are read as lists. Raises ProtocolError if
+    `packed` is malformed or has too many plain values, and another RolloutError naming an illegal
+    value.
     """
     return _built(_unpacked, packed, "a record")
 
@@ -151,7 +151,7 @@ def _check_size(segments: Sequence[_Segment]) -> None:
 
 
 def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
-    """Return what `build` makes of bytes from a socket, which may be anything."""
+    """Return `build(encoded)`. Raises ProtocolError for whatever malformed bytes make it raise."""
     try:
         return build(encoded)
     except RolloutError:
@@ -161,19 +161,19 @@ def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
 
 
 def token_run(tokens: GeneratedTokens) -> TokenRun:
-    """Return the tokens of one request as messages carry them."""
+    """Return the tokens of one request as the part of a message."""
     top_n = None if tokens.top_n is None else TopNRun.from_rows(tokens.top_n)
     return TokenRun(**_columns_of(tokens), top_n=top_n)
 
 
 def token_runs(tokens: GeneratedColumns, attempts: Sequence[int]) -> TokenRuns:
-    """Return the tokens of many requests as messages carry them, under these attempts of theirs."""
+    """Return the tokens of many requests as the part of a message. `attempts`: one per request."""
     top_n = TopNRun.from_rows(tokens.top_n) if tokens.has_top_n.any() else None
     return TokenRuns(**_columns_of(tokens), attempts=np.array(attempts, np.int64), top_n=top_n)
 
 
 def _columns_of(tokens: GeneratedTokens | GeneratedColumns) -> dict[str, Any]:
-    """Return the fields but top_n, which have the same names here and there."""
+    """Return all fields except top_n; both types name them alike."""
     return {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "top_n"}
 
 
@@ -184,9 +184,9 @@ def resumed_record(
     *,
     priority: int,
 ) -> DynamicInferenceRequestRecord:
-    """The record of a request whose tokens so far are `sample.resumed`, to be added to an engine.
+    """Return the record of a request with the tokens `sample.resumed`, for `Engine.add_record`.
 
-    What only its first engine knew, such as the times of its tokens, is not there.
+    Values that only its first engine knew, such as the times of its tokens, are missing.
     """
     run = sample.resumed
     assert run is not None

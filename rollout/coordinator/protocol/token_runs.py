@@ -1,4 +1,4 @@
-"""Generated tokens with their provenance: of one request, cut and joined by offset; of many."""
+"""Generated tokens with their provenance: runs of one request by offset, and of many requests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ R = TypeVar("R", "TopNRun", "TokenRun")
 
 
 class TopNRun(WithColumns, frozen=True, kw_only=True):
-    """The most probable tokens at each of n positions, one after the other.
+    """The most probable tokens at each of n positions, in one set of arrays.
 
-    counts: int32 [n], how many each position has, -1 where there is no value. token_ids: int32,
+    counts: int32 [n], tokens per position, -1 where the document has None. token_ids: int32,
     log_probs: float32, both [sum of the counts].
     """
 
@@ -53,7 +53,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[int, float] | None]) -> TopNRun:
-        """Return the run of the documents' form: a dictionary, or None, per position."""
+        """Return the run of dictionaries {token id: log-prob}, one or None per position."""
         filled = [row for row in rows if row is not None]
         return cls(
             counts=np.array([-1 if row is None else len(row) for row in rows], dtype=np.int32),
@@ -62,7 +62,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
         )
 
     def rows(self) -> list[dict[int, float] | None]:
-        """Return the documents' form of it, in the same order."""
+        """Return the dictionaries {token id: log-prob}, one or None per position."""
         pairs = zip(self.token_ids.tolist(), self.log_probs.tolist(), strict=True)
         return [
             None if count < 0 else dict(next(pairs) for _ in range(count))
@@ -81,7 +81,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
 
 
 class TokenRun(WithColumns, frozen=True, kw_only=True):
-    """Generated tokens [offset, offset + n) of a request with all that was stamped on them.
+    """Generated tokens [offset, offset + n) of a request with their provenance.
 
     Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
     weights version under which the request entered its first engine.
@@ -115,9 +115,9 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return self.offset + len(self.token_ids)
 
     def from_offset(self, offset: int) -> TokenRun:
-        """Return the tokens from `offset` on: without those a receiver has already.
+        """Return the tokens from `offset` on.
 
-        Raises ProtocolError if it starts only behind `offset`: tokens between are missing.
+        Raises ProtocolError if the run starts after `offset`: tokens between are missing.
         """
         num_known = offset - self.offset
         if num_known < 0:
@@ -133,16 +133,16 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         )
 
 
-# Of every token; a request that did not ask for the other fields has none of them.
+# Every run has these; log_probs and top_n only if they were requested.
 _PER_TOKEN = ("token_ids", "policy_versions", "context_kv_version_min", "context_kv_version_mean")
 
 
 class TokenRuns(WithColumns, frozen=True, kw_only=True):
-    """A TokenRun of each of R attempts, one after the other: T tokens in one set of columns.
+    """The TokenRuns of R attempts with T tokens together, in one set of columns.
 
     request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
-    entry_versions: int32 [R]. log_probs: float32, and top_n, of those that has_log_probs and
-    has_top_n, uint8 [R], say have them. The others as in TokenRun, [T].
+    entry_versions: int32 [R]. has_log_probs, has_top_n: uint8 [R], which attempts have
+    log_probs (float32) and top_n. The others are as in TokenRun, [T].
     """
 
     request_ids: Ids
@@ -176,7 +176,8 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         return len(self.request_ids)
 
     def _num_before(self, row: int) -> tuple[int, int, int]:
-        """How many tokens the attempts before `row` have, how many log-probs and top-n of them."""
+        """Return the numbers of tokens, log-probs and top-n positions of the attempts before
+        `row`."""
         counts = self.counts[:row]
         return (
             int(counts.sum(dtype=np.int64)),
@@ -226,7 +227,7 @@ _PER_REQUEST = (
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
-    """Return one run of one or more that follow each other, under the first's entry version.
+    """Return consecutive runs as one, with the entry version of the first.
 
     Raises ProtocolError if one does not start where the one before ends, or only some have
     log-probs or top-n.
@@ -242,7 +243,7 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
 
 
 def _joined(runs: Sequence[R]) -> dict[str, npt.NDArray[Any] | None]:
-    """Return their columns, each as one; None where all have None."""
+    """Return each column of the runs joined; None where all runs have None."""
     joined: dict[str, npt.NDArray[Any] | None] = {}
     for name in columns_of(type(runs[0])):
         present = [part for run in runs if (part := getattr(run, name)) is not None]

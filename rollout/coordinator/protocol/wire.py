@@ -1,4 +1,4 @@
-"""What messages are made of: bounded fields, columns of numbers, values to bytes and back."""
+"""The building blocks of messages: bounded fields, columns of numbers, packed plain values."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from msgspec import Meta
 from rollout.errors import ProtocolError
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
-# What msgspec reads as "any value" costs its reader up to 85 bytes per byte received: an empty map
-# is one byte. So whatever holds plain values is bounded: messages with a PlainMap, and what
-# `unpack` reads. All other fields are typed, and msgspec refuses a claimed length that is over its
-# bound, or not there, before it builds anything.
+# A value of any type takes up to 85 bytes of memory per byte received: an empty map is one byte. So
+# the size of plain values is bounded, in messages with a PlainMap and in `unpack`. All other fields
+# are typed, and msgspec refuses a length that is above its bound, or above the bytes received,
+# before it builds anything.
 MAX_PLAIN_BYTES = 2**20
 MAX_PLAIN_DEPTH = 8
 MAX_ITEMS = 2**17
-# What msgspec raises; UTF-8 that is none is a ValueError.
+# What msgspec raises; malformed UTF-8 is a ValueError.
 FAULTS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63))]  # msgpack has no integer above 2**64 - 1
 Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]  # NaN is in no range
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]  # which excludes NaN
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]
-# Any nest of None, bool, int, float, str, bytes, lists and maps with string keys.
+# None, bool, int, float, str, bytes, lists and maps with string keys, nested.
 PlainMap = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A kind of array: little-endian numbers, negative ones only if `is_signed`."""
+    """A type of column: little-endian numbers, negative ones only if `is_signed`."""
 
     dtype: np.dtype[Any]
     is_signed: bool
@@ -57,7 +57,8 @@ class Column:
         return array_N
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
-        """Return a sender's numbers as an array of the dtype. Nothing wraps: ProtocolError."""
+        """Return a sender's numbers as an array of the dtype. Raises ProtocolError if they do not
+        fit."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -71,12 +72,12 @@ class Column:
 
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
-    """The annotation of a column for msgspec, which reads binary: of a type that it does not know
-    it would build anything."""
+    """Return the annotation of a column: bytes to msgspec, which would accept any value for a type
+    that it does not know."""
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
-# One-dimensional arrays. Received as binary, and made arrays when the struct is built.
+# One-dimensional arrays. They are received as bytes; the struct's constructor makes arrays of them.
 if TYPE_CHECKING:
     Flags = npt.NDArray[np.uint8]
     Int32s = npt.NDArray[np.int32]
@@ -94,7 +95,7 @@ else:
 
 
 class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
-    """Base of messages and of their parts: equal if of one type and equal on the wire; no hash."""
+    """Base of messages and their parts. Equal if their types and their bytes are; not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -105,11 +106,11 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class WithColumns(WireData, frozen=True):
-    """Base of those that have columns, which are received bytes or a sender's numbers."""
+    """Base of messages and parts with columns, which are received as bytes or given as numbers."""
 
     def __post_init__(self) -> None:
-        """Make arrays of them. Raises ProtocolError naming the field. A sender's numbers are tested
-        for their sign by `encode`, which reads what it wrote.
+        """Make arrays of the columns. Raises ProtocolError naming the field. The sign of a sender's
+        numbers is checked by `encode`, which decodes the frame again.
         """
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
@@ -129,7 +130,7 @@ class WithColumns(WireData, frozen=True):
 
 @cache
 def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
-    """The columns of a struct, by its annotations."""
+    """Return the columns of a struct, by name."""
     found: dict[str, Column] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for annotation in (hint, *get_args(hint)):  # of `Float32s | None`, too
@@ -140,7 +141,7 @@ def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
 
 
 def check_plain(name: str, value: Any, depth_left: int = MAX_PLAIN_DEPTH) -> None:
-    """Raise ProtocolError unless `value` is of plain values, and nested no deeper than allowed."""
+    """Raise ProtocolError unless `value` consists of plain values and is not nested too deep."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return
     if depth_left == 0:
@@ -158,7 +159,7 @@ def check_plain(name: str, value: Any, depth_left: int = MAX_PLAIN_DEPTH) -> Non
 
 
 def pack(value: Any) -> bytes:
-    """Return a value, or a message, as msgpack. Raises ProtocolError if it cannot carry it."""
+    """Return a value or message as msgpack. Raises ProtocolError if msgpack cannot carry it."""
     try:
         return _encoder.encode(value)
     except FAULTS as fault:
@@ -166,7 +167,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes | msgspec.Raw, max_bytes: int = MAX_PLAIN_BYTES) -> Any:
-    """Return the one plain value in `packed`. Raises ProtocolError if it is none, or larger."""
+    """Return the plain value in `packed`. Raises ProtocolError if it is malformed or too large."""
     num_bytes = memoryview(packed).nbytes
     if num_bytes > max_bytes:
         raise ProtocolError(f"{num_bytes} bytes of plain values, at most {max_bytes} are allowed")

@@ -1,1 +1,1 @@
-"""Which engine gets which request, and the bounded memory of who holds which prefix."""
+"""Routing policies: which engine gets which request, by load and by assigned prefixes."""

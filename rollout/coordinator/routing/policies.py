@@ -17,38 +17,38 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks, and is told of all that bears on the choice, which a subclass may ignore.
+    """Chooses ranks. It is told of everything that may matter; a subclass may ignore it.
 
     Ranks are small integers; `hashes` are those of compute_block_hashes_batched, [] for a prompt
-    shorter than a block. The same calls must give the same choices. The router's loop waits for
-    every call, so none may block or grow with what is known.
+    shorter than a block. The same calls must give the same choices. The coordinator waits for each
+    call, so none may block, or take longer the more the policy knows.
     """
 
     def rank_joined(self, rank: int) -> None:
-        """The rank takes requests from now on. It owns no block and has no request."""
+        """The rank accepts requests from now on. It has no cached block and no request."""
 
     def rank_left(self, rank: int) -> None:
-        """The rank takes no more. Its blocks and unfinished requests are gone: those are assigned
-        again, never reported as finished."""
+        """The rank accepts no more requests. Its blocks are gone; its unfinished requests are
+        assigned again, and never reported as finished here."""
 
     def cache_dropped(self, rank: int) -> None:
         """The rank reuses no block that it had cached: it serves other weights now, or has released
         its KV memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """One of `ranks`, the joined ones that have room, for samples of a prompt with these
-        blocks. `num_tokens`: as in `assigned`, of all samples."""
+        """Return one of `ranks`, the joined ones that have room, for samples of a prompt with these
+        blocks. `num_tokens`: as in `assigned`, summed over the samples."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        """The joined rank got a request with these blocks. `num_tokens`: prompt and new tokens that
-        it may come to, at most. Sent once per request, also for those of one group."""
+        """The joined rank got a request with these blocks. `num_tokens`: the most prompt and new
+        tokens that it can have. Called once per request, also within a group."""
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        """A request assigned with `num_tokens` is done there: completed, failed or aborted."""
+        """A request assigned with `num_tokens` has ended there: completed, failed or aborted."""
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Each rank in turn, by number. The others fall back on it."""
+    """Each rank in turn, by number. The prefix policies fall back on it."""
 
     def __init__(self) -> None:
         self._previous = -1
@@ -60,10 +60,10 @@ class RoundRobinPolicy(RoutingPolicy):
 
 
 class LongestPrefixPolicy(RoundRobinPolicy):
-    """The rank that was assigned the longest prefix of the prompt; of several, the latest. In turn
-    if it has no room.
+    """The rank that was assigned the longest prefix of the prompt; of several, the latest one. If
+    it has no room, ranks in turn.
 
-    At most `max_rows` pairs of block and rank are remembered. Load is not looked at: requests that
+    At most `max_rows` pairs of block and rank are remembered. Load does not matter: requests that
     share only their first block still go to one rank.
     """
 
@@ -104,12 +104,12 @@ class FirstPrefixBlockPolicy(LongestPrefixPolicy):
 
 
 class LoadBalancedPolicy(LongestPrefixPolicy):
-    """The rank that was assigned the longest prefix of the prompt, while its load is bounded; else
-    the one with the least load: of several, the one assigned last, then the lowest.
+    """The rank that was assigned the longest prefix of the prompt, as long as its load is bounded;
+    else the rank with the least load: of several, the one assigned last, then the lowest.
 
-    A load is the outstanding tokens, or requests. That of the prefix's rank may be `max_imbalance`
-    times the least one, and what is to be assigned, too: so prompts that share a template spread,
-    and those that share more go where it is computed already.
+    The load is the number of outstanding tokens or requests. That of the prefix's rank may be at
+    most `max_imbalance` times the least load plus the load to assign. So prompts that only share a
+    template spread, and those that share more go where their blocks are.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ _FACTORIES: dict[str, PolicyFactory] = {
 
 
 def register_policy(name: str) -> Callable[[_F], _F]:
-    """Decorator: `name` stands for this class or factory of a RoutingPolicy from now on.
+    """Decorator: register this class or factory of a RoutingPolicy under `name`.
 
     Raises ConfigError if the name is taken by another one, empty, or has a colon, which marks a
     path.
@@ -193,10 +193,10 @@ def register_policy(name: str) -> Callable[[_F], _F]:
 
 
 def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
-    """What makes the policy of this name, or of the path "package.module:Class".
+    """Return the factory of the policy with this name or path "package.module:Class".
 
-    A name is known only where its module was imported. For another process, look it up here and
-    send what is returned: a class pickles as its module and name. Raises ConfigError.
+    A name is known only in processes that imported its module. For another process, find the
+    factory here and send it: a class pickles as its module and name. Raises ConfigError.
     """
     name = name.value if isinstance(name, Enum) else name
     module_name, colon, attribute = name.partition(":")
@@ -221,7 +221,7 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
 def make_policy(
     policy: str | PrefixCachingCoordinatorPolicy | PolicyFactory, **options: Any
 ) -> RoutingPolicy:
-    """The policy of this name, path or factory, made with `options`. Raises ConfigError."""
+    """Return the policy of this name, path or factory, made with `options`. Raises ConfigError."""
     factory = find_policy(policy) if isinstance(policy, str) else policy
     try:
         inspect.signature(factory).bind(**options)

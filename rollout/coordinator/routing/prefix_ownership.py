@@ -1,7 +1,7 @@
 """PrefixOwnership: which rank was assigned which prompt block, in bounded memory.
 
-It remembers assignments, not caches: a rank may have dropped a block, or not computed it yet. A
-wrong row costs a prefill, never a wrong token, because an engine finds its blocks by its own keys.
+It remembers assignments, not caches: a rank may have evicted a block, or not have computed it yet.
+A wrong row costs a prefill, never a wrong token: an engine finds its blocks by its own keys.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 # 180 MiB when full. Python then rebuilds the table once per 1.8 million new blocks, in 0.15 s.
 DEFAULT_MAX_ROWS = 1_000_000
 
-# Rows swept per block assigned: above 1, so that a table of dead rows shrinks while it is used.
+# Rows swept per assigned block: above 1, so that dead rows vanish faster than rows are added.
 SWEEP_RATE = 2
 
 
 class PrefixOwnership:
-    """Block hash -> the ranks that own it, the one assigned last in front.
+    """Block hash -> the ranks that own it, the latest one first.
 
-    A row is one (hash, rank); there are at most `max_rows` between calls. Beyond, the blocks that
-    nobody was assigned for longest go, with all their ranks. Every lookup or assignment of a block
-    is a few dict operations, whatever the number of rows and ranks (amortized).
+    A row is one (hash, rank); between calls there are at most `max_rows`. Beyond that, the blocks
+    that were not assigned for longest are removed with all their ranks. A lookup or assignment of a
+    block takes a few dict operations, whatever the number of rows and ranks (amortized).
 
-    A rank's rows belong to its tenure, which ends when it leaves or drops its blocks: they are
-    dead at once, and are given back as they are met or reach the old end of the table.
+    A rank's rows belong to its tenure, which ends when it leaves or drops its blocks. Rows of ended
+    tenures are dead; they are removed when a lookup meets them or when they are the oldest.
     """
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
         self.max_rows = max_rows
-        # Plain integers as values: the garbage collector need not walk a million of them.
+        # Values are plain integers, which the garbage collector does not visit.
         self._latest: OrderedDict[int, int] = OrderedDict()  # hash -> tenure, oldest use first
         self._earlier: dict[int, dict[int, None]] = {}  # hash -> other tenures, last one latest
         self._tenure_of_rank: dict[int, int] = {}
@@ -38,27 +38,27 @@ class PrefixOwnership:
         self._num_rows = 0
 
     def __len__(self) -> int:
-        """Rows held, the dead ones not yet given back included."""
+        """The number of rows, dead ones included."""
         return self._num_rows
 
     def add_rank(self, rank: int) -> None:
-        """A rank that owns nothing yet."""
+        """Add a rank that owns nothing yet."""
         assert rank not in self._tenure_of_rank, f"rank {rank} is there already"
         self._tenure_of_rank[rank] = self._num_tenures
         self._rank_of_tenure[self._num_tenures] = rank
         self._num_tenures += 1
 
     def remove_rank(self, rank: int) -> None:
-        """The rank and all it owns are gone. Constant time."""
+        """Remove the rank with all that it owns. Constant time."""
         del self._rank_of_tenure[self._tenure_of_rank.pop(rank)]
 
     def drop_rank(self, rank: int) -> None:
-        """The rank stays and owns nothing. Constant time."""
+        """Remove all that the rank owns. Constant time."""
         self.remove_rank(rank)
         self.add_rank(rank)
 
     def latest_owner(self, block_hash: int) -> int | None:
-        """The rank that was assigned this block last and still owns it; None if nobody does."""
+        """Return the latest rank that owns this block; None if there is none."""
         while (tenure := self._latest.get(block_hash)) is not None:
             rank = self._rank_of_tenure.get(tenure)
             if rank is not None:
@@ -67,7 +67,7 @@ class PrefixOwnership:
         return None
 
     def longest_match_owner(self, hashes: Sequence[int]) -> int | None:
-        """The latest owner of the deepest owned block of a prompt; None if none is owned.
+        """Return the latest owner of the deepest owned block of a prompt; None if there is none.
 
         Hashes are chained to their parents, so the deepest block stands for all before it.
         """
@@ -78,7 +78,7 @@ class PrefixOwnership:
         return None
 
     def assign(self, rank: int, hashes: Sequence[int]) -> None:
-        """The rank owns the blocks of this prompt, and is the latest to do so."""
+        """Make the rank the latest owner of the blocks of this prompt."""
         tenure, latest = self._tenure_of_rank[rank], self._latest
         # Deepest first: no block outlives its parent, which a prompt matched to it would need.
         for block_hash in reversed(hashes):
@@ -93,7 +93,7 @@ class PrefixOwnership:
         self._give_back(SWEEP_RATE * len(hashes))
 
     def _supersede(self, block_hash: int, previous: int, tenure: int) -> None:
-        """Put `tenure` before `previous`, until now the latest of this block."""
+        """Put `tenure` before `previous`, which was the latest of this block."""
         if tenure in self._earlier.get(block_hash, ()):
             self._drop_earlier(block_hash, tenure)
         self._latest[block_hash] = tenure
@@ -106,7 +106,7 @@ class PrefixOwnership:
                 self._drop_dead(block_hash)
 
     def _drop_latest(self, block_hash: int) -> None:
-        """Drop the latest row of a block; the one before it, if any, is the latest then."""
+        """Drop the latest row of a block; the row before it, if any, becomes the latest."""
         earlier = self._earlier.get(block_hash)
         if earlier:
             tenure, _ = earlier.popitem()
@@ -125,14 +125,15 @@ class PrefixOwnership:
         self._num_rows -= 1
 
     def _drop_dead(self, block_hash: int) -> None:
-        """Drop the earlier rows of a hot block whose tenures ended: it never gets old itself."""
+        """Drop the earlier dead rows of a block that is used too often to become the oldest."""
         earlier = self._earlier[block_hash]
         living = {tenure: None for tenure in earlier if tenure in self._rank_of_tenure}
         self._earlier[block_hash] = living
         self._num_rows -= len(earlier) - len(living)
 
     def _give_back(self, num_swept: int) -> None:
-        """Drop what is over the bound, then up to `num_swept` dead rows from the old end."""
+        """Drop the oldest blocks above the bound, then up to `num_swept` dead rows at the old
+        end."""
         while self._num_rows > self.max_rows:
             block_hash, _ = self._latest.popitem(last=False)
             self._num_rows -= 1 + len(self._earlier.pop(block_hash, ()))

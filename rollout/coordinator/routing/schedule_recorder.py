@@ -17,9 +17,9 @@ class ScheduleRecorder:
     """Writes {policy, data_parallel_size, num_requests, records: [{request_id, rank_index,
     num_hashes}]} to `path` when it is closed; until then `path` stays as it was.
 
-    A record is one assignment, so a request that moved to another rank counts again. Raises
-    ConfigError if the folder cannot be written to. When its disk fills up later, that is logged
-    and the schedule is given up, since requests matter more.
+    A record is one assignment, so a request that moved to another rank has two. Raises ConfigError
+    if the folder cannot be written to. A later fault, such as a full disk, is logged, and no file
+    is written.
     """
 
     def __init__(self, path: str | Path, policy: str, data_parallel_size: int) -> None:
@@ -32,7 +32,7 @@ class ScheduleRecorder:
         if not os.access(self._path.parent, os.W_OK):
             raise ConfigError(
                 f"schedule_output_path={str(path)!r} cannot be written: {str(self._path.parent)!r} "
-                "is no folder that this process may write to"
+                "is not a folder that this process may write to"
             )
 
     def record(self, request_id: int, rank_index: int, num_hashes: int) -> None:
@@ -41,7 +41,7 @@ class ScheduleRecorder:
             self._numbers.extend((request_id, rank_index, num_hashes))
 
     def close(self) -> None:
-        """Write the file, replacing an older one at once. A second call does nothing."""
+        """Write the file, which replaces an older one atomically. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -254,7 +254,7 @@ def test_a_rollback_while_fetching_is_the_vote_no_and_nothing_is_staged(
     assert not isinstance(agent.handle(Rollback(command_id=7))[0], Nack)
     assert agent.is_staging, "the rollback of another one changes nothing"
     answers = agent.handle(Rollback(command_id=1))
-    assert "given up" in refusal(answers, 1)
+    assert "cancelled before" in refusal(answers, 1)
     assert isinstance(answers[-1], Ack)
     sources.free_all()
     assert agent.poll() == []
@@ -271,7 +271,7 @@ def test_a_newer_update_is_staged_while_the_fetch_of_an_older_one_hangs(
     sources.add(22)
     sources.free(22)
     no, yes = tell(agent, prepare(2, 6, source_of(22)))
-    assert "given up" in refusal([no], 1)
+    assert "cancelled before" in refusal([no], 1)
     assert isinstance(yes, Ack)
     sources.free_all()
     assert agent.poll() == [], "the older one is nobody's any more"
@@ -332,7 +332,7 @@ def test_no_thread_reads_weights_whose_memory_goes(sources: HeldSources, header:
     agent.handle(prepare(1, 5, source_of(21)))
     assert begun.wait(BOUND_S)
     answers = agent.handle(command(header, 8))
-    assert "given up" in refusal(answers, 1)
+    assert "cancelled before" in refusal(answers, 1)
     assert isinstance(answers[-1], Ack)
     assert log == ["staging ended", "memory"]
 
@@ -341,7 +341,7 @@ def test_a_new_session_while_fetching_is_the_vote_no(sources: HeldSources) -> No
     agent = holding_agent(sources)
     agent.handle(prepare(1, 5, sources.add(21)))
     assert agent.registration().prepared_command_id is None
-    assert "given up" in refusal(agent.handle(entered()), 1)
+    assert "cancelled before" in refusal(agent.handle(entered()), 1)
     assert not agent.is_staging
 
 
