@@ -55,7 +55,7 @@ LARGE = ModelSpec(
 SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  # 88 MB
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
 SOURCES = ("one file", "four files", "random", "CausalLM")
-TUNES = ("plain", "onednn", "1")
+TUNES = ("plain", "native", "1")
 STAGES = ("open", "fill", "tune")
 
 
@@ -68,7 +68,8 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
     single.unlink()
     views = model.weight_views()
     del views["lm_head.weight"]
-    names, weight_map = sorted(views), {}
+    names = sorted(views)
+    weight_map: dict[str, str] = {}
     for index in range(4):
         file_name = f"model-{index + 1:05}-of-00004.safetensors"
         shard = names[index * len(names) // 4 : (index + 1) * len(names) // 4]
