@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 import rollout
 from benchmarks.gpu_shapes import NEAR_NOTHING
@@ -30,10 +34,19 @@ from rollout import (
     KVCacheManagementMode,
     SamplingParams,
 )
+from rollout.backends.products.selection import SWITCH
 from rollout.models import CausalLM
 
 PACKAGE_FOLDER = Path(rollout.__file__).parent
-SPEC = replace(NEAR_NOTHING, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+SPEC = replace(
+    NEAR_NOTHING,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype=torch.float32,
+)
 PROMPT_LEN = 8
 NUM_ROWS = 2
 NUM_WARM_STEPS = 4  # the decode step that is counted takes no new block
@@ -57,6 +70,19 @@ def count_calls(operation: Callable[[], Any]) -> Counter[str]:
     return calls
 
 
+@contextmanager
+def products_by_rule() -> Iterator[None]:
+    """Choose matrix products without measuring them: the counts are the same on every machine."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
+
+
 def decoding_engine() -> DynamicInferenceEngine:
     """An engine in which NUM_ROWS requests decode."""
     config = InferenceConfig(
@@ -66,7 +92,8 @@ def decoding_engine() -> DynamicInferenceEngine:
         max_sequence_length=256,
         kv_cache_management_mode=KVCacheManagementMode.PERSIST,
     )
-    engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
+    with products_by_rule():
+        engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
     for row in range(NUM_ROWS):
         _submit(engine, row)
     for _ in range(NUM_WARM_STEPS):

@@ -9,16 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Generated, Workload, require_what_was_asked
 from rollout import LLM, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """All samples, prompt-major; `logprobs` are None where the workload does not want them."""
-
-    tokens: list[list[int]]
-    logprobs: Sequence[Sequence[float] | torch.Tensor] | None
 
 
 class Contestant(Protocol):
@@ -45,11 +37,7 @@ def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
     start = time.process_time()
     generated = contestant.run(workload, seed)
     seconds = time.process_time() - start
-    wanted = [n for n in workload.output_lens for _ in range(workload.num_samples)]
-    lengths = [len(tokens) for tokens in generated.tokens]
-    scored = wanted if generated.logprobs is None else [len(row) for row in generated.logprobs]
-    if lengths != wanted or scored != wanted or workload.wants_logprobs != bool(generated.logprobs):
-        raise RuntimeError(f"{contestant.name} did not generate what {workload.name} asks for")
+    require_what_was_asked(contestant.name, workload, generated)
     return Timed(cpu_seconds=seconds, generated=generated)
 
 
@@ -68,6 +56,7 @@ class RolloutEngine:
             SamplingParams(
                 num_tokens_to_generate=length,
                 ignore_eos=True,
+                temperature=workload.temperature,
                 return_log_probs=workload.wants_logprobs,
                 seed=seed,
             )
@@ -138,8 +127,8 @@ class TransformersGenerate:
             attention_mask=torch.ones_like(prompts),
             num_return_sequences=workload.num_samples,
             max_new_tokens=max(workload.output_lens[index] for index in indices),
-            do_sample=True,
-            temperature=1.0,
+            do_sample=workload.temperature > 0,
+            temperature=workload.temperature or None,
             top_k=0,
             top_p=1.0,
             eos_token_id=None,

@@ -81,7 +81,7 @@ def _run(part: Part, deadline: Deadline, on_failure: Callable[[], None]) -> Outc
         figures = part.measure()
     except KeyboardInterrupt:
         return _without_figures(part, INTERRUPTED, "Ctrl-C", time.monotonic() - start)
-    except Exception as error:
+    except Exception as error:  # it is told with the part; the other parts are measured
         why = described(error)
     else:
         seconds = time.monotonic() - start

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.contestants import (
     Contestant,
-    Generated,
     RolloutEngine,
     TransformersGenerate,
     timed,
@@ -23,7 +22,7 @@ from benchmarks.contestants import (
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_engines import pool_config
 from benchmarks.gpu_shapes import PoolShape
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Generated, Workload
 from rollout import LLM
 from rollout.models.spec import ModelSpec
 
@@ -158,7 +157,7 @@ def measure_contest(
             continue
         try:
             seconds[name] = run(device, model, workload, sizes)
-        except Exception as error:
+        except Exception as error:  # it is told with the peer; the other peers are measured
             errors[name] = f"{type(error).__name__}: {error}"
         device.give_back_unused()
     return _judged(workload, seconds, errors)

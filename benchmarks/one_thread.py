@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import sys
 
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """The variables that allow `num_threads` computing threads, and no downloads."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "OPENBLAS_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def restart_with_one_thread() -> None:
     """Start this program again with the environment that allows one thread, unless it has it."""
-    if all(os.environ.get(name) == value for name, value in _ENVIRONMENT.items()):
+    wanted = thread_environment(1)
+    if all(os.environ.get(name) == value for name, value in wanted.items()):
         return
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **_ENVIRONMENT})
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})

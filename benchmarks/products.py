@@ -23,8 +23,12 @@ from rollout import InferenceConfig
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import default_selection
-from rollout.backends.products.candidates import LinearHandle, Product, available_products
-from rollout.backends.products.choice import bucket_of
+from rollout.backends.products.candidates import (
+    LinearHandle,
+    Product,
+    available_products,
+    bucket_of,
+)
 from rollout.backends.select import create_backend
 from rollout.models import build_model
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`num_samples` samples of each prompt, `output_lens[i]` tokens long for prompt i."""
+    """`num_samples` samples of each prompt, `output_lens[i]` tokens long for prompt i.
+
+    `temperature` is 1, or 0 for the likeliest tokens.
+    """
 
     name: str
     summary: str
-    prompts: tuple[tuple[int, ...], ...]
-    output_lens: tuple[int, ...]
+    prompts: Sequence[Sequence[int]]
+    output_lens: Sequence[int]
     num_samples: int
     wants_logprobs: bool
+    temperature: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -26,6 +32,23 @@ class Workload:
     def shortened(self, num_tokens: int) -> Workload:
         """The same requests, cut to `num_tokens` tokens each."""
         return replace(self, output_lens=tuple(min(n, num_tokens) for n in self.output_lens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """All samples, prompt-major; `logprobs` are None where the workload does not want them."""
+
+    tokens: list[list[int]]
+    logprobs: Sequence[Any] | None
+
+
+def require_what_was_asked(name: str, workload: Workload, generated: Generated) -> None:
+    """Raises RuntimeError unless `name` generated exactly what the workload asks for."""
+    wanted = [n for n in workload.output_lens for _ in range(workload.num_samples)]
+    lengths = [len(tokens) for tokens in generated.tokens]
+    scored = wanted if generated.logprobs is None else [len(row) for row in generated.logprobs]
+    if lengths != wanted or scored != wanted or workload.wants_logprobs != bool(generated.logprobs):
+        raise RuntimeError(f"{name} did not generate what {workload.name} asks for")
 
 
 def group_workload(

@@ -107,7 +107,8 @@ class InferenceConfig:
         admission: 1.0 all of it, 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb is given.
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
     seed: of requests that bring no seed of their own.
-    deterministic: refused where it cannot be kept, which is everywhere today.
+    deterministic: tokens and log-probs are the same to the last bit however requests are scheduled.
+        On a CPU with compiled kernels, for float32 models; refused elsewhere. Attention is slower.
 
     enable_prefix_caching: requests share the KV of common prefixes.
     prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is

@@ -339,6 +339,14 @@ def check_prefix_reuse_across_versions() -> None:
         InferenceConfig(prefix_reuse_across_versions=True)
 
 
+def check_deterministic() -> None:
+    """What it promises is tested with the engine; here, that it asks for the compiled kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLOUT_NATIVE", "0")
+        with pytest.raises(ConfigError, match="deterministic=True needs the compiled kernels"):
+            tiny_engine(model(), deterministic=True)
+
+
 # ---- what is refused
 
 
@@ -356,7 +364,6 @@ MAMBA = MambaInferenceStateConfig(
 )
 REFUSED: dict[str, Callable[[str], None]] = {
     "unified_memory_level": refuses(1),
-    "deterministic": refuses(True),
     "num_cuda_graphs": refuses(0, 4),
     "cuda_graph_mixed_prefill_count": refuses(0, None),
     "use_cuda_graphs_for_non_decode_steps": refuses(False),

@@ -17,27 +17,34 @@ from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.native.decoder import NativeDecoder
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
-from rollout.backends.ops.cpu import CpuOps
+from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.native import NativeOps
+from rollout.errors import ConfigError
 
 
-def cpu_backend(memory_kind: str) -> Backend:
+def cpu_backend(memory_kind: str, *, deterministic: bool = False) -> Backend:
     """A Backend on CPU, with compiled kernels if there are any.
 
-    `memory_kind` is "device" or "reserved".
+    `memory_kind` is "device" or "reserved". `deterministic`: the numbers of a token do not
+    depend on the schedule; raises ConfigError without compiled kernels.
     """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
     library = load_library()
     fuse_decoder = None
+    if deterministic and library is None:
+        raise ConfigError(
+            "deterministic=True needs the compiled kernels: install a C compiler and unset "
+            "ROLLOUT_NATIVE, or leave it False"
+        )
     if library is None:
         ops: Ops = CpuOps()
         attention: AttentionBackend = TorchSdpaAttention(ops)
     else:
         kernels = Kernels(library)
-        ops = NativeOps(kernels)
+        ops = NativeOps(kernels, default_selection(kernels, native_only=deterministic))
         attention = NativePagedAttention(kernels, ops)
-        fuse_decoder = partial(NativeDecoder, kernels)
+        fuse_decoder = partial(NativeDecoder, kernels, deterministic=deterministic)
     return Backend(
         device=device,
         memory_bytes=memory_limit_bytes(),

@@ -72,7 +72,10 @@ def create_backend(config: InferenceConfig) -> Backend:
     prepare_for_forks()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    backend = cpu_backend(memory_kind) if device == "cpu" else _cuda_backend(config, memory_kind)
+    if device == "cpu":
+        backend = cpu_backend(memory_kind, deterministic=config.deterministic)
+    else:
+        backend = _cuda_backend(config, memory_kind)
     logger.info(
         "backend: device=%s, memory_kind=%s, threads=%d",
         *(backend.device, memory_kind, torch.get_num_threads()),
@@ -152,9 +155,9 @@ def _memory_kind(config: InferenceConfig, device: str) -> str:
 
 def _refuse_without_effect(config: InferenceConfig, device: str) -> None:
     where = device.upper()
-    if config.deterministic:
+    if config.deterministic and device == "cuda":
         raise ConfigError(
-            f"deterministic=True is not supported on {where}: matrix products of different batch "
+            "deterministic=True is not supported on CUDA: matrix products of different batch "
             "sizes round differently; leave it False"
         )
     for name in _DEVICES[device].fields_without_effect:

@@ -79,8 +79,8 @@ class CausalLM(nn.Module):
             if isinstance(module, BackendLayer):
                 module.bind(backend)
         backend.ops.tune(layer.handle for layer in self.linear_layers().values())
-        if backend.fuse_decoder is not None:
-            self.fused = backend.fuse_decoder(self.model.parts())
+        fuse = backend.fuse_decoder
+        self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -90,7 +90,8 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
-        self.rotary.reserve(int(batch.context_lens.max()))
+        if batch.context_lens.max() > self.rotary.cos_PD.shape[0]:
+            self.rotary.reserve(int(batch.context_lens.max()))
         if self.fused is not None:
             fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)
             if fused_LE is not None:

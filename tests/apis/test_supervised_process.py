@@ -83,13 +83,14 @@ def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture)
 
 def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_processes, "STEADY_S", 0.0)
-    script = Script()
-    process = supervised(script, max_restarts=1)
+    script, ends = Script(), []
+    process = supervised(script, max_restarts=1, on_end=ends.append)
     try:
         process.started.result(WAIT_S)
         for number in range(1, 4):
             script.children[-1].kill()
             waited_for(lambda number=number: len(script.children) > number)
+        assert ends == []
     finally:
         end(process)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rollout.backends.products.candidates import PLAIN, LinearHandle, Product
-from rollout.backends.products.choice import BUCKETS
+from rollout.backends.products.candidates import BUCKETS, PLAIN, LinearHandle, Product
 
 
 class PackedProduct(Product):

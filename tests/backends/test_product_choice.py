@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.backends.products.choice import (
-    BUCKETS,
-    bucket_of,
-    choose,
-    choose_by_rule,
-)
+from rollout.backends.products.candidates import BUCKETS, bucket_of
+from rollout.backends.products.choice import choose, choose_by_rule
 from tests.backends.fake_products import PRODUCTS, rounds
 
 

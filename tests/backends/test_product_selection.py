@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.products.cache import ChoiceCache
-from rollout.backends.products.choice import BUCKETS, choosable
+from rollout.backends.products.candidates import BUCKETS
+from rollout.backends.products.choice import choosable
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
 from rollout.errors import ConfigError

@@ -83,7 +83,6 @@ def test_memory_kinds_of_gpus_are_refused_with_the_legal_ones(kind: str) -> None
         ("use_cuda_graphs_for_non_decode_steps", False),
         ("use_flashinfer_fused_rope", True),
         ("use_flashinfer_fused_rope", None),
-        ("deterministic", True),
     ],
 )
 def test_a_field_without_effect_on_cpu_is_refused_by_name(field: str, value: object) -> None:

@@ -220,6 +220,15 @@ def test_what_it_is_not_made_for_is_left_to_the_layers(
     assert fused(model, batch_of([(5, 1)], [0], kv)) is None
 
 
+def test_a_model_that_is_prepared_again_has_what_its_new_backend_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = native_backend(monkeypatch)
+    model = prepared(SPEC, backend)
+    model.prepare(replace(backend, fuse_decoder=None))
+    assert model.fused is None
+
+
 def test_another_product_is_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "plain")
     model = prepared(SPEC, cpu_backend("device"))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
+
+from rollout.coordinator.core import core, dispatcher
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode
@@ -33,6 +36,34 @@ LIMITS = CoordinatorLimits(
 )  # fmt: skip
 
 Peer = FakeEngine | FakeClient
+# Of what a core makes for itself, by their module: what a test looks into.
+_PARTS = {
+    core: (
+        *("Clients", "Context", "Dispatcher", "Fleet", "PendingCommands"),
+        *("Recent", "Registry", "RequestTable"),
+    ),
+    dispatcher: ("GroupQueue",),
+}
+
+
+def _core_and_parts(
+    policy: RoutingPolicy, **options: Any
+) -> tuple[CoordinatorCore, dict[str, list[Any]]]:
+    """A core, and the parts that it has made, by the name of their class."""
+    parts: dict[str, list[Any]] = {}
+
+    def kept(name: str, kind: type) -> Callable[..., Any]:
+        def make(*arguments: Any, **more: Any) -> Any:
+            parts.setdefault(name, []).append(kind(*arguments, **more))
+            return parts[name][-1]
+
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in _PARTS.items():
+            for name in names:
+                patch.setattr(module, name, kept(name, getattr(module, name)))
+        return CoordinatorCore(policy, **options), parts
 
 
 class FakeFleet:
@@ -43,13 +74,18 @@ class FakeFleet:
         options.setdefault("data_parallel_size", 2)
         options.setdefault("coordinator_id", b"k" * 16)
         self.policy = policy or RoundRobinPolicy()
-        self.core = CoordinatorCore(self.policy, **options)
+        self.core, self.parts = _core_and_parts(self.policy, **options)
         self.now = 100.0
         self.peers: dict[bytes, Peer] = {}
         self.to_core: dict[bytes, deque[bytes]] = {}
         self.to_peer: dict[bytes, deque[Message]] = {}
         self._identities = (b"peer%d" % number for number in itertools.count())
         self._ids = (number.to_bytes(16, "big") for number in itertools.count(1))
+
+    def part(self, name: str) -> Any:
+        """The core's one part of this class."""
+        (part,) = self.parts[name]
+        return part
 
     # ---- who is there
 

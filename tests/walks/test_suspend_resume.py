@@ -207,7 +207,10 @@ def test_suspend_and_resume_of_an_idle_engine(mode: str) -> None:
     engine = tiny_engine(model(), kv_cache_management_mode=mode)
     suspend_and_resume(engine)
     (result,) = generate_all(engine, [jobs()[0]])
-    Margins().compare(model(), result, undisturbed()[0].generated_tokens)
+    margins = Margins()
+    margins.compare(model(), result, undisturbed()[0].generated_tokens)
+    margins.check()
+    assert engine.stats().num_suspends == 1
 
 
 def test_the_second_of_two_commands_in_a_row_reports_that_nothing_moved() -> None:

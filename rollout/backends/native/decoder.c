@@ -29,7 +29,7 @@ struct decoder {
     const struct layer *layers;
     const float *embedding, *final_norm;
     const float *cos, *sin; /* [positions, dim] */
-    int64_t num_layers, hidden, lanes, is_half;
+    int64_t num_layers, hidden, lanes, is_bfloat16;
     double eps;
 };
 
@@ -68,7 +68,7 @@ INLINE void barrier(struct thread t) {
 
 static void multiply(const struct decoder *d, struct thread t, const struct weight *w, float *y,
                      const float *x, int64_t tokens, int64_t inputs, int accumulate) {
-    struct linear a = {y, x, w->packed, w->bias, tokens, inputs, w->outputs, inputs, d->lanes, d->is_half, accumulate};
+    struct linear a = {y, x, w->packed, w->bias, tokens, inputs, w->outputs, inputs, d->lanes, d->is_bfloat16, accumulate};
     int64_t panels = (w->outputs + 2 * d->lanes - 1) / (2 * d->lanes);
     linear(&a, first_of(t, panels), end_of(t, panels));
     barrier(t);

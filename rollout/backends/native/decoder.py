@@ -23,8 +23,13 @@ from rollout.backends.native.kernels import (
     PassArgs,
     WeightArgs,
 )
-from rollout.backends.products.candidates import LinearHandle, NativeProduct
-from rollout.backends.products.choice import BUCKETS, bucket_of
+from rollout.backends.products.candidates import (
+    BUCKETS,
+    LinearHandle,
+    NativeProduct,
+    bucket_of,
+)
+from rollout.errors import ConfigError
 
 _LANES = 8
 _MAX_HEAD_DIM = 256
@@ -36,8 +41,15 @@ class NativeDecoder:
     The addresses of the weights and caches are collected once, and again when they have moved.
     """
 
-    def __init__(self, kernels: Kernels, parts: DecoderParts) -> None:
-        self._kernels, self._parts = kernels, parts
+    def __init__(
+        self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
+    ) -> None:
+        """`deterministic`: attention works on decode rows as on prompts, so that a token has the
+        same bits in either. Raises ConfigError where the kernels cannot run the decoder at all.
+        """
+        self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
+        if deterministic and not _is_supported(parts):
+            raise ConfigError(_why_not_deterministic(parts))
         self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
@@ -56,7 +68,7 @@ class NativeDecoder:
             self._collect(cos_PD, sin_PD, batch.kv)
             self._seen = generation, addresses
         num_kept = batch.logit_indices_L.shape[0]
-        if not {bucket_of(batch.num_tokens), bucket_of(num_kept)} <= self._buckets:
+        if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
             return None
         out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
         self._forward(out_LE, batch)
@@ -93,12 +105,13 @@ class NativeDecoder:
         )
 
     def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
-        parts, num_tokens = self._parts, batch.num_tokens
+        parts, num_tokens = self._parts, batch.token_ids_T.shape[0]
         query_starts = np.ascontiguousarray(batch.query_starts, dtype=np.int32)
         context_lens = np.ascontiguousarray(batch.context_lens, dtype=np.int32)
         num_threads = torch.get_num_threads()
         room = self._room(num_tokens, out_LE.shape[0])
-        has_prefill = len(context_lens) > batch.num_decode_rows
+        num_decode_rows = 0 if self._deterministic else batch.num_decode_rows
+        has_prefill = len(context_lens) > num_decode_rows
         num_bytes = num_threads * self._kernels.prefill_scratch_bytes() if has_prefill else 0
         scratch = torch.empty(num_bytes, dtype=torch.uint8)
         cache, tables_RM = batch.kv[0], batch.block_tables_RM
@@ -106,7 +119,7 @@ class NativeDecoder:
             *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
             *(batch.logit_indices_L.data_ptr(), *(part.data_ptr() for part in room)),
             *(scratch.data_ptr(), out_LE.shape[0], len(context_lens)),
-            *(batch.num_decode_rows, num_threads),
+            *(num_decode_rows, num_threads),
             AttentionArgs(
                 slots=batch.slots_T.data_ptr(),
                 tables=tables_RM.data_ptr(),
@@ -138,6 +151,16 @@ class NativeDecoder:
             num_at_once * layer.gate_up.weight_NK.shape[0] * 3 // 2,
         )
         return list(torch.empty(sum(sizes), dtype=torch.float32).split(sizes))
+
+
+def _why_not_deterministic(parts: DecoderParts) -> str:
+    dtype = str(parts.embedding_VE.dtype).removeprefix("torch.")
+    return (
+        "deterministic=True needs a float32 model whose head_dim is a multiple of 16, at most "
+        f"{_MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; this one has {dtype}, "
+        f"head_dim={parts.head_dim}, hidden_size={parts.embedding_VE.shape[1]}, "
+        f"intermediate_size={parts.layers[0].down.weight_NK.shape[1]}; leave deterministic False"
+    )
 
 
 def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:

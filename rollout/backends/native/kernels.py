@@ -17,10 +17,8 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
 _SIGNATURES = {
     "linear": "pii",
-    "pack_float": "ppiiiii",
-    "pack_half": "ppiiiii",
-    "unpack_float": "ppiiiii",
-    "unpack_half": "ppiiiii",
+    "pack_weights": "ppiiiiii",
+    "unpack_weights": "ppiiiiii",
     "rms_norm": "pppiiiif",
     "add_rms_norm": "pppppiif",
     "rotary": "ppppiiii",
@@ -74,7 +72,7 @@ class DecoderArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "embedding", "final_norm", "cos", "sin")),
-        *((name, c_int64) for name in ("num_layers", "hidden", "lanes", "is_half")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "lanes", "is_bfloat16")),
         ("eps", c_double),
     )
 
@@ -96,7 +94,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "is_half", "accumulate")),
+        *((name, c_int64) for name in ("lanes", "is_bfloat16", "accumulate")),
     )
 
 

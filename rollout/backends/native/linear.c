@@ -54,31 +54,32 @@ EXPORT void linear(const struct linear *a, int64_t first, int64_t last) {
     linear_8(a, first, last);
 }
 
-#define PACKING(name, type)                                                                         \
-    /* panels [first, last) of `w`, [outputs, inputs], to `packed` and back */                      \
-    EXPORT void pack_##name(type *packed, const type *w, int64_t outputs, int64_t inputs,           \
-                            int64_t width, int64_t first, int64_t last) {                           \
-        for (int64_t panel = first; panel < last; panel++) {                                        \
-            int64_t rows = outputs - panel * width < width ? outputs - panel * width : width;       \
-            const type *source = w + panel * width * inputs;                                        \
-            type *target = packed + panel * width * inputs;                                         \
-            for (int64_t k = 0; k < inputs; k++, target += width) {                                 \
-                for (int64_t j = 0; j < rows; j++) target[j] = source[j * inputs + k];              \
-                for (int64_t j = rows; j < width; j++) target[j] = 0;                               \
-            }                                                                                       \
-        }                                                                                           \
-    }                                                                                               \
-    EXPORT void unpack_##name(type *w, const type *packed, int64_t outputs, int64_t inputs,         \
-                              int64_t width, int64_t first, int64_t last) {                         \
-        for (int64_t panel = first; panel < last; panel++) {                                        \
-            int64_t rows = outputs - panel * width < width ? outputs - panel * width : width;       \
-            type *target = w + panel * width * inputs;                                              \
-            const type *source = packed + panel * width * inputs;                                   \
-            for (int64_t k = 0; k < inputs; k++, source += width) {                                 \
-                for (int64_t j = 0; j < rows; j++) target[j * inputs + k] = source[j];              \
-            }                                                                                       \
-        }                                                                                           \
+/* Between panels [first, last) of `width` outputs and their rows of w, [outputs, inputs], whose numbers
+   have `size` bytes. The place that the last panel has too many is zero. */
+INLINE void reorder(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t first,
+                    int64_t last, const int size, const int is_back) {
+    for (int64_t panel = first; panel < last; panel++) {
+        const int64_t start = panel * width, left = outputs - start, rows = left < width ? left : width;
+        char *in_panel = panels + start * inputs * size;
+        for (int64_t k = 0; k < inputs; k++, in_panel += width * size) {
+            char *in_row = w + (start * inputs + k) * size;
+            for (int64_t j = 0; j < rows; j++, in_row += inputs * size) {
+                if (is_back) memcpy(in_row, in_panel + j * size, size);
+                else memcpy(in_panel + j * size, in_row, size);
+            }
+            if (!is_back) memset(in_panel + rows * size, 0, (width - rows) * size);
+        }
     }
+}
 
-PACKING(float, uint32_t)
-PACKING(half, uint16_t)
+EXPORT void pack_weights(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t size,
+                         int64_t first, int64_t last) {
+    if (size == 4) reorder(panels, w, outputs, inputs, width, first, last, 4, 0);
+    else reorder(panels, w, outputs, inputs, width, first, last, 2, 0);
+}
+
+EXPORT void unpack_weights(char *w, char *panels, int64_t outputs, int64_t inputs, int64_t width, int64_t size,
+                           int64_t first, int64_t last) {
+    if (size == 4) reorder(panels, w, outputs, inputs, width, first, last, 4, 1);
+    else reorder(panels, w, outputs, inputs, width, first, last, 2, 1);
+}

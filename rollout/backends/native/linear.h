@@ -14,7 +14,7 @@ struct linear {
     const float *bias; /* [outputs], or NULL */
     int64_t tokens, inputs, outputs, x_stride;
     int64_t lanes;      /* 8 or 16 floats in a vector */
-    int64_t is_half;    /* whether w is bfloat16 */
+    int64_t is_bfloat16;    /* whether w is bfloat16 */
     int64_t accumulate; /* y += instead of y = */
 };
 

@@ -4,7 +4,7 @@
 #define JOIN_(name, width) name##_##width
 #define JOIN(name, width) JOIN_(name, width)
 #define vec JOIN(vec, WIDTH)
-#define halves JOIN(halves, WIDTH)
+#define bfloats JOIN(bfloats, WIDTH)
 #define words JOIN(words, WIDTH)
 #define load_weights JOIN(load_weights, WIDTH)
 #define store_sums JOIN(store_sums, WIDTH)
@@ -16,12 +16,12 @@
 #define PANEL (2 * WIDTH)
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+typedef uint16_t bfloats __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
 
-INLINE vec load_weights(const char *p, const int is_half) {
-    if (!is_half) return *(const vec *)p;
-    return (vec)(__builtin_convertvector(*(const halves *)p, words) << 16);
+INLINE vec load_weights(const char *p, const int is_bfloat16) {
+    if (!is_bfloat16) return *(const vec *)p;
+    return (vec)(__builtin_convertvector(*(const bfloats *)p, words) << 16);
 }
 
 /* A panel's sums of one token to their place in y; the last panel may be wider than what is left. */
@@ -37,8 +37,8 @@ static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t
 
 /* `tokens` from `token` on, with `panels` panels, `step` apart; the constants are of the caller. */
 INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t step, const int tokens,
-                 const int panels, const int is_half) {
-    const int64_t size = is_half ? sizeof(uint16_t) : sizeof(float), bytes = a->inputs * PANEL * size;
+                 const int panels, const int is_bfloat16) {
+    const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float), bytes = a->inputs * PANEL * size;
     const float *x = a->x + token * a->x_stride;
     const char *w = (const char *)a->w + panel * bytes;
     vec sums[MAX_TOKENS][8], weights[8];
@@ -48,8 +48,8 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
     for (int64_t k = 0; k < a->inputs; k++, w += PANEL * size) {
         UNROLL for (int j = 0; j < panels; j++) {
             const char *here = w + j * step * bytes;
-            weights[2 * j] = load_weights(here, is_half);
-            weights[2 * j + 1] = load_weights(here + WIDTH * size, is_half);
+            weights[2 * j] = load_weights(here, is_bfloat16);
+            weights[2 * j + 1] = load_weights(here + WIDTH * size, is_bfloat16);
             __builtin_prefetch(here + FAR_AHEAD * PANEL * size);
         }
         UNROLL for (int i = 0; i < tokens; i++) {
@@ -65,38 +65,38 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
     }
 }
 
-INLINE void tile_of(const struct linear *a, int64_t token, int64_t panel, int64_t tokens, const int is_half) {
+INLINE void tile_of(const struct linear *a, int64_t token, int64_t panel, int64_t tokens, const int is_bfloat16) {
     switch (tokens) {
-        case 1: tile(a, token, panel, 0, 1, 1, is_half); break;
-        case 2: tile(a, token, panel, 0, 2, 1, is_half); break;
-        case 3: tile(a, token, panel, 0, 3, 1, is_half); break;
-        case 4: tile(a, token, panel, 0, 4, 1, is_half); break;
-        case 5: tile(a, token, panel, 0, 5, 1, is_half); break;
-        case 6: tile(a, token, panel, 0, 6, 1, is_half); break;
+        case 1: tile(a, token, panel, 0, 1, 1, is_bfloat16); break;
+        case 2: tile(a, token, panel, 0, 2, 1, is_bfloat16); break;
+        case 3: tile(a, token, panel, 0, 3, 1, is_bfloat16); break;
+        case 4: tile(a, token, panel, 0, 4, 1, is_bfloat16); break;
+        case 5: tile(a, token, panel, 0, 5, 1, is_bfloat16); break;
+        case 6: tile(a, token, panel, 0, 6, 1, is_bfloat16); break;
 #if MAX_TOKENS == 12
-        case 7: tile(a, token, panel, 0, 7, 1, is_half); break;
-        case 8: tile(a, token, panel, 0, 8, 1, is_half); break;
-        case 9: tile(a, token, panel, 0, 9, 1, is_half); break;
-        case 10: tile(a, token, panel, 0, 10, 1, is_half); break;
-        case 11: tile(a, token, panel, 0, 11, 1, is_half); break;
-        case 12: tile(a, token, panel, 0, 12, 1, is_half); break;
+        case 7: tile(a, token, panel, 0, 7, 1, is_bfloat16); break;
+        case 8: tile(a, token, panel, 0, 8, 1, is_bfloat16); break;
+        case 9: tile(a, token, panel, 0, 9, 1, is_bfloat16); break;
+        case 10: tile(a, token, panel, 0, 10, 1, is_bfloat16); break;
+        case 11: tile(a, token, panel, 0, 11, 1, is_bfloat16); break;
+        case 12: tile(a, token, panel, 0, 12, 1, is_bfloat16); break;
 #endif
     }
 }
 
 /* Few tokens are multiplied with several panels that lie far apart: with one, their few sums would
    wait for each other, and so would the memory. */
-INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, const int is_half) {
+INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, const int is_bfloat16) {
     int64_t step = (last - first) / (a->tokens == 1 ? 4 : 2);
     for (int64_t panel = first; panel < first + step; panel++) {
         switch (a->tokens) {
-            case 1: tile(a, 0, panel, step, 1, 4, is_half); break;
-            case 2: tile(a, 0, panel, step, 2, 2, is_half); break;
-            case 3: tile(a, 0, panel, step, 3, 2, is_half); break;
+            case 1: tile(a, 0, panel, step, 1, 4, is_bfloat16); break;
+            case 2: tile(a, 0, panel, step, 2, 2, is_bfloat16); break;
+            case 3: tile(a, 0, panel, step, 3, 2, is_bfloat16); break;
 #if MAX_TOKENS == 12
-            case 4: tile(a, 0, panel, step, 4, 2, is_half); break;
-            case 5: tile(a, 0, panel, step, 5, 2, is_half); break;
-            case 6: tile(a, 0, panel, step, 6, 2, is_half); break;
+            case 4: tile(a, 0, panel, step, 4, 2, is_bfloat16); break;
+            case 5: tile(a, 0, panel, step, 5, 2, is_bfloat16); break;
+            case 6: tile(a, 0, panel, step, 6, 2, is_bfloat16); break;
 #endif
         }
     }
@@ -104,11 +104,11 @@ INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, c
 }
 
 /* The tiles of one panel with tokens [start, end), all of nearly the same size. */
-INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t panel, const int is_half) {
+INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t panel, const int is_bfloat16) {
     int64_t tiles = (end - start + MAX_TOKENS - 1) / MAX_TOKENS;
     for (int64_t i = 0; i < tiles; i++) {
         int64_t token = start + (end - start) * i / tiles, next = start + (end - start) * (i + 1) / tiles;
-        tile_of(a, token, panel, next - token, is_half);
+        tile_of(a, token, panel, next - token, is_bfloat16);
     }
 }
 
@@ -127,14 +127,14 @@ static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t l
     const int64_t block = tokens_at_once(a->inputs, MAX_TOKENS);
     float *wide = NULL;
     if (a->tokens <= MAX_TOKENS / 2) {
-        first = a->is_half ? few_tokens(a, first, last, 1) : few_tokens(a, first, last, 0);
+        first = a->is_bfloat16 ? few_tokens(a, first, last, 1) : few_tokens(a, first, last, 0);
     }
-    if (a->is_half && a->tokens > 2 * MAX_TOKENS) wide = malloc(a->inputs * PANEL * sizeof(float));
+    if (a->is_bfloat16 && a->tokens > 2 * MAX_TOKENS) wide = malloc(a->inputs * PANEL * sizeof(float));
     for (int64_t start = 0; start < a->tokens; start += block) {
         int64_t end = start + block < a->tokens ? start + block : a->tokens;
         for (int64_t panel = first; panel < last; panel++) {
             if (wide) widened(a, start, end, panel, wide);
-            else if (a->is_half) tiles_of(a, start, end, panel, 1);
+            else if (a->is_bfloat16) tiles_of(a, start, end, panel, 1);
             else tiles_of(a, start, end, panel, 0);
         }
     }
@@ -144,7 +144,7 @@ static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t l
 #undef JOIN_
 #undef JOIN
 #undef vec
-#undef halves
+#undef bfloats
 #undef words
 #undef load_weights
 #undef store_sums

@@ -15,9 +15,15 @@ from torch import Tensor
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
-from rollout.backends.products.candidates import PLAIN, LinearHandle, available_products
-from rollout.backends.products.choice import BUCKETS, bucket_of
+from rollout.backends.products.candidates import (
+    BUCKETS,
+    PLAIN,
+    LinearHandle,
+    available_products,
+    bucket_of,
+)
 from rollout.backends.products.selection import SWITCH, ProductSelection
+from rollout.errors import ConfigError
 
 
 class CpuOps(ReferenceOps):
@@ -71,8 +77,21 @@ class CpuOps(ReferenceOps):
         return weight_NK
 
 
-def default_selection(kernels: Kernels | None = None) -> ProductSelection:
-    """What the environment and the cache file of this machine say."""
+def default_selection(
+    kernels: Kernels | None = None, *, native_only: bool = False
+) -> ProductSelection:
+    """What the environment and the cache file of this machine say.
+
+    `native_only`: the compiled products, whose results do not depend on the batch; raises
+    ConfigError if the environment forces another one.
+    """
     machine = describe_machine("none" if kernels is None else kernels.version)
     products = available_products(kernels)
-    return ProductSelection(products, os.environ.get(SWITCH, "1"), ChoiceCache(machine))
+    switch = os.environ.get(SWITCH, "1")
+    if native_only and not switch.startswith("native"):
+        if switch not in ("0", "1"):
+            raise ConfigError(
+                f"{SWITCH}={switch!r} contradicts deterministic=True; unset it, or leave that False"
+            )
+        switch = "native"
+    return ProductSelection(products, switch, ChoiceCache(machine))

@@ -13,12 +13,13 @@ import msgspec
 import torch
 
 from rollout.backends.native.library import cpu_identity
-from rollout.backends.products.choice import BUCKETS, Choice
+from rollout.backends.products.candidates import BUCKETS
+from rollout.backends.products.choice import Choice
 from rollout.backends.user_cache import exclusive_lock, private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of the file and of how it is measured
+_FORMAT = 3  # of the file and of how it is measured
 _LOCK_TIMEOUT_S = 5.0  # holders need milliseconds; one that is stopped must not stop all others
 
 

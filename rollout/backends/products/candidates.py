@@ -5,7 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from functools import cache
 from typing import Any
@@ -16,9 +16,16 @@ from torch import Tensor
 
 from rollout.backends.native.kernels import Kernels, LinearArgs
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
+
 _PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
 _PROBED_ROWS = (1, 3, 64, 129)
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
+
+
+def bucket_of(num_rows: int) -> int:
+    """Return the index in BUCKETS of the smallest bucket that takes `num_rows`."""
+    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 class Product:
@@ -26,10 +33,11 @@ class Product:
 
     `kind` is the name that the variants of one implementation share. `packs` says whether it needs
     a packed copy of the weight, `unpacks` whether `to_dense` of that copy gives the weight's bytes.
+    `is_fused` says whether a pass in one call runs it without Python.
     """
 
     name = kind = "plain"
-    packs = unpacks = False
+    packs = unpacks = is_fused = False
 
     def suits(self, weight_NK: Tensor) -> bool:
         """Whether it can multiply with this weight."""
@@ -146,20 +154,18 @@ class NativeWeight:
         self.num_outputs, num_inputs = weight_NK.shape
         num_panels = -(-self.num_outputs // (2 * lanes))
         self.panels_PKW = torch.empty(num_panels, num_inputs, 2 * lanes, dtype=weight_NK.dtype)
-        self._reorder("pack", self.panels_PKW, weight_NK)
+        self._reorder(kernels.pack_weights, self.panels_PKW, weight_NK)
 
     def to_dense(self) -> Tensor:
         """The weight, [N, K]."""
         num_inputs, dtype = self.panels_PKW.shape[1], self.panels_PKW.dtype
         weight_NK = torch.empty(self.num_outputs, num_inputs, dtype=dtype)
-        self._reorder("unpack", weight_NK, self.panels_PKW)
+        self._reorder(self._kernels.unpack_weights, weight_NK, self.panels_PKW)
         return weight_NK
 
-    def _reorder(self, verb: str, target: Tensor, source: Tensor) -> None:
-        size = "half" if target.dtype == torch.bfloat16 else "float"
-        function = getattr(self._kernels, f"{verb}_{size}")
+    def _reorder(self, function: Callable[..., None], target: Tensor, source: Tensor) -> None:
         num_panels, num_inputs, width = self.panels_PKW.shape
-        shape = self.num_outputs, num_inputs, width
+        shape = self.num_outputs, num_inputs, width, target.itemsize
 
         def work(first: int, last: int) -> None:
             function(target.data_ptr(), source.data_ptr(), *shape, first, last)
@@ -174,7 +180,7 @@ class NativeProduct(Product):
     """
 
     kind = "native"
-    packs = unpacks = True
+    packs = unpacks = is_fused = True
 
     def __init__(self, kernels: Kernels, lanes: int) -> None:
         self.name = f"native-{32 * lanes}"

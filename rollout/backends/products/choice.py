@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout.backends.products.candidates import PLAIN, Product
+from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 
-# The largest number of rows of each bucket; the last one takes all that are more.
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 
@@ -26,11 +24,6 @@ class Choice:
 
     products: tuple[str, ...]
     microseconds: tuple[float | None, ...] = (None,) * len(BUCKETS)
-
-
-def bucket_of(num_rows: int) -> int:
-    """Return the index in BUCKETS of the smallest bucket that takes `num_rows`."""
-    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:

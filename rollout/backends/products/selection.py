@@ -10,9 +10,8 @@ from itertools import groupby
 from torch import Tensor
 
 from rollout.backends.products.cache import ChoiceCache
-from rollout.backends.products.candidates import PLAIN, Product
+from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 from rollout.backends.products.choice import (
-    BUCKETS,
     Choice,
     choosable,
     choose,

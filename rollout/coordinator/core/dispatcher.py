@@ -110,7 +110,7 @@ class Dispatcher:
         for request in engine.requests.values():
             self._policy.assigned(engine.rank, request.group.hashes, request.num_tokens)
         self._update_room(engine)
-        for group_id in self._waiting_groups():
+        for group_id in self.waiting_groups():
             self._context.timers.discard(("orphan", group_id))
 
     def engine_left(self, engine: EngineSession, now: float) -> list[Request]:
@@ -124,7 +124,7 @@ class Dispatcher:
         for request in requests:
             self._table.requeue(request)
         if not self._ready:
-            self._watch_orphans(self._waiting_groups(), now)
+            self._watch_orphans(self.waiting_groups(), now)
         return requests
 
     def caches_dropped(self, engines: Iterable[EngineSession]) -> None:
@@ -212,7 +212,8 @@ class Dispatcher:
 
     # ---- who is lost without an engine, or by one
 
-    def _waiting_groups(self) -> list[int]:
+    def waiting_groups(self) -> list[int]:
+        """Ids of the groups with requests that no engine has, those of last chances last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 

@@ -644,7 +644,8 @@ def test_bytes_beyond_the_window_wait_too():
         router.send(*[reply_to(i) for i in (1, 2)])
         await becomes(lambda: submitted(router) == [0, 1, 2, 3])
         router.send(reply_to(3))
-        await asyncio.gather(*futures)
+        records = await asyncio.gather(*futures)
+        assert [record.request_id for record in records] == [0, 1, 2, 3]
 
     run(politely(script), test)
 
@@ -992,7 +993,8 @@ def test_a_client_that_is_not_known_any_more_connects_again():
         router.send(nack_of(None, ProtocolError("who are you?")))
         await heard(router, Connect, 2)
         router.send(reply_to(0))
-        await request
+        record = await request
+        assert record.request_id == 0
 
     run(polite, test)
 

@@ -15,7 +15,7 @@ from rollout.coordinator.core.request_table import Group
 from rollout.coordinator.protocol.messages import AssignRequest, Credit
 from rollout.coordinator.routing.policies import LoadBalancedPolicy, RoundRobinPolicy
 from tests.coordinator.fake_engine import FakeEngine
-from tests.coordinator.fake_fleet import FakeFleet
+from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 
 
 def sizes(*engines: FakeEngine) -> list[int]:
@@ -157,7 +157,7 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     assert len(engine.seen) == num_seen
     fleet.run()
     assert fleet.core.num_requests_held == 0
-    assert not fleet.core._dispatcher._queue.groups
+    assert not fleet.part("GroupQueue").groups
 
 
 def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
@@ -165,7 +165,7 @@ def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
     client = fleet.client()
     fleet.run()
     assert client.welcome is not None
-    assert client.welcome.max_requests == fleet.core._context.limits.max_client_requests
+    assert client.welcome.max_requests == LIMITS.max_client_requests
     assert not client.welcome.is_resumed
     fleet.redial(client)
     fleet.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,10 @@ from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
     FROM_ENGINES,
     FROM_STRANGERS,
+    TYPES,
     messages,
 )
+from tests.coordinator.protocol.test_message_fields import EXAMPLES
 
 
 def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
@@ -58,6 +61,8 @@ def test_any_messages_from_any_peers_are_survived(
             encode(sent)
     for _, sent in fleet.core.close("the end"):
         encode(sent)
+    requests = fleet.part("RequestTable").requests.values()
+    assert all(request.reply is not None for request in requests)
 
 
 @quick
@@ -88,8 +93,7 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
         identity = b"%d" % number
         fleet.core.handle(identity, b"\xc1", fleet.now)
         fleet.core.handle(identity, EngineReply(request_id=1, record=b""), fleet.now)
-    core = fleet.core
-    assert len(core._logged) == len(core._answered_at) == LIMITS.max_noted_peers
+    assert [len(noted) for noted in fleet.parts["Recent"]] == [LIMITS.max_noted_peers] * 2
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
 
 
@@ -102,10 +106,19 @@ def test_a_stranger_is_told_so_once_in_each_heartbeat() -> None:
     assert told == [1, 0, 0, 1, 0]
 
 
-def test_each_message_that_a_peer_may_send_has_somebody_who_takes_it() -> None:
-    core = FakeFleet().core
-    assert set(core._from_client) == FROM_CLIENTS
-    assert set(core._from_engine) == FROM_ENGINES
+@pytest.mark.parametrize("kind", TYPES)
+def test_of_a_peer_each_message_that_it_may_send_is_taken_and_no_other(
+    kind: type[Message], caplog: pytest.LogCaptureFixture
+) -> None:
+    examples = {type(example): example for example in EXAMPLES}
+    message = examples[kind] if kind in examples else kind(command_id=1)  # a command
+    for role, allowed in (("client", FROM_CLIENTS), ("engine", FROM_ENGINES)):
+        fleet = FakeFleet()
+        peer = getattr(fleet, role)()
+        fleet.run()
+        caplog.clear()
+        fleet.core.handle(peer.identity, message, fleet.now)
+        assert ("which it may not" in caplog.text) == (kind not in allowed)
 
 
 @quick

@@ -565,7 +565,8 @@ def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> 
     for _ in range(6):
         fleet.step_all(2)
     assert client.asked[1].streamed == tokens_of(client.asked[1].seed, 0, 12)
-    logged = [len(request.log) for request in fleet.core._table.requests.values()]
+    table = fleet.part("RequestTable")
+    logged = [len(request.log) for request in table.requests.values()]
     assert logged[0] < 12 == logged[1]
     fleet.cut(first)
     fleet.pass_time(1)
@@ -573,7 +574,7 @@ def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> 
     assert second.held[0].num_tokens == logged[0]
     fleet.finish()
     assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
-    assert fleet.core._table.num_log_bytes == 0
+    assert table.num_log_bytes == 0
 
 
 def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:

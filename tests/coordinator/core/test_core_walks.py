@@ -250,7 +250,7 @@ class FleetWalk(RuleBasedStateMachine):
     @invariant()
     def engines_are_in_the_state_that_the_fleet_confirms(self) -> None:
         core = self.fleet.core
-        if core._commands.is_busy or core._fleet.is_diverged:
+        if self.fleet.part("PendingCommands").is_busy or self.fleet.part("Fleet").is_diverged:
             return
         by_id = {engine.engine_id: engine for engine in self.engines}
         for engine_id in core.ranks().values():
@@ -269,16 +269,16 @@ class FleetWalk(RuleBasedStateMachine):
         core = self.fleet.core
         num_asked = sum(len(client.asked) for client in [*self.clients, *self.gone])
         assert core.num_requests_held <= num_asked
-        assert len(core._context.timers) <= 2 * num_asked + 64
-        table, dispatcher = core._table, core._dispatcher
-        assert set(dispatcher._waiting_groups()) <= set(table.groups)
+        assert len(self.fleet.part("Context").timers) <= 2 * num_asked + 64
+        table, dispatcher = self.fleet.part("RequestTable"), self.fleet.part("Dispatcher")
+        assert set(dispatcher.waiting_groups()) <= set(table.groups)
         for group in table.groups.values():
             unfinished = [r for r in table.requests.values() if r.group is group and not r.reply]
             assert unfinished == list(group.unfinished.values())
             assert {r.server_id for r in unfinished if not r.engine} == set(group.waiting)
-        for engine in core._registry.engines.values():
+        for engine in self.fleet.part("Registry").engines.values():
             assert all(request.engine is engine for request in engine.requests.values())
-        for client in core._clients.sessions.values():
+        for client in self.fleet.part("Clients").sessions.values():
             held = list(client.requests.values())
             assert held == [r for r in table.requests.values() if r.client is client]
             assert client.num_unfinished == sum(r.reply is None for r in held)
@@ -286,8 +286,13 @@ class FleetWalk(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_has_no_engine_with_room(self) -> None:
-        dispatcher = self.fleet.core._dispatcher
-        assert not (dispatcher._with_room and dispatcher._queue.groups)
+        has_room = any(
+            engine.is_ready
+            and engine.num_granted > engine.num_assigned
+            and len(engine.requests) < engine.max_held
+            for engine in self.fleet.part("Registry").engines.values()
+        )
+        assert not (has_room and self.fleet.part("GroupQueue").groups)
 
     def teardown(self) -> None:
         fleet = self.fleet
@@ -314,13 +319,13 @@ class FleetWalk(RuleBasedStateMachine):
             fleet.cut(client)
         fleet.pass_time(LIMITS.client_lease_s + 1)
         assert fleet.core.num_requests_held == 0
-        assert not fleet.core._table.groups
+        assert not fleet.part("RequestTable").groups
 
     def settle(self) -> None:
         for _ in range(6):
             self.all_messages_move()
             for client in self.clients:
-                is_known = client.client_id in self.fleet.core._clients.sessions
+                is_known = client.client_id in self.fleet.part("Clients").sessions
                 if not is_known:
                     self.client_redials(self.clients.index(client))
         self.all_messages_move()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout import ProtocolError, SamplingParams
+from rollout import DynamicInferenceRequestRecord, ProtocolError, SamplingParams
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
@@ -143,7 +143,7 @@ def test_mutated_messages_raise_nothing_else():
 @settings(max_examples=1000 if LONG else 100, deadline=None)
 @given(st.sampled_from(sorted(Headers)), st.lists(plain, max_size=10))
 def test_fields_of_any_type_raise_nothing_else(header, fields):
-    outcome(msgpack.packb([int(header), *fields]))
+    assert outcome(msgpack.packb([int(header), *fields])) in {ProtocolError, *TYPES}
 
 
 @settings(max_examples=1000 if LONG else 100, deadline=None)
@@ -151,9 +151,12 @@ def test_fields_of_any_type_raise_nothing_else(header, fields):
 def test_packed_parts_of_any_type_raise_nothing_else(value, key):
     encoded = {"requests": [], "latency": None, key: [value]}
     for packed in (msgpack.packb(value), msgpack.packb(encoded)):
-        for read in (unpack_record, unpack_params):
+        for read, kind in (
+            (unpack_record, DynamicInferenceRequestRecord),
+            (unpack_params, SamplingParams),
+        ):
             try:
-                read(packed)
+                assert isinstance(read(packed), kind)
             except RolloutError:
                 continue
 
@@ -161,11 +164,14 @@ def test_packed_parts_of_any_type_raise_nothing_else(value, key):
 def test_mutated_params_raise_nothing_else():
     rng = np.random.default_rng(run_seed() + 2)
     packed = pack_params(SamplingParams(stop_words=["a"]))
+    num_read = 0
     for _ in range(NUM_FRAMES // 10):
         try:
-            unpack_params(mutated(packed, rng))
+            assert isinstance(unpack_params(mutated(packed, rng)), SamplingParams)
+            num_read += 1
         except RolloutError:
             continue
+    assert 0 < num_read < NUM_FRAMES // 10  # both ways out are tried
 
 
 # ---- what a frame claims is not what it costs

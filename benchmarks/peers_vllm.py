@@ -1,0 +1,55 @@
+"""The process of vLLM on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import vllm
+
+from benchmarks.peers_worker import MAX_NUM_SEQUENCES, MAX_SEQUENCE_LENGTH, serve
+from benchmarks.workloads import Generated, Workload
+
+
+class VLLM:
+    """Its engine in this process; threads and KV memory come from the environment."""
+
+    def load(self, model: Path, precision: str, num_threads: int) -> None:
+        self._llm = vllm.LLM(
+            str(model),
+            dtype=precision,
+            max_model_len=MAX_SEQUENCE_LENGTH,
+            max_num_seqs=MAX_NUM_SEQUENCES,
+            skip_tokenizer_init=True,
+            # Samples of one prompt share its KV by this only. Every round has prompts of its own.
+            enable_prefix_caching=True,
+        )
+
+    def generate(self, workload: Workload, seed: int) -> Generated:
+        params = [
+            vllm.SamplingParams(
+                n=workload.num_samples,
+                max_tokens=length,
+                temperature=workload.temperature,
+                seed=seed,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0 if workload.wants_logprobs else None,
+            )
+            for length in workload.output_lens
+        ]
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in workload.prompts]
+        results = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = [output for result in results for output in result.outputs]
+        tokens = [list(output.token_ids) for output in outputs]
+        if not workload.wants_logprobs:
+            return Generated(tokens=tokens, logprobs=None)
+        rows = zip(tokens, (output.logprobs for output in outputs), strict=True)
+        logprobs = [
+            [step[token].logprob for token, step in zip(row, steps, strict=True)]
+            for row, steps in rows
+        ]
+        return Generated(tokens=tokens, logprobs=logprobs)
+
+
+if __name__ == "__main__":
+    serve(VLLM())

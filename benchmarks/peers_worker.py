@@ -1,0 +1,127 @@
+"""A contestant's process: requests come as lines of JSON on stdin, each is answered by one line.
+
+It runs in the environment of its peer and imports the standard library and NumPy only. What the
+peer prints goes to stderr, which the parent keeps in a file.
+
+    {"verb": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
+    {"verb": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
+    {"verb": "generate", "workload": {...}, "seed": 0}   {"tokens": [[...], ...],
+                                                          "cpu_seconds": 1.5, "wall_seconds": 1.5}
+
+A request that fails is answered by {"error": "..."}. End of input ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from benchmarks.workloads import Generated, Workload, require_what_was_asked
+
+# Of prompt and output; of the KV cache, where a peer wants its size.
+MAX_SEQUENCE_LENGTH = 2304
+MAX_NUM_SEQUENCES = 64
+KV_CACHE_GIB = 1
+
+
+class Peer(Protocol):
+    """An engine under measurement. `precision` is float32, bfloat16 or int8."""
+
+    def load(self, model: Path, precision: str, num_threads: int) -> None:
+        """Read a Hugging Face directory, or what `convert` has made of it.
+
+        Raises if this machine cannot run the model in this precision.
+        """
+        ...
+
+    def generate(self, workload: Workload, seed: int) -> Generated:
+        """Generate everything the workload asks for."""
+        ...
+
+
+# Writes a Hugging Face directory to another folder, in a precision and in a peer's own form.
+Convert = Callable[[Path, Path, str], None]
+
+
+def serve(peer: Peer, convert: Convert | None = None) -> None:
+    """Answer requests until the input ends. `convert` is for peers with files of their own form."""
+    replies = _replies()
+    for line in sys.stdin:
+        try:
+            reply = _answer(peer, convert, json.loads(line))
+        except Exception as error:  # the parent decides what becomes of it
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _replies() -> TextIO:
+    """The pipe to the parent. From now on, what is printed goes to stderr, also from C."""
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return pipe
+
+
+def _answer(peer: Peer, convert: Convert | None, request: Mapping[str, Any]) -> dict[str, Any]:
+    verb = request["verb"]
+    if verb == "convert" and convert is not None:
+        convert(Path(request["model"]), Path(request["target"]), request["precision"])
+        return {}
+    if verb == "load":
+        peer.load(Path(request["model"]), request["precision"], request["num_threads"])
+        return {}
+    if verb == "generate":
+        return _timed(peer, Workload(**request["workload"]), request["seed"])
+    raise ValueError(f"unknown verb {verb!r}")
+
+
+def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
+    cpu_start, wall_start = cpu_seconds(), time.perf_counter()
+    generated = peer.generate(workload, seed)
+    cpu_end, wall_end = cpu_seconds(), time.perf_counter()
+    require_what_was_asked(type(peer).__name__, workload, generated)
+    return {
+        "tokens": [[int(token) for token in row] for row in generated.tokens],
+        "cpu_seconds": cpu_end - cpu_start,
+        "wall_seconds": wall_end - wall_start,
+    }
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of all threads of this process and of its descendants, ended ones included."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = sum(_process_seconds(pid) for pid in _descendants(os.getpid()))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + running
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Pids, on systems with /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+    found, unvisited = [], [ancestor]
+    while unvisited:
+        descendants = children.get(unvisited.pop(), [])
+        found += descendants
+        unvisited += descendants
+    return found
+
+
+def _process_seconds(pid: int) -> float:
+    """Of a running process; its clock has the number that clock_getcpuclockid(3) computes."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:  # it has ended
+        return 0.0

@@ -1,0 +1,132 @@
+"""deterministic=True: every schedule gives the same bits, tokens and log-probs alike."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout import DynamicInferenceRequest, SamplingParams
+from rollout.backends.native.library import load_library
+from rollout.errors import ConfigError
+from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no C compiler")
+NUM_TOKENS = 24
+
+
+def params(seed: int, **changes: Any) -> SamplingParams:
+    fields = {"num_tokens_to_generate": NUM_TOKENS, "temperature": 1.0, "seed": seed}
+    return SamplingParams(**(fields | {"return_log_probs": True, "ignore_eos": True} | changes))
+
+
+REQUESTS = [
+    (prompt_of(5), params(1)),
+    (prompt_of(70), params(2, top_p=0.9)),
+    (prompt_of(33), params(3, temperature=0.0)),
+    (prompt_of(1), params(4, top_k=7)),
+    (prompt_of(130, seed=1), params(5, min_p=0.02)),
+    (prompt_of(64), params(6, repetition_penalty=1.2)),
+]
+
+
+def bits(request: DynamicInferenceRequest) -> tuple[list[int], bytes]:
+    """The tokens, and the log-probs to the last bit."""
+    log_probs = np.array([*request.generated_log_probs], dtype=np.float64)
+    return [*request.generated_tokens], log_probs.tobytes()
+
+
+@cache
+def alone(family: str) -> list[tuple[list[int], bytes]]:
+    """Each request in an engine of its own."""
+    found = []
+    for prompt, sampling_params in REQUESTS:
+        engine = tiny_engine(tiny_model(family), deterministic=True)
+        request_id = engine.add_request(prompt, sampling_params)
+        found.append(bits(drain(engine)[request_id]))
+    return found
+
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunked": {"max_tokens": 16},
+    "in large blocks": {"block_size_tokens": 64},
+    "preempted": {"num_blocks": 24},
+    "with cached prefixes": {"enable_prefix_caching": True},
+    "on two threads": {"num_threads": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_changes_no_bit(family: str, schedule: str) -> None:
+    engine = tiny_engine(tiny_model(family), deterministic=True, **SCHEDULES[schedule])
+    ids = [engine.add_request(prompt, given) for prompt, given in REQUESTS]
+    finished = drain(engine)
+    assert [bits(finished[i]) for i in ids] == alone(family)
+    assert schedule != "preempted" or engine.stats().num_evictions > 0
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_a_suspend_changes_no_bit(mode: str) -> None:
+    engine = tiny_engine(tiny_model(), deterministic=True, kv_cache_management_mode=mode)
+    ids = [engine.add_request(prompt, given) for prompt, given in REQUESTS]
+    finished = {}
+    while engine.has_unfinished_requests():
+        for _ in range(5):
+            finished |= {record.request_id: record.merge() for record in engine.step()}
+        engine.pause()
+        engine.suspend()
+        engine.resume()
+        engine.unpause()
+    assert [bits(finished[i]) for i in ids] == alone("qwen3")
+
+
+@given(data=st.data())
+def test_no_random_schedule_changes_a_bit(data: st.DataObject) -> None:
+    engine = tiny_engine(
+        tiny_model(),
+        deterministic=True,
+        max_tokens=data.draw(st.sampled_from([7, 20, 64, 512]), label="max_tokens"),
+        max_requests=data.draw(st.integers(1, 6), label="max_requests"),
+        num_blocks=data.draw(st.integers(22, 60), label="num_blocks"),
+        enable_prefix_caching=data.draw(st.booleans(), label="prefix caching"),
+    )
+    order = data.draw(st.permutations(range(len(REQUESTS))), label="order")
+    ids: dict[int, int] = {}
+    finished: dict[int, DynamicInferenceRequest] = {}
+    for index in order:
+        ids[index] = engine.add_request(*REQUESTS[index])
+        for _ in range(data.draw(st.integers(0, 4), label="steps")):
+            finished |= {record.request_id: record.merge() for record in engine.step()}
+    finished |= drain(engine)
+    assert [bits(finished[ids[i]]) for i in range(len(REQUESTS))] == alone("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"), [({"head_dim": 12}, "head_dim=12"), ({"hidden_size": 44}, "44")]
+)
+def test_a_model_that_the_kernels_do_not_take_is_refused(
+    changes: dict[str, int], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"deterministic=True.*{what}"):
+        tiny_engine(tiny_model(**changes), deterministic=True)
+
+
+def test_without_the_compiled_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_NATIVE", "0")
+    with pytest.raises(ConfigError, match="deterministic=True needs the compiled kernels"):
+        tiny_engine(tiny_model(), deterministic=True)
+
+
+def test_another_forced_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_TUNE", "onednn")
+    with pytest.raises(ConfigError, match="ROLLOUT_TUNE='onednn'"):
+        tiny_engine(tiny_model(), deterministic=True)
