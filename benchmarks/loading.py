@@ -55,7 +55,7 @@ LARGE = ModelSpec(
 SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  # 88 MB
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
 SOURCES = ("one file", "four files", "random", "CausalLM")
-TUNES = ("plain", "onednn", "1")
+TUNES = ("plain", "native", "1")
 STAGES = ("open", "fill", "tune")
 
 

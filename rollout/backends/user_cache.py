@@ -1,4 +1,4 @@
-"""A folder in the user's cache directory for what takes time to make."""
+"""Files in the user's cache directory: private folders, atomic writes, locks between processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder(name: str) -> Path:
-    """The folder `name` in the user's cache directory, else in the temporary one; it is made.
+    """Return a folder that only this user can write, and create it.
 
-    Only this user can write it. Raises OSError if there is no such folder.
+    It is `name` in the user's cache directory or, where that fails, in the temporary directory.
+    Raises OSError if both fail.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     candidates = (
@@ -55,7 +56,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Keep out all other processes and threads that lock the file at `path`; it is made, and stays.
+    """Hold the lock of the file at `path`, which is created, against other processes and threads.
 
     Raises OSError where files cannot be locked, TimeoutError (an OSError) if another holder does
     not release the lock within `timeout_s`.

@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a directory: names known at once, values read tensor by tensor."""
+    """The tensors of a directory. Their names are known at once; values are read one by one."""
 
     shards: dict[Path, list[str]]
 
@@ -44,10 +44,11 @@ class Checkpoint:
         return cls(_indexed_shards(index))
 
     def keys(self) -> Collection[str]:
+        """Return the names of all tensors."""
         return [name for names in self.shards.values() for name in names]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Each name with its tensor, whose pages are read from the file as they are used.
+        """Yield each name with its tensor, which is a view of the mapped file.
 
         Raises ModelError naming a file that cannot be read.
         """
@@ -57,9 +58,10 @@ class Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json; its end tokens are those of generation_config.json, too.
+    """Return config.json, with the end tokens of generation_config.json added to its own.
 
-    Chat models end turns with tokens that only the latter lists. Raises ModelError.
+    Chat models end turns with tokens that only the latter lists. Raises ModelError if a file is
+    missing or not valid.
     """
     config = _read_json(directory / CONFIG_FILE)
     generation_path = directory / GENERATION_FILE
@@ -72,7 +74,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors. Makes `directory`; tensors must be contiguous."""
+    """Write config.json and model.safetensors to `directory`, which is created.
+
+    Tensors must be contiguous and must not share memory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     # transformers refuses a file that does not say for which framework it is.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -99,7 +104,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
-    """Shards by path. The index, not the shards, says which tensors belong to the model."""
+    """Return the names of tensors by shard. Tensors that the index does not list are ignored."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")

@@ -28,7 +28,7 @@ def build_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> CausalLM:
-    """A model ready for `prepare`. `source` is never changed and, save for a CausalLM, not kept.
+    """Return a model ready for `prepare`. `source` is not changed, and only a CausalLM is kept.
 
     A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
     from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
@@ -49,11 +49,12 @@ def open_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[CausalLM, Fill | None]:
-    """A model whose weights are undefined, and the call that writes them; else as `build_model`.
+    """Return a model whose weights are undefined, and the call that writes them.
 
-    The parameters may be moved before that call. On a CPU this costs nothing, since memory that
-    nobody has written is not resident yet. The call is None for a CausalLM that comes back itself,
-    with its values. Raises ModelError, and so does the call.
+    The arguments are those of `build_model`, which makes that call. The parameters may be moved
+    before it; on a CPU this takes no memory, since pages that nobody has written are not resident.
+    The call is None for a CausalLM that comes back itself, with its values. Raises ModelError, as
+    the call does.
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
@@ -72,9 +73,10 @@ def open_model(
 
 
 def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
-    """`source` itself, or a CausalLM of the whole of it if ranks hold parts of its parameters.
+    """Return `source`, or a CausalLM with whole parameters if those of `source` are sharded.
 
-    Other processes cannot gather them. Gathering is a collective of all ranks. Raises ModelError.
+    An engine in another process could not gather them. Gathering is a collective of all ranks.
+    Raises ModelError.
     """
     if isinstance(source, nn.Module) and any(map(is_sharded, source.parameters())):
         return build_model(source, dtype=dtype)
@@ -130,7 +132,7 @@ def _copy_transformers(
 
 
 def _is_transformers_model(source: object) -> bool:
-    """Recognised by shape: transformers is not imported, being optional and slow to import."""
+    """Whether `source` looks like one. transformers is optional and slow, so it is not imported."""
     config = getattr(source, "config", None)
     has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
     return has_config and hasattr(source, "named_parameters")

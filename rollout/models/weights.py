@@ -1,4 +1,4 @@
-"""Copying named tensors into a freshly built model, with every mismatch named."""
+"""Copying named tensors into the weights of a model. Every mismatch is an error that names it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def is_computed(name: str) -> bool:
-    """Whether the model computes what others store under `name`, so that it is passed over."""
+    """Whether the model computes the tensor `name` itself, so that a stored one is ignored."""
     return name.endswith(_COMPUTED_SUFFIX)
 
 
 class NamedTensors(Protocol):
-    """Names known at once, tensors read one by one. A dict is one, and so is a Checkpoint."""
+    """Tensors by name, which may be read one by one: a dict, or a Checkpoint."""
 
     def keys(self) -> Collection[str]: ...
 

@@ -106,7 +106,11 @@ def start_engine(folder: Path, own: int, start: Barrier, results: Connection) ->
         results.send((names(products), names(products, own_weight)))
 
 
-def test_engines_that_start_together_go_on_with_the_same_choices(tmp_path: Path) -> None:
+def test_engines_that_start_together_go_on_with_the_same_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # multiprocessing keeps its sockets there until all tests are over.
+    monkeypatch.setattr(tempfile, "tempdir", None)
     count = len(choosable(PRODUCTS))
     start, folder = PROCESSES.Barrier(count), tmp_path / "cache"
     pipes = [PROCESSES.Pipe(duplex=False) for _ in range(count)]

@@ -1,1 +1,1 @@
-"""Matrix products on a CPU: the ways to compute one, and which is the fastest on this machine."""
+"""Matrix products on a CPU: the ways to compute one, and the choice of the fastest."""

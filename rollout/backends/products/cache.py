@@ -1,4 +1,4 @@
-"""The choices of this machine in a small file, so that each is measured once."""
+"""ChoiceCache: a small file with the measured choices of a machine, which later engines read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _LOCK_TIMEOUT_S = 5.0  # holders need milliseconds; one that is stopped must not
 
 
 def describe_machine(kernels_version: str) -> dict[str, str | int]:
-    """All that measured times depend on, besides the weight's shape and dtype."""
+    """Return all that measured times depend on besides a weight's shape and dtype.
+
+    `kernels_version` names the compiled kernels, or says that there are none.
+    """
     return {
         "format": _FORMAT,
         "cpu": hashlib.sha256(cpu_identity().encode()).hexdigest()[:16],
@@ -41,7 +44,11 @@ class _File:
 
 
 class ChoiceCache:
-    """One file for each kind of machine. A failure costs one warning: all is then measured anew."""
+    """Reads and writes the file of one kind of machine.
+
+    No failure is raised. The first one is logged as a warning; what could not be read is measured
+    again.
+    """
 
     def __init__(self, machine: Mapping[str, str | int]) -> None:
         self._machine = dict(machine)
@@ -50,7 +57,11 @@ class ChoiceCache:
         self._has_warned = False
 
     def load(self, product_names: Collection[str]) -> dict[str, Choice]:
-        """The choices of a file of this machine; none without one, or if it makes no sense."""
+        """Return the choices in the file by key, {} if there is no file or it is not valid.
+
+        A file is not valid if another machine wrote it, or if it names other products than
+        `product_names`.
+        """
         try:
             path = self._path()
             if not path.exists():
@@ -58,17 +69,17 @@ class ChoiceCache:
             file = msgspec.json.decode(path.read_bytes(), type=_File)
             self._check(file, product_names)
         except (OSError, ValueError) as error:
-            self._warn("are measured anew", error)
+            self._warn("cannot be read, so products are measured again", error)
             return {}
         return file.choices
 
     def save(
         self, choices: Mapping[str, Choice], product_names: Collection[str]
     ) -> dict[str, Choice]:
-        """Add choices to the file. Returns them together with those that the file has already.
+        """Add choices to the file. Returns the file's choices and the new ones.
 
-        For a key that the file has, its choice stays. So engines that start together, which measure
-        the same keys at the same time, all go on with the choice of the first that saves.
+        A key that is in the file already keeps its choice. So engines that start together and
+        measure the same keys all use the choice of the first one that saves.
         """
         merged = dict(choices)
         try:
@@ -80,14 +91,14 @@ class ChoiceCache:
                 if merged != kept:
                     write_atomically(path, self._encode(merged))
         except OSError as error:
-            self._warn("are not kept", error)
+            self._warn("cannot be written, so the next engine measures again", error)
         return merged
 
     def _lock(self, path: Path, stack: ExitStack) -> None:
         try:
             stack.enter_context(exclusive_lock(path.with_suffix(".lock"), _LOCK_TIMEOUT_S))
         except OSError as error:
-            self._warn("are kept without a lock", error)
+            self._warn("are written without a lock", error)
 
     def _encode(self, choices: Mapping[str, Choice]) -> bytes:
         file = _File(machine=self._machine, choices=dict(sorted(choices.items())))
@@ -98,16 +109,20 @@ class ChoiceCache:
 
     def _check(self, file: _File, product_names: Collection[str]) -> None:
         if file.machine != self._machine:
-            raise ValueError(f"it was measured on {file.machine}, this is {self._machine}")
+            raise ValueError(f"it was measured on {file.machine}; this machine is {self._machine}")
         for choice in file.choices.values():
             is_complete = len(choice.products) == len(choice.microseconds) == len(BUCKETS)
             if not is_complete or not set(choice.products) <= set(product_names):
-                raise ValueError(f"{choice.products} are no products for {BUCKETS} rows")
+                raise ValueError(
+                    f"{choice.products} must be {len(BUCKETS)} names out of {[*product_names]}"
+                )
             if not all(time is None or time > 0 for time in choice.microseconds):
-                raise ValueError(f"{choice.microseconds} are no microseconds")
+                raise ValueError(f"microseconds {choice.microseconds} must be positive or null")
 
     def _warn(self, consequence: str, error: Exception) -> None:
         if not self._has_warned:
             reason = f"{type(error).__name__}: {error}"
-            logger.warning("products: the choices %s (%s, %s)", consequence, self._name, reason)
+            logger.warning(
+                "products: measured choices %s (%s, %s)", consequence, self._name, reason
+            )
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""The ways to compute x @ weight.T + bias on a CPU, and the handle that they work on.
+"""The products that compute x @ weight.T + bias on a CPU, and the handle that they work on.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -24,16 +24,16 @@ _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def bucket_of(num_rows: int) -> int:
-    """The index in BUCKETS of the smallest bucket that holds so many rows."""
+    """Return the index in BUCKETS of the smallest bucket that takes `num_rows`."""
     return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 class Product:
-    """One way to compute a product. This one is torch's own, with the weight as it is stored.
+    """A way to compute a matrix product. This class itself is torch's, which packs nothing.
 
-    `kind` groups the variants of one implementation. `packs`: it needs a packed copy of the weight.
-    `unpacks`: `to_dense` of that copy gives the very weight. `is_fused`: a pass in one call runs it
-    without Python.
+    `kind` is the name that the variants of one implementation share. `packs` says whether it needs
+    a packed copy of the weight, `unpacks` whether `to_dense` of that copy gives the weight's bytes.
+    `is_fused` says whether a pass in one call runs it without Python.
     """
 
     name = kind = "plain"
@@ -44,7 +44,7 @@ class Product:
         return True
 
     def pack(self, weight_NK: Tensor) -> Any:
-        """The copy of the weight that it needs; None if it needs none."""
+        """Return the packed copy of the weight, None if this product needs none."""
         return None
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
@@ -73,7 +73,7 @@ class LinearHandle:
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
-        """Take these products, one a bucket. At most one kind of packed copy is wanted by them."""
+        """Use these products, one for each bucket, which need at most one packed copy; make it."""
         packing = next((product for product in products if product.packs), None)
         is_packed = self.packing is packing and self.packed is not None
         self.chosen, self.packing = tuple(products), packing
@@ -85,21 +85,21 @@ class LinearHandle:
             self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
-        """Take the staged packed copy, or make one of the weight as it is now."""
+        """Use the staged packed copy, or pack the weight as it is now."""
         if staged is None and self.packing is not None:
             staged = self.packing.pack(self.weight_NK)
         self.packed, self.products = staged, self.chosen
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy; until `refresh`, the plain product stands in."""
+        """Drop the packed copy. The plain product serves until `refresh`."""
         self.packed = None
         self.generation += 1
         self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
 
 
 class OneDnnProduct(Product):
-    """oneDNN's, with the weight in its own layout, which only reorders the numbers."""
+    """oneDNN's product. Its packed copy has the weight's numbers in another order."""
 
     name = kind = "onednn"
     packs = unpacks = True
@@ -119,7 +119,7 @@ class OneDnnProduct(Product):
 
 
 class MklProduct(Product):
-    """MKL's, with the weight in its own layout, in float32. MKL has no way back from there."""
+    """MKL's product in float32. MKL cannot unpack its packed copy."""
 
     name = kind = "mkl"
     packs = True
@@ -217,7 +217,7 @@ class NativeProduct(Product):
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:
-    """All products of this machine; the first one of a kind is its default variant."""
+    """Return all products that work on this machine. The first one of a kind is its default."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
     probe_NK = torch.zeros(1, 16, dtype=torch.float32)
     return [product for product in products if product.suits(probe_NK)]
@@ -245,7 +245,7 @@ def _mkl_works() -> bool:
 
 
 def _works(product: Product, dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the product for this dtype, here: it is tried."""
+    """Whether the product works for this dtype with this torch on this machine, by trying it."""
     generator = torch.Generator().manual_seed(0)
     weight_NK = torch.randn(24, 32, generator=generator).to(dtype)
     try:

@@ -20,17 +20,14 @@ _COST_OF_NO_DEFAULT = 1.25  # relative to the default product, where nothing was
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Names of products, one a bucket; microseconds are None where nothing was measured."""
+    """The name of a product for each bucket, and its microseconds: None if it was not measured."""
 
     products: tuple[str, ...]
     microseconds: tuple[float | None, ...] = (None,) * len(BUCKETS)
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
-    """The rule without measurements: native; without it to 128 rows oneDNN, then plain.
-
-    `candidates` hold the plain one.
-    """
+    """Return the product by rule: native, else oneDNN for at most 128 rows, else plain."""
     kinds = ["native"] + ["onednn"] * (num_rows <= 128)
     for kind in kinds:
         for product in candidates:
@@ -40,26 +37,25 @@ def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
 
 
 def choose_by_rule(candidates: Sequence[Product]) -> Choice:
-    """The default product of each bucket."""
+    """Choose the default product of each bucket."""
     return Choice(products=tuple(default_product(rows, candidates).name for rows in BUCKETS))
 
 
 def choosable(candidates: Sequence[Product]) -> list[Product]:
-    """The products that `choose` may take: all whose packed copy, if they need one, unpacks.
+    """Return the products that `choose` may take: those whose packed copy unpacks, or need none.
 
     With other packed copies an update would keep two more copies of the weights: the packed ones
-    of the new weights, and plain ones of the old weights, to go back to.
+    of the new weights, and a plain backup of the old ones.
     """
     return [product for product in candidates if product.unpacks or not product.packs]
 
 
 def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
-    """The fastest choosable product of each bucket, where all share one packed copy, or need none.
+    """Choose the fastest product of each bucket, of those that share one packed copy or need none.
 
-    Of the packed copies, and of none, the one is taken for which the sum of the buckets' times,
-    each relative to the fastest product of its bucket, is smallest. Another than the default one's
-    must be better by a margin, and within a bucket a product must beat the default by more than
-    the noise.
+    The packed copy, or none, is the one with the smallest sum of the buckets' times, each relative
+    to the fastest product of its bucket. A copy other than the default product's must be better by
+    a margin. Within a bucket a product must beat the default by more than the noise.
     """
     candidates = [product for product in choosable(candidates) if product.name in seconds]
     defaults = [default_product(num_rows, candidates) for num_rows in BUCKETS]

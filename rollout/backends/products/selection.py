@@ -1,4 +1,4 @@
-"""ProductSelection: what an engine knows of the products that serve its weights."""
+"""ProductSelection: the products that serve an engine's weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from rollout.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ROLLOUT_TUNE"  # "0": by the simple rule; a product's name: that one wherever it can
+SWITCH = "ROLLOUT_TUNE"  # "0": choose by rule; a product's name or kind: use it where it can serve
 _MEASURES, _BY_RULE = "1", "0"
 
 
 class ProductSelection:
-    """Products for weights: those measured on this machine, now or before; else by rule.
+    """Chooses products for weights: by times measured on this machine, now or earlier, or by rule.
 
-    `switch` is the value of ROLLOUT_TUNE. Raises ConfigError if it names nothing of this machine.
+    `switch` is the value of ROLLOUT_TUNE: "1" measures, "0" goes by rule, and the name or kind of a
+    product forces that product. Raises ConfigError if this machine has no such product.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class ProductSelection:
         self._in_use: dict[str, Choice] = {}
 
     def products_for(self, weight_NK: Tensor) -> list[Product]:
-        """The product of each bucket."""
+        """Return the product of each bucket of BUCKETS for this weight, [N, K]."""
         return [self._candidates[name] for name in self._choice(weight_NK).products]
 
     def measure(self, weights: Iterable[Tensor]) -> None:
-        """Measure the shapes that are not known yet, and keep the choices. Logs one line.
+        """Measure products for shapes without a choice, and save the choices. Logs one line.
 
-        It takes at most two seconds; with one thread, of CPU time.
+        Takes at most two seconds, of CPU time if torch has one thread.
         """
         weights = list(weights)
         used = {_key(weight_NK): weight_NK for weight_NK in weights}
@@ -76,7 +77,7 @@ class ProductSelection:
         )
 
     def explain(self) -> str:
-        """A table of the choices in use, or kept for this machine: a line a shape and bucket."""
+        """Return a table of the choices in use or saved: one line for each shape and bucket."""
         lines = [f"{'weight':<24}{'rows':>5}  {'product':<18}{'microseconds':>12}"]
         for key, choice in (self._measured | self._in_use).items():
             rows = zip(BUCKETS, choice.products, choice.microseconds, strict=True)

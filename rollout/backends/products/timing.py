@@ -26,9 +26,9 @@ _SHORTEST_S = 1e-7
 
 
 class Stopwatch:
-    """Times calls until its budget is used up, from the moment when it is made.
+    """Times calls, and says when its budget is used up. The budget runs from its construction.
 
-    With one thread, what other processes take meanwhile is not counted.
+    With one thread it counts CPU time, so that other processes do not disturb it.
     """
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
@@ -40,7 +40,7 @@ class Stopwatch:
         return self._now() >= self._end
 
     def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
-        """Seconds of one product."""
+        """Return the seconds that one call of the product takes."""
         start = self._now()
         product(x_TK, handle)
         return self._now() - start
@@ -53,11 +53,11 @@ def measure(
     stopwatch: Stopwatch,
     model_bytes: int,
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Seconds for each of `weights`, by product and bucket, in interleaved rounds.
+    """Return the seconds of each round by weight, product and bucket. Rounds are interleaved.
 
-    Rounds end with the stopwatch's budget; what was not reached by then is left empty. Between two
-    uses of a weight as much else is read as the model, of `model_bytes`, would read, or a cache
-    holds.
+    Rounds end with the stopwatch's budget; lists that were not reached by then are empty. Between
+    two uses of a weight other memory is read, as a forward pass would: `model_bytes` of it, or as
+    much as evicts a processor's caches if that is less.
     """
     samples = [_Sample(weight_NK, candidates) for weight_NK in weights.values()]
     read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4, dtype=torch.float32)
@@ -76,9 +76,9 @@ def measure(
 
 
 def _passes(candidates: Sequence[Product]) -> Iterator[tuple[int, int, Product]]:
-    """(round, bucket, product), every second round from the last bucket to the first.
+    """Yield (round, bucket, product), in every second round from the last bucket to the first.
 
-    So the budget does not end before the same buckets in every round.
+    Otherwise a budget that ends early would always miss the same buckets.
     """
     buckets = range(len(BUCKETS))
     for index in range(_MAX_ROUNDS):
@@ -99,7 +99,7 @@ class _Sample:
         }
 
     def is_contender(self, product: Product, bucket: int, index: int) -> bool:
-        """Whether the product takes part in round `index`: all that can do in the first one."""
+        """Whether the product is timed in round `index`; in the first one all that suit are."""
         if product not in self._candidates:
             return False
         fastest = fastest_of(bucket, self.seconds)[:_MAX_CONTENDERS]
@@ -107,13 +107,16 @@ class _Sample:
         return index == 0 or is_default or product.name in fastest
 
     def arguments(self, product: Product, bucket: int) -> tuple[Tensor, LinearHandle]:
-        """What to call the product with."""
+        """Return what to call the product with: ones, [T, K], and the weight's first rows."""
         num_rows, num_inputs = BUCKETS[bucket], self._weight_NK.shape[1]
         x_TK = torch.ones(num_rows, num_inputs, dtype=self._weight_NK.dtype)
         return x_TK, self._handle(product, self._num_outputs(num_rows))
 
     def time(self, product: Product, bucket: int, stopwatch: Stopwatch) -> None:
-        """One more time, for the whole weight, without Python that a fused pass does not run."""
+        """Time one call, and add its seconds scaled up to the whole weight.
+
+        Leaves out Python that a fused pass does not run.
+        """
         x_TK, handle = self.arguments(product, bucket)
         share = handle.weight_NK.shape[0] / self._weight_NK.shape[0]
         seconds = stopwatch.seconds(product, x_TK, handle)
