@@ -108,8 +108,8 @@ class InferenceConfig:
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
     seed: of requests that bring no seed of their own.
     deterministic: tokens and log-probs are the same to the last bit however requests are scheduled.
-        On a CPU with compiled kernels, for float32 and bfloat16 models; refused elsewhere. Attention
-        is slower.
+        On a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is
+        slower.
 
     enable_prefix_caching: requests share the KV of common prefixes.
     prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is

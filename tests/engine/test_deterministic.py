@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,11 +42,11 @@ def bits(request: DynamicInferenceRequest) -> tuple[list[int], bytes]:
 
 
 @cache
-def alone(family: str) -> list[tuple[list[int], bytes]]:
+def alone(family: str, dtype: torch.dtype = torch.float32) -> list[tuple[list[int], bytes]]:
     """Each request in an engine of its own."""
     found = []
     for prompt, sampling_params in REQUESTS:
-        engine = tiny_engine(tiny_model(family), deterministic=True)
+        engine = tiny_engine(tiny_model(family).to(dtype), deterministic=True)
         request_id = engine.add_request(prompt, sampling_params)
         found.append(bits(drain(engine)[request_id]))
     return found
@@ -72,6 +73,15 @@ def test_a_schedule_changes_no_bit(family: str, schedule: str) -> None:
     finished = drain(engine)
     assert [bits(finished[i]) for i in ids] == alone(family)
     assert schedule != "preempted" or engine.stats().num_evictions > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_changes_no_bit_in_bfloat16(schedule: str) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    engine = tiny_engine(model, deterministic=True, **SCHEDULES[schedule])
+    ids = [engine.add_request(prompt, given) for prompt, given in REQUESTS]
+    finished = drain(engine)
+    assert [bits(finished[i]) for i in ids] == alone("qwen3", torch.bfloat16)
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
