@@ -45,7 +45,7 @@ def test_the_engine_of_an_llm_gets_the_fields() -> None:
     with LLM(
         tiny_model(), inference_config=config, block_size_tokens=8, buffer_size_gb=0.001
     ) as llm:
-        block_bytes = 2 * 2 * 2 * 12 * 4 * 8
+        block_bytes = 2 * 2 * 2 * 16 * 4 * 8
         assert llm.stats().num_blocks_total == pytest.approx(0.001 * 2**30 / block_bytes, abs=2)
 
 

@@ -24,6 +24,7 @@ from rollout.coordinator.protocol.messages import (
     Heartbeat,
     Message,
     Nack,
+    Register,
     UpdateWeights,
 )
 from rollout.coordinator.routing.policies import RoundRobinPolicy, RoutingPolicy
@@ -150,11 +151,16 @@ class FakeFleet:
         return moved
 
     def handle(self, identity: bytes, frame: bytes) -> None:
-        """Let the core take a frame. What it then holds true of all engines must be."""
+        """Let the core take a frame. What it then holds true of all engines must be.
+
+        An engine that registers with this frame learns it from the answer, before it does anything.
+        """
         core = self.core
         state, version, ranks = core.state, core.weights_version, core.ranks().items()
         outgoing = core.handle(identity, frame, self.now)
-        by_id = {p.engine_id: p for p in self.peers.values() if isinstance(p, FakeEngine)}
+        comes_in = identity if isinstance(decode(frame), Register) else None
+        engines_now = [p for p in self.peers.values() if isinstance(p, FakeEngine)]
+        by_id = {p.engine_id: p for p in engines_now if p.identity != comes_in}
         engines = [by_id[i] for _, i in ranks & core.ranks().items() if i in by_id]
         if core.state is not state:
             assert {engine.state for engine in engines} <= {core.state.engine_state.name}

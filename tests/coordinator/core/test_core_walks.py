@@ -344,3 +344,16 @@ FleetWalk.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 test_walks = FleetWalk.TestCase
+
+
+def test_an_engine_that_dials_anew_beside_a_command_comes_in_as_the_command_leaves_the_fleet():
+    walk = FleetWalk()
+    walk.engine_is_stopped_or_goes_on(number=0)
+    walk.command(header=Headers.PAUSE, number=0)
+    walk.all_messages_move()
+    walk.engine_is_stopped_or_goes_on(number=0)
+    walk.engine_redials(number=0)
+    walk.all_messages_move()
+    walk.engines_are_in_the_state_that_the_fleet_confirms()
+    assert {engine.state for engine in walk.engines} == {"PAUSED"}
+    walk.teardown()
