@@ -55,7 +55,7 @@ class NativeDecoder:
         self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
-        self._floats: list[Tensor] = []  # norms and biases
+        self._floats: list[Tensor] = []  # copies of norms and biases
         self._seen: Any = None
         self._buckets: frozenset[int] = frozenset()
 
@@ -112,8 +112,10 @@ class NativeDecoder:
         """The address of these values in float32; None for None."""
         if values is None:
             return None
-        self._floats.append(values.detach().float())
-        return self._floats[-1].data_ptr()
+        if values.dtype != torch.float32:
+            values = values.detach().float()
+            self._floats.append(values)  # others must not be kept: their memory may be released
+        return values.data_ptr()
 
     def _weight(self, handle: LinearHandle) -> WeightArgs:
         packed = handle.packed
