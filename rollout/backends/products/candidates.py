@@ -5,6 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.backends.memory.mapping import map_bytes
 from rollout.backends.native.kernels import Kernels, LinearArgs
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
@@ -152,8 +154,10 @@ class NativeWeight:
         """Pack `weight_NK`, contiguous float32 or bfloat16, in panels of 2 * `lanes` outputs."""
         self._kernels = kernels
         self.num_outputs, num_inputs = weight_NK.shape
-        num_panels = -(-self.num_outputs // (2 * lanes))
-        self.panels_PKW = torch.empty(num_panels, num_inputs, 2 * lanes, dtype=weight_NK.dtype)
+        shape = -(-self.num_outputs // (2 * lanes)), num_inputs, 2 * lanes
+        # Mapped, for huge pages where there are some: products are up to a tenth faster.
+        mapping = map_bytes("packed weight", math.prod(shape) * weight_NK.itemsize)
+        self.panels_PKW = mapping.tensor.view(weight_NK.dtype).view(shape)
         self._reorder(kernels.pack_weights, self.panels_PKW, weight_NK)
 
     def to_dense(self) -> Tensor:
