@@ -174,7 +174,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         axis.set_title(f"by {'CPU' if clock == 'cpu' else 'wall'} time")
         axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("tokens per second / those of rollout")
-    axes[0].legend(fontsize=8)
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     threads = comparison.machine["threads"]
     figure.suptitle(
         f"{comparison.model}, {comparison.dtype}, {threads} thread(s), medians of rounds"
