@@ -53,7 +53,7 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
             __builtin_prefetch(here + FAR_AHEAD * PANEL * size);
         }
         UNROLL for (int i = 0; i < tokens; i++) {
-            vec value = x[i * a->x_stride + k] - (vec){0};
+            vec value = x[i * a->x_stride + k] - (vec){0}; /* in every lane; x - 0 is x */
             UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] += value * weights[j];
         }
     }
