@@ -136,5 +136,13 @@ def test_a_column_holds_the_same_numbers_or_there_is_none(values):
     assert (column is not None) == bool(is_simple)
 
 
+@pytest.mark.parametrize("values", [[2**31 - 1], [2**31], [-(2**31)], [-(2**31) - 1]])
+def test_integers_at_the_limits_of_int32_stay_what_they_are(values):
+    column = as_column(values)
+    assert column is not None
+    assert column.tolist() == values
+    assert column.itemsize == (4 if -(2**31) <= values[0] < 2**31 else 8)
+
+
 def test_integers_beyond_int64_have_no_column():
     assert as_column([0, 2**63]) is None

@@ -90,6 +90,22 @@ def suspend_and_resume(engine: DynamicInferenceEngine, mode: str | None = None) 
     engine.unpause()
 
 
+def test_stats_add_up_what_suspends_release_and_resumes_restore() -> None:
+    engine = tiny_engine(model(), kv_cache_management_mode="offload")
+    for prompt, params in jobs():
+        engine.add_request(prompt, params)
+    released = restored = 0
+    for _ in range(2):
+        engine.step()
+        engine.pause()
+        released += engine.suspend().bytes_released
+        restored += engine.resume().bytes_restored
+        engine.unpause()
+    stats = engine.stats()
+    assert (stats.suspended_bytes, stats.resumed_bytes) == (released, restored)
+    assert restored > 0
+
+
 def disturbed(engine: DynamicInferenceEngine, every: int) -> list[DynamicInferenceRequest]:
     """All jobs, with a cycle after every `every` steps."""
     ids = [engine.add_request(prompt, params) for prompt, params in jobs()]
