@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,8 @@ class Problem:
         own = ids[num_shared:].view(case.num_rows, -1)
         tables = torch.cat((ids[:num_shared].expand(case.num_rows, -1), own), dim=1)
         shape = (count, case.block_size, 2, NUM_KV_HEADS, case.head_dim)
-        num_layers = max(1, -(-COLD_BYTES // case.kv_bytes)) if case.num_new == 1 else 1
+        layer_bytes = math.prod(shape) * case.dtype.itemsize
+        num_layers = max(1, -(-COLD_BYTES // layer_bytes)) if case.num_new == 1 else 1
         self.case = case
         block = torch.randn(shape[1:]).to(case.dtype)
         self._pool = block.repeat(num_layers * count, 1, 1, 1, 1)
@@ -138,18 +140,18 @@ class Bench:
         self._num_rounds = num_rounds
 
     def decode(self, problem: Problem, layer: int) -> None:
-        self._kernels.attend_decode(addressof(problem.args[layer]), 0, problem.case.num_rows)
+        args = addressof(problem.args[layer])
+        self._kernels.attend_decode_part(args, 0, problem.case.num_rows, 0, 1)
 
     def prefill(self, args: AttentionArgs, num_rows: int) -> None:
-        items = num_rows * args.kv_heads
-        self._kernels.attend_prefill(addressof(args), self._scratch.data_ptr(), 0, items)
+        scratch = self._scratch.data_ptr()
+        self._kernels.attend_prefill_part(addressof(args), scratch, 0, num_rows, 0, 1)
 
     def decode_ratio(self, case: Case) -> tuple[float, float]:
         """(GB per second that attention reads, its time over that of a plain read)."""
         problem = Problem(case)
-        layers = self._cycle(problem, lambda i: self.decode(problem, i))
         rounds = []
-        for visited in layers:
+        for visited in self._cycle(problem):
             ours = self._decode_all(problem, visited)
             read = problem.read_seconds() * len(visited)
             rounds.append((ours / len(visited), ours / read))
@@ -165,18 +167,18 @@ class Bench:
 
         return cpu_seconds(work)
 
-    def _cycle(self, problem: Problem, once: Callable[[int], None]) -> Iterator[list[int]]:
+    def _cycle(self, problem: Problem) -> Iterator[list[int]]:
         """For each round, the layers that it visits: long enough to be timed, in turn."""
         count = len(problem.args)
-        once(0)
-        seconds = cpu_seconds(lambda: once(count - 1))
+        self.decode(problem, 0)
+        seconds = cpu_seconds(lambda: self.decode(problem, count - 1))
         length = max(1, int(MIN_SECONDS / max(seconds, 1e-6)))
         turn = itertools.cycle(range(count))
         for _ in range(self._num_rounds):
             yield list(itertools.islice(turn, length))
 
     def prefill_ratio(self, case: Case) -> tuple[float, float]:
-        """(GFLOP per second, time over that of the same FLOPs in the best product)."""
+        """(GFLOP per second, time over that of the same FLOPs in torch.mm)."""
         problem = Problem(case)
         size = 1024
         a, b = torch.rand(size, size), torch.rand(size, size)
@@ -194,7 +196,7 @@ class Bench:
         shared, own = Problem(case), Problem(replace(case, shared=0))
         rounds = []
         count = len(own.args)
-        for visited in self._cycle(shared, lambda i: self.decode(shared, i)):
+        for visited in self._cycle(shared):
             ours = self._decode_all(shared, visited)
             plain = self._decode_all(own, [i % count for i in visited])
             rounds.append(ours / plain)

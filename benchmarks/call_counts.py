@@ -72,7 +72,7 @@ def count_calls(operation: Callable[[], Any]) -> Counter[str]:
 
 @contextmanager
 def products_by_rule() -> Iterator[None]:
-    """Choose matrix products without measuring them: the counts are the same on every machine."""
+    """Choose matrix products without measuring them: the counts do not depend on speed."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     try:

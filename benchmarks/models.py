@@ -46,7 +46,7 @@ def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Parameters of a model of this shape; tied ones count once."""
+    """Parameters of a model of this shape without biases; tied ones count once."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2)
     tables = 1 if spec.tie_word_embeddings else 2

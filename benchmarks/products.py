@@ -22,7 +22,6 @@ from benchmarks.models import MODELS
 from rollout import InferenceConfig
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
-from rollout.backends.ops.cpu import default_selection
 from rollout.backends.products.candidates import (
     LinearHandle,
     Product,
@@ -30,6 +29,7 @@ from rollout.backends.products.candidates import (
     bucket_of,
 )
 from rollout.backends.select import create_backend
+from rollout.layers.linear import Linear
 from rollout.models import build_model
 
 ROWS = (1, 8, 16, 64, 256)
@@ -41,11 +41,12 @@ Seconds = dict[str, dict[str, list[float]]]
 class Contest:
     """Every product, with handles of all the model's weights."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, layers: Sequence[Linear]) -> None:
         library = load_library()
         kernels = None if library is None else Kernels(library)
         self.products = {product.name: product for product in available_products(kernels)}
-        self._selection = default_selection(kernels)
+        self._layers = layers
+        weights = [layer.weight.detach() for layer in layers]
         self._handles = {
             name: [LinearHandle(weight, None, [product]) for weight in weights]
             for name, product in self.products.items()
@@ -67,7 +68,7 @@ class Contest:
     def chosen(self, num_rows: int) -> dict[str, str]:
         """What the engine takes, by shape."""
         bucket = bucket_of(num_rows)
-        return {label(w): self._selection.products_for(w)[bucket].name for w in self.weights}
+        return {label(la.weight): la.handle.products[bucket].name for la in self._layers}
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -125,7 +126,7 @@ def main() -> None:
     model = build_model(spec)
     model.prepare(backend)
     print(backend.ops.explain())
-    contest = Contest([layer.weight.detach() for layer in model.linear_layers().values()])
+    contest = Contest([*model.linear_layers().values()])
     columns = ("weights", "rows", "chosen", "us", "best", "chosen/best")
     table = Table(*columns, "best library", "chosen/library")
     for num_rows in ROWS:

@@ -101,7 +101,7 @@ class Learner:
 
     @classmethod
     def load(cls, checkpoint: Path, settings: JobSettings) -> tuple[Learner, TrainerState]:
-        """The learner and the state of a checkpoint, with the random states as it was saved.
+        """The learner and the state of a checkpoint. Restores the random states saved with it.
 
         The reference policy is read from beside the checkpoints.
         Raises ConfigError if the run of the checkpoint had another model, no reference policy or

@@ -108,7 +108,7 @@ class Run:
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None:
             checkpoint = await self.begin()
-        # Also of step 0: a run that is killed before its next checkpoint does all again as it did.
+        # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
         learner, state = Learner.load(checkpoint, settings)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
         with (

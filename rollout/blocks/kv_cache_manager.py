@@ -27,8 +27,8 @@ class BlockTable:
     num_shared: how many of the first blocks another request has computed. It may still use them.
     num_cached: how many of the first blocks are in the prefix index.
     is_cacheable: False once a full block could not enter the index. No later block can enter then.
-    keys: the keys of the first blocks in the prefix index, as far as they were needed. They hold
-        for the weights version `key_version`.
+    keys: what the prefix index calls the first blocks, as far as that was needed, under the weights
+        version `key_version`.
     """
 
     blocks: list[int] = field(default_factory=list)

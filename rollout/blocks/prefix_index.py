@@ -32,7 +32,7 @@ class IndexedBlock:
 
     spans: the weights version that wrote the KV of each of its positions.
     oldest_version: the oldest version in this block and in all blocks before it.
-    generation: the block is found as long as this is the generation of the index.
+    generation: that of the index when the block entered it; in a later one it is not found.
     """
 
     block: int
@@ -105,10 +105,9 @@ class PrefixIndex:
         self.num_entries = self.num_dropped = 0
         self.unused = BlockList(num_blocks)
         self._num_unused_entries = 0  # those of `num_entries` whose blocks have no user
-        # The releases that leave a block without a user are numbered. Unused blocks whose number is
-        # below the first one that is kept are dropped.
-        self._num_releases, self._first_kept = 0, 1
-        self._release_of = array("q", [0]) * (num_blocks + 1)
+        self._num_drops = 0
+        # Of each block: how many drops there had been when its last user left.
+        self._drops_before = array("i", [0]) * (num_blocks + 1)
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
         self._generation = 0
@@ -125,7 +124,8 @@ class PrefixIndex:
         """Return whether the block can be found, if its KV is young enough: no new generation has
         begun since it entered the index, and it was not dropped.
         """
-        is_dropped = self._release_of[entry.block] < self._first_kept and entry.block in self.unused
+        was_there = self._drops_before[entry.block] < self._num_drops
+        is_dropped = was_there and entry.block in self.unused
         return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
@@ -195,8 +195,7 @@ class PrefixIndex:
             return False
         if self.keeps_unused and self.is_current(entry):
             self.unused.append(block)
-            self._num_releases += 1
-            self._release_of[block] = self._num_releases
+            self._drops_before[block] = self._num_drops
             self._num_unused_entries += 1
             return True
         self._remove_key(entry)
@@ -219,7 +218,7 @@ class PrefixIndex:
         self.num_entries -= self._num_unused_entries
         self._num_unused_entries = 0
         self.num_dropped = self.unused.num_blocks
-        self._first_kept = self._num_releases + 1
+        self._num_drops += 1
 
     def start_generation(self) -> None:
         """From now on, only blocks that enter the index from now on are found. O(1).

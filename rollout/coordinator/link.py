@@ -263,14 +263,14 @@ class Link:
         has_message, has_event = self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room)
         if has_message:
             # One message, which may be a Batch: asking in vain for another costs more than polling.
-            self._receive(1)
+            self._receive()
         for event in self._dealer.events() if has_event else ():
             if event == CONNECTED:
                 self._greet()
             elif fault := handshake_fault(event):
                 self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
             else:
-                self._receive(None)  # messages that came before the end
+                self._receive(until_empty=True)  # messages that came before the end
                 self._disconnected(is_refused=event == REFUSED)
         self._do_due(time.monotonic())
         if self._is_in_session:
@@ -403,9 +403,8 @@ class Link:
 
     # ---- messages
 
-    def _receive(self, max_messages: int | None) -> None:
-        num_left = math.inf if max_messages is None else max_messages
-        while num_left > 0 and self._inbox.has_room:
+    def _receive(self, *, until_empty: bool = False) -> None:
+        while self._inbox.has_room:
             try:
                 frames = self._dealer.receive()
             except ProtocolError as fault:
@@ -414,13 +413,14 @@ class Link:
             if frames is None:
                 return
             self._heard_at = time.monotonic()
-            num_left -= max(1, len(frames))
             for frame in frames:  # a malformed frame does not affect the others
                 try:
                     self._take(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
             self._hand_over()
+            if not until_empty:
+                return
 
     def _malformed(self, fault: ProtocolError) -> None:
         self.num_malformed += 1

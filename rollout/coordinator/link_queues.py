@@ -97,7 +97,7 @@ class Inbox:
         """
         with self._changed:
             if timeout_s > 0.0:
-                self._changed.wait_for(lambda: self._messages or self.end is not None, timeout_s)
+                self._changed.wait_for(lambda: self.has_news, timeout_s)
             was_full = not self.has_room
             taken: list[Message] = []
             while self._messages:

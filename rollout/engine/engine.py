@@ -207,6 +207,7 @@ class Engine:
         EngineStateError outside RUNNING, and the error of a forward pass if the device fails
         without any request, too. The next step returns the records that an error held back.
         """
+        # What is called here raises: the conditions stand outside, for they hold at every step.
         if self._machine.state is not EngineState.RUNNING:
             self._machine.require(EngineState.RUNNING, to="step")
         if not self._weights.has_values:
@@ -284,11 +285,13 @@ class Engine:
                 try:
                     self._pipeline.commit_all()
                 except Exception:
+                    # The pipeline has queued the step's requests again; a stop must not depend on
+                    # a broken device.
                     logger.exception("a step in flight failed; the engine stops all the same")
         with self._machine.command("stop"):
             pass
         try:
-            self._kv.retain([])
+            self._kv.discard(self._kv.offloaded_blocks)
         finally:
             self._kv.release()
 

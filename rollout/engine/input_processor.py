@@ -30,7 +30,7 @@ class ProcessedRequest:
     """A valid request, ready to be queued.
 
     tokens: all its tokens; the first `num_prompt` are the original prompt. The samples of a prompt
-        share the list, so that nobody may change it.
+        share the list; nobody changes it.
     group_id: equal for the samples of one prompt, None for a single request.
     admission: whether the request can run here, and how long it may get.
     sampling_params, seed: of the whole request, also where another engine began it.

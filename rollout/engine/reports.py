@@ -54,10 +54,10 @@ class ResumeReport:
 class MemoryStatus:
     """Where the memory of an engine is now, for the owners "kv_cache" and "weights".
 
-    resident_bytes: device memory by owner. bytes_on_host: host copies by owner. kv_mode: the mode
-    under which the KV was last released. released: owners whose memory was released. to_restore:
-    owners that resume restores, also those of a suspend that failed midway. has_weights: False
-    while the weights are discarded or mixed, until a full update is committed.
+    resident_bytes: reserved memory by owner, written to or not. bytes_on_host: host copies by
+    owner. kv_mode: the mode under which the KV was last released. released: owners whose memory was
+    released. to_restore: owners that resume restores, also those of a suspend that failed midway.
+    has_weights: False while the weights are discarded or mixed, until a full update is committed.
     """
 
     resident_bytes: Mapping[str, int]
@@ -85,7 +85,7 @@ class StepTotals:
 
 
 @dataclass(slots=True)
-class _CommandTotals:
+class _OtherTotals:
     """What all else since the start has done: ends of requests, and commands."""
 
     num_finished: int = 0
@@ -146,7 +146,7 @@ class EngineCounters:
         self.steps = StepTotals()
         self.interval = interval
         self._writer = writer
-        self._commands = _CommandTotals()
+        self._others = _OtherTotals()
 
     def write_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
         """Write the metrics of the step that `steps` has counted last."""
@@ -163,31 +163,31 @@ class EngineCounters:
 
     def add_ended(self, *, num_finished: int, num_failed: int) -> None:
         """Count requests that were handed out."""
-        self._commands.num_finished += num_finished
-        self._commands.num_failed += num_failed
+        self._others.num_finished += num_finished
+        self._others.num_failed += num_failed
 
     def add_recomputed(self, num_requests: int) -> None:
         """Count requests that are prefilled again because their KV is too old."""
-        self._commands.num_recomputed_requests += num_requests
+        self._others.num_recomputed_requests += num_requests
 
     def add_suspend(self, report: SuspendReport) -> None:
         """Count a suspend and write its report."""
-        self._commands.num_suspends += 1
-        self._commands.suspend_seconds += report.seconds
-        self._commands.suspended_bytes += report.bytes_released
-        self._commands.num_recomputed_requests += report.num_requests_requeued
+        self._others.num_suspends += 1
+        self._others.suspend_seconds += report.seconds
+        self._others.suspended_bytes += report.bytes_released
+        self._others.num_recomputed_requests += report.num_requests_requeued
         self._write({f"engine/suspend/{name}": value for name, value in _numbers(report)})
 
     def add_resume(self, report: ResumeReport) -> None:
         """Count a resume and write its report."""
-        self._commands.resume_seconds += report.seconds
-        self._commands.resumed_bytes += report.bytes_restored
+        self._others.resume_seconds += report.seconds
+        self._others.resumed_bytes += report.bytes_restored
         self._write({f"engine/resume/{name}": value for name, value in _numbers(report)})
 
     def add_update(self, report: WeightUpdateReport) -> None:
         """Count a weight update and write its report."""
-        self._commands.num_weight_updates += 1
-        self._commands.update_seconds += report.seconds
+        self._others.num_weight_updates += 1
+        self._others.update_seconds += report.seconds
         self._write({f"engine/update/{name}": value for name, value in _numbers(report)})
 
     def stats(
@@ -204,7 +204,7 @@ class EngineCounters:
             num_graph_captures=num_graph_captures,
             **asdict(counts),
             **asdict(self.steps),
-            **asdict(self._commands),
+            **asdict(self._others),
         )
 
     def _write(self, metrics: dict[str, float]) -> None:

@@ -124,11 +124,15 @@ class Suspension:
         return only is None or all(owner == only for owner in self._to_restore)
 
     def drop_unused_copies(self) -> None:
-        """Free the host copies of blocks that no request uses any more. O(blocks of the pool)."""
-        if self._kv.num_offloaded_bytes:
-            # No later request may find a block whose bytes are freed now.
-            self._scheduler.kv_cache_manager.drop_unused_blocks()
-            self._kv.retain(self._scheduler.kv_cache_manager.used_blocks())
+        """Free the host copies of blocks that no request uses any more. O(1) if there are none.
+
+        Otherwise O(offloaded blocks).
+        """
+        kv, manager = self._kv, self._scheduler.kv_cache_manager
+        # Every used block has its copy there, so more copies are those of others.
+        if kv.num_offloaded_bytes > manager.num_used_blocks * kv.bytes_per_block:
+            manager.drop_unused_blocks()  # no later request may find what is freed now
+            kv.discard([block for block in kv.offloaded_blocks if not manager.num_users(block)])
 
     def status(self) -> MemoryStatus:
         """Return where the memory of both owners is now."""

@@ -129,11 +129,6 @@ class KVCache:
             self._arena.release()
         return num_freed
 
-    def retain(self, block_ids: BlockIds) -> int:
-        """Forget every offloaded block that is not among `block_ids`. Returns bytes freed."""
-        kept = set(block_ids)
-        return self.discard([block for block in self._arena_index if block not in kept])
-
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy whole blocks; all sources are read before any target is written."""
         source_ids, target_ids = (

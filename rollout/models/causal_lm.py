@@ -57,21 +57,24 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> CausalLM:
-        """Matrices of standard deviation 0.02, norms 1, biases 0; the same on every device."""
+        """A model whose weights `randomize` has drawn, the same on every device."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
         model.randomize(seed)
         return model
 
     def randomize(self, seed: int) -> None:
-        """Overwrite all weights as `random` does, whose values are drawn on the host in float32."""
+        """Draw all weights anew, on the host in float32: matrices of standard deviation 0.02, norms
+        1, biases 0.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, view in self.weight_views().items():
             is_norm = name.endswith("norm.weight")
             if view.dim() == 1:
                 view.fill_(1.0 if is_norm else 0.0)
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
-                for chunk in torch.split(view.flatten(), _DRAWN_AT_ONCE):
-                    chunk.copy_(torch.empty(chunk.shape).normal_(std=INIT_STD, generator=generator))
+                for chunk in torch.split(view.view(-1), _DRAWN_AT_ONCE):
+                    drawn = torch.empty(chunk.shape, dtype=torch.float32)
+                    chunk.copy_(drawn.normal_(std=INIT_STD, generator=generator))
 
     def prepare(self, backend: Backend) -> None:
         """Bind the backend into every layer. The weights must be there: tuning may pack them."""
@@ -90,8 +93,9 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
-        if batch.context_lens.max() > self.rotary.cos_PD.shape[0]:
-            self.rotary.reserve(int(batch.context_lens.max()))
+        longest = int(batch.context_lens.max())
+        if longest > self.rotary.cos_PD.shape[0]:  # an engine has reserved them all
+            self.rotary.reserve(longest)
         if self.fused is not None:
             fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)
             if fused_LE is not None:

@@ -103,7 +103,7 @@ def _open_directory(
     if dtype != "auto":
         config["dtype"] = dtype
     spec = ModelSpec.from_hf_config(config)
-    return _empty(spec, Checkpoint.open(directory), str(directory), device)
+    return _open_with(spec, Checkpoint.open(directory), str(directory), device)
 
 
 def _recast(
@@ -113,7 +113,7 @@ def _recast(
     spec = _with_dtype(replace(model.spec, dtype=weight.dtype), dtype)
     if spec.dtype == weight.dtype and device == weight.device:
         return model, None
-    return _empty(spec, model.weight_views(), "the given CausalLM", device)
+    return _open_with(spec, model.weight_views(), "the given CausalLM", device)
 
 
 def _copy_transformers(
@@ -128,7 +128,7 @@ def _copy_transformers(
         config.get("eos_token_id"), getattr(generation_config, "eos_token_id", None)
     )
     spec = ModelSpec.from_hf_config(config)
-    return _empty(spec, weights, f"the given {type(model).__name__}", device)
+    return _open_with(spec, weights, f"the given {type(model).__name__}", device)
 
 
 def _is_transformers_model(source: object) -> bool:
@@ -138,10 +138,10 @@ def _is_transformers_model(source: object) -> bool:
     return has_config and hasattr(source, "named_parameters")
 
 
-def _empty(
+def _open_with(
     spec: ModelSpec, tensors: NamedTensors, origin: str, device: torch.device
 ) -> tuple[CausalLM, Fill]:
-    """A model whose weights are undefined, and the call that copies `tensors` into them."""
+    """Return a model whose weights are undefined, and the call that copies `tensors` into them."""
     model = CausalLM(spec, device)
     return model, lambda: copy_weights(model.weight_views(), tensors, origin)
 

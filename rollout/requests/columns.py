@@ -89,7 +89,7 @@ def as_column(values: Any) -> Column | None:
             return None
         values = np.array(values)
         if types == {int} and values.dtype != np.int64:
-            return None  # beyond int64, where NumPy makes floats of integers
+            return None  # beyond int64 NumPy makes floats, unsigned integers or objects
         if values.dtype == np.int64 and values.min() >= -(2**31) and values.max() < 2**31:
             values = values.astype(np.int32)
     elif isinstance(values, array):

@@ -53,6 +53,7 @@ class ModelRunner:
 
         The returned function waits for the result. At most two may be outstanding.
         """
+        assert self._kv.layers, "the KV cache is released"
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
@@ -68,6 +69,7 @@ class ModelRunner:
 
     def _addresses_now(self) -> tuple[int, int]:
         """The addresses of KV and weights. Each of the two is one piece of memory."""
+        assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def _compute(

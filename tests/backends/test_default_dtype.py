@@ -42,8 +42,11 @@ def generated(model: CausalLM) -> list[tuple[list[int], list[float], list[float]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_another_default_dtype_changes_no_token_and_no_log_prob(dtype: torch.dtype) -> None:
-    model, same = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=1)
+@pytest.mark.parametrize("head_dim", [16, 12], ids=["in one call", "layer by layer"])
+def test_another_default_dtype_changes_no_token_and_no_log_prob(
+    head_dim: int, dtype: torch.dtype
+) -> None:
+    model, same = (tiny_model("qwen3", seed=1, head_dim=head_dim) for _ in range(2))
     expected = generated(model)
     with default(dtype):
         assert generated(same) == expected

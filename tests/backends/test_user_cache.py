@@ -68,11 +68,16 @@ def test_a_child_that_was_forked_under_the_lock_does_not_keep_it(tmp_path: Path)
     here, there = os.pipe()
     with exclusive_lock(path, timeout_s=0.05):
         if (child := os.fork()) == 0:
+            os.close(there)
             os.read(here, 1)
             os._exit(0)
-    with exclusive_lock(path, timeout_s=0.05):
-        os.write(there, b"x")
-    os.waitpid(child, 0)
+    try:
+        with exclusive_lock(path, timeout_s=0.05):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child lives beside the new holder"
+    finally:
+        os.close(there)  # which ends the child
+        os.waitpid(child, 0)
+        os.close(here)
 
 
 def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.models import num_parameters
 from benchmarks.peers import parse_arguments
-from benchmarks.peers_environments import OURS, PEERS, run_environment
+from benchmarks.peers_environments import OURS, run_environment
 from benchmarks.peers_models import MODELS
 from benchmarks.peers_process import PeerError, WorkerProcess, run_logged
 from benchmarks.peers_report import Comparison, as_json, as_markdown, draw
@@ -234,7 +235,8 @@ def test_models_have_the_sizes_of_their_names_and_room_for_the_prefill() -> None
     assert {name: spec.max_position_embeddings for name, spec in MODELS.items()} == dict.fromkeys(
         ("small", "4M", "44M", "0.5B"), 4096
     )
-    assert all(recipe.version for recipe in PEERS.values())
+    for name, expected in {"4M": 4e6, "44M": 44e6, "0.5B": 0.5e9}.items():
+        assert num_parameters(MODELS[name]) == pytest.approx(expected, rel=0.02)
 
 
 def test_arguments_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

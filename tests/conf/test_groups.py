@@ -99,11 +99,14 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 JOB = """
 from examples.settings import JobSettings
+from rollout.errors import ConfigError
 from trainer_hooks.jobs import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
     print("wandb", *wandb_names(settings.run_name, "seed_0"))
+    if settings.run_name == "unfit":
+        raise ConfigError("the checkpoint is of another model")
 
 run_hydra_job(report, JobSettings, config_path="pkg://conf", config_name="train_grpo")
 """
@@ -128,6 +131,12 @@ def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
         "error: unknown config key engine.block_size; did you mean engine.block_size_tokens?"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_error_of_the_job_itself_ends_it_with_its_message(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "run_name=unfit")
+    assert job.returncode == 1
+    assert job.stderr.strip() == "error: the checkpoint is of another model"
 
 
 def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:

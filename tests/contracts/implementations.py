@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.reference import ReferenceAttention
@@ -100,3 +101,10 @@ HOST_ARENAS: dict[str, Callable[[], HostArena]] = {
     "pinned": lambda: PinnedHostArena(cuda_runtime()),
 }
 GPU_HOST_ARENAS = ("pinned",)
+
+
+def tuned_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A handle of these operations, as an engine prepares it."""
+    handle = ops.prepare_linear(weight, bias)
+    ops.tune([handle])
+    return handle

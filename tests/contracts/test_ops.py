@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from tests.contracts.implementations import OPS, is_interpreted
+from tests.contracts.implementations import OPS, is_interpreted, tuned_handle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -31,13 +29,6 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def computable(name: str, dtype: torch.dtype) -> torch.dtype:
     """Triton's interpreter truncates to bfloat16 where a device rounds: float16 stands in."""
     return torch.float16 if is_interpreted(name) and dtype == torch.bfloat16 else dtype
-
-
-def tuned_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """A handle of these operations, as an engine prepares it."""
-    handle = ops.prepare_linear(weight, bias)
-    ops.tune([handle])
-    return handle
 
 
 def assert_near(actual: Tensor, expected_f64: Tensor, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import LinearHandle, available_products
 from rollout.backends.products.selection import ProductSelection
+from tests.contracts.implementations import tuned_handle
 
 PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512")
 
@@ -31,13 +32,6 @@ def ops_with(name: str) -> CpuOps:
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def prepared(ops: CpuOps, weight: Tensor, bias: Tensor | None = None) -> LinearHandle:
-    """A handle that `tune` has given its product."""
-    handle = ops.prepare_linear(weight, bias)
-    ops.tune([handle])
-    return handle
 
 
 def assert_product(ops: CpuOps, x: Tensor, weight: Tensor, handle: LinearHandle) -> None:
@@ -58,7 +52,7 @@ def test_it_is_the_product_with_the_transposed_weight(
     ops = ops_with(name)
     weight, bias = randn(num_outputs, num_inputs), randn(num_outputs, seed=1)
     x = randn(num_rows, num_inputs, seed=2)
-    handle = prepared(ops, weight, bias if has_bias else None)
+    handle = tuned_handle(ops, weight, bias if has_bias else None)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     result = ops.linear(x, handle)
     assert result.shape == (num_rows, num_outputs)
@@ -69,7 +63,7 @@ def test_it_is_the_product_with_the_transposed_weight(
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
 def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
     ops, weight = ops_with(name), randn(24, 32)
-    handle = prepared(ops, weight)
+    handle = tuned_handle(ops, weight)
     assert_product(ops, randn(num_rows, 40)[:, :32], weight, handle)
     assert_product(ops, randn(32, num_rows).T, weight, handle)
 
@@ -78,7 +72,7 @@ def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
 def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
     old, new = weight.clone(), randn(24, 32, seed=2)
-    handle = prepared(ops, weight)
+    handle = tuned_handle(ops, weight)
     staged = ops.stage(handle, [new[:10], new[10:]])
     assert_product(ops, x, old, handle)
     before = ops.packed(handle)
@@ -95,7 +89,7 @@ def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
 @all_products
 def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
-    handle = prepared(ops, weight)
+    handle = tuned_handle(ops, weight)
     ops.release(handle)
     assert ops.packed(handle) is None
     weight.mul_(3)
@@ -108,7 +102,7 @@ def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtype) -> None:
     ops, weight, x = ops_with(name), randn(24, 32).to(dtype), randn(5, 32, seed=1).to(dtype)
-    result = ops.linear(x, prepared(ops, weight))
+    result = ops.linear(x, tuned_handle(ops, weight))
     assert result.dtype == dtype
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.05)
@@ -120,8 +114,7 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     name: str, dtype: torch.dtype
 ) -> None:
     ops, weight = ops_with(name), randn(300, 96).to(dtype)
-    handle = ops.prepare_linear(weight, randn(300, seed=1).to(dtype))
-    ops.tune([handle])
+    handle = tuned_handle(ops, weight, randn(300, seed=1).to(dtype))
     x = randn(400, 96, seed=2).to(dtype)
     together = ops.linear(x, handle)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 64, 333):
@@ -132,7 +125,7 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
 def test_it_is_the_same_on_several_threads(name: str) -> None:
     weight, x = randn(3000, 512), randn(6, 512, seed=1)
     ops = ops_with(name)
-    handle = prepared(ops, weight)
+    handle = tuned_handle(ops, weight)
     alone = ops.linear(x, handle)
     torch.set_num_threads(3)
     try:

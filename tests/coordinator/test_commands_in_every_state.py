@@ -218,6 +218,9 @@ def test_the_end_comes_among_orders_that_are_held_back(final: str) -> None:
                 await asyncio.gather(
                     *(tally.give(chance.choice(givers), name, 2.0) for name in names)
                 )
+                fleet.free()
+                answer = await tally.give(givers[0], "shutdown", DEADLINE_S)
+                assert answer in {"done", "the end"}
 
     run(work, 600)
     print(f"\n{final} held back: {tally}")

@@ -42,12 +42,12 @@ def run_hydra_job(
     def compose_and_call(config: DictConfig) -> None:
         try:
             settings = load_dataclass(kind, config)
+            if shows_config(settings):
+                Console().print(config_report(settings))
+            job(settings)
         except ConfigError as error:
             # For any other exception Hydra prints a traceback below the message.
             raise SystemExit(f"error: {error}") from error
-        if shows_config(settings):
-            Console().print(config_report(settings))
-        job(settings)
 
     entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
     try:

@@ -54,11 +54,6 @@ class TrainingBatch:
         """The prompts, one per group."""
         return [group.item for group in self.groups]
 
-    @property
-    def finish_reasons(self) -> list[str | None]:
-        """The finish reason of each rollout's last turn, in the order of the rows of `rollouts`."""
-        return _finish_reasons(self.groups)
-
     def __len__(self) -> int:
         """Number of groups."""
         return len(self.groups)

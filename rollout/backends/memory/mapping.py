@@ -93,7 +93,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def trim_heap() -> None:
-    """Give the heap's free pages back, too: packed weights lie there, which torch allocates itself.
+    """Give the heap's free pages back, too: packed weights of torch's products lie there.
 
     Does nothing where the C library has no malloc_trim.
     """

@@ -263,11 +263,6 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
     }
 }
 
-/* Rows [first, last), one query token each. The head dim is a multiple of 16. */
-EXPORT void attend_decode(const struct attention *a, int64_t first, int64_t last) {
-    decode_heads(a, first, last, 0, a->kv_heads);
-}
-
 /* The first row whose context lies, by more than half, beyond that many tokens of all contexts. */
 static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last, int64_t tokens) {
     int64_t row = first, before = 0;
@@ -275,8 +270,8 @@ static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last
     return row;
 }
 
-/* One of `parts` parts of rows [first, last), for threads: about equal numbers of tokens, counted for
-   each KV head. Parts are whole KV heads as far as possible, so that none reads what another reads. */
+/* One of `parts` parts of rows [first, last), one query token each, for threads: about equal numbers
+   of tokens, counted for each KV head. The head dim is a multiple of 16. Parts are whole KV heads as far as possible, so that none reads what another reads. */
 EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part,
                                int64_t parts) {
     int64_t tokens = 0;

@@ -72,6 +72,7 @@ class NativeDecoder:
             self._seen = generation, addresses
         num_kept = batch.logit_indices_L.shape[0]
         if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
+            assert not self._deterministic, "the layers one by one would give other bits"
             return None
         out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
         self._forward(out_LE, batch)

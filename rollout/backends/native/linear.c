@@ -55,7 +55,7 @@ EXPORT void linear(const struct linear *a, int64_t first, int64_t last) {
 }
 
 /* Between panels [first, last) of `width` outputs and their rows of w, [outputs, inputs], whose numbers
-   have `size` bytes. The place that the last panel has too many is zero. */
+   have `size` bytes. Outputs that the last panel has beyond those of w are zero. */
 INLINE void reorder(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t first,
                     int64_t last, const int size, const int is_back) {
     for (int64_t panel = first; panel < last; panel++) {

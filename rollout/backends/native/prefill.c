@@ -135,26 +135,15 @@ INLINE int64_t block_tokens(const struct attention *a) {
     return group < QUERIES ? QUERIES / group : 1;
 }
 
-/* Items [first, last) of (row, KV head), heads fastest, all rows counted. The head dim is a
-   multiple of 16, at most MAX_DIM, and at most QUERIES query heads share a KV head. `w` has
-   prefill_scratch_bytes(). */
-EXPORT void attend_prefill(const struct attention *a, struct workspace *w, int64_t first, int64_t last) {
-    for (int64_t item = first; item < last; item++) {
-        const int64_t row = item / a->kv_heads, tokens = tokens_of(a, row), step = block_tokens(a);
-        for (int64_t i = 0; i < tokens; i += step) {
-            const int64_t end = i + step < tokens ? i + step : tokens;
-            attend_block(a, w, row, item % a->kv_heads, i, end);
-        }
-    }
-}
-
 /* Twice the pairs of a query token in [first, last) and a key that it sees. */
 INLINE int64_t work_of(const struct attention *a, int64_t row, int64_t first, int64_t last) {
     const int64_t cached = a->context_lens[row] - tokens_of(a, row);
     return (last - first) * (2 * cached + first + last + 1);
 }
 
-/* One of `parts` parts of rows [first, last), for threads: blocks with about equal work. */
+/* One of `parts` parts of rows [first, last), for threads: blocks with about equal work. The head dim
+   is a multiple of 16, at most MAX_DIM, and at most QUERIES query heads share a KV head. `scratch` has
+   prefill_scratch_bytes(). */
 EXPORT void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last,
                                 int64_t part, int64_t parts) {
     struct workspace *w = scratch;

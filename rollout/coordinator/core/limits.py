@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from rollout.coordinator.protocol.wire import MAX_SECONDS
 from rollout.errors import ConfigError
 
 
@@ -76,7 +77,8 @@ class CoordinatorLimits:
         """How long after its deadline a request or command may still be answered, in seconds. A
         commit decided at the deadline waits for the current step and the next one; 5 s are for the
         messages."""
-        return max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
+        grace_s = max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
+        return min(grace_s, MAX_SECONDS)
 
 
 def num_ahead(max_requests: int) -> int:

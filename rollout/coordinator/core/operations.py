@@ -40,8 +40,11 @@ class Operation:
     outcome: None until it has ended, then its result or the error for the client. members: the
     engines that were asked, by id. waiting: those that have not answered. An engine that is removed
     meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
-    deadline_at: in seconds of the core's clock.
+    deadline_at: in seconds of the core's clock. holds_engines: an engine may be busy with it
+    instead of stepping.
     """
+
+    holds_engines = True
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Operation:
         self.members = {engine.engine_id: engine for engine in engines}
         self.waiting = dict(self.members)
         for engine in self.members.values():
-            engine.num_awaited += 1
+            engine.num_awaited += self.holds_engines
             self.context.send(engine, message)
         if not self.waiting:
             self.complete(now)
@@ -115,8 +118,9 @@ class Operation:
     def stop_waiting(self, engine: EngineSession, now: float) -> None:
         """The engine has answered, or its answer is no longer needed."""
         del self.waiting[engine.engine_id]
-        engine.num_awaited -= 1
-        engine.progress_at = now
+        if self.holds_engines:
+            engine.num_awaited -= 1
+            engine.progress_at = now
 
     def stop_waiting_for_all(self, now: float) -> list[EngineSession]:
         """Wait for no member any more. Returns those that have not answered."""
@@ -134,7 +138,9 @@ class Operation:
 
 
 class Question(Operation):
-    """STATS. It changes nothing, so it runs beside other commands."""
+    """STATS. It changes nothing, so it runs beside other commands, and says nothing of progress."""
+
+    holds_engines = False
 
 
 class Shutdown(Operation):
@@ -235,6 +241,7 @@ class WeightCommit(Operation):
 
     message: UpdateWeights
     _is_decided = False
+    _latest_end = 0.0  # of a decided commit, whatever engines report
 
     def begin(self, now: float) -> None:
         version = self.message.version
@@ -293,19 +300,16 @@ class WeightCommit(Operation):
             return
         # An engine with work takes the commit between two steps, and confirms it after the second.
         longest_step_s = self.context.limits.progress_deadline_s
-        ends = {i: e.progress_at + longest_step_s for i, e in self.waiting.items() if e.is_stepping}
+        ends = {
+            i: min(e.progress_at + longest_step_s, self._latest_end) if e.is_stepping else now
+            for i, e in self.waiting.items()
+        }
         for engine in list(self.waiting.values()):
-            if now < ends.get(engine.engine_id, 0.0):
-                continue
-            self.stop_waiting(engine, now)
-            reason = f"it did not commit version {self._version} in time"
-            self.registry.remove(engine, reason, now, suspects=())
-            self.members.pop(engine.engine_id)
-            self.lost_ranks.append(engine.rank)
-        if self.waiting:
-            self.deadline_at = min(ends[engine_id] for engine_id in self.waiting)
-        else:
-            self.complete(now)
+            if now >= ends[engine.engine_id]:
+                # The core then calls `lost` for it, which ends waiting for it.
+                reason = f"it did not commit version {self._version} in time"
+                self.registry.remove(engine, reason, now, suspects=())
+        self.deadline_at = min((end for end in ends.values() if end > now), default=now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
         """Return the checksum of source and members, and what is wrong if they differ."""
@@ -331,7 +335,9 @@ class WeightCommit(Operation):
         self.fleet.weights = CommittedWeights(self._version, checksum, source)
         self.context.counters.num_weight_commits += 1
         logger.info("version %d is committed on %d engines", self._version, len(self.members))
-        self.deadline_at = max(self.deadline_at, now + self.context.limits.commit_grace_s)
+        limits = self.context.limits
+        self.deadline_at = max(self.deadline_at, now + limits.commit_grace_s)
+        self._latest_end = max(self.deadline_at, now + 2 * limits.progress_deadline_s)
         commit = Commit(command_id=self.command_id, version=self._version)
         self.ask(list(self.members.values()), commit, now)
 

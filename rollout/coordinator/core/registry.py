@@ -148,7 +148,7 @@ class Registry:
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
                 # A RegisterAck cannot be corrected: the next registration gets the right one.
                 reason = "the fleet's state or weights changed before it had joined"
-                self.remove(engine, reason, now, suspects=())
+                self.remove(engine, reason, now, suspects=(), level=logging.INFO)
             elif engine.weights_version == self.fleet.weights_version:
                 del self._joining[engine.engine_id]
                 engine.progress_at = now
@@ -300,7 +300,9 @@ class Registry:
         held = engine.requests.values()
         suspects = [r for r in held if (r.server_id, r.attempt) in named]
         reason, is_fault = f"it said goodbye: {message.reason}", message.is_fault
-        self.remove(engine, reason, now, suspects=suspects if is_fault else (), is_told=False)
+        level = logging.WARNING if is_fault else logging.INFO
+        suspects = suspects if is_fault else []
+        self.remove(engine, reason, now, suspects=suspects, is_told=False, level=level)
 
     def remove(
         self,
@@ -310,13 +312,12 @@ class Registry:
         *,
         suspects: Sequence[Request] | None = None,
         is_told: bool = True,
+        level: int = logging.WARNING,
     ) -> None:
         """Remove an engine; its requests wait for another one. `suspects`: the requests that may
         have made it fail; None for all that it may have been running. `is_told`: send it a Nack,
-        after which it can register again."""
-        logger.log(
-            logging.INFO if suspects == () else logging.WARNING, "%s left: %s", engine, reason
-        )
+        after which it can register again. `level`: that of the log line."""
+        logger.log(level, "%s left: %s", engine, reason)
         if suspects is None:
             suspects = self.dispatcher.suspects(engine)
         self.context.counters.num_engines_lost += 1

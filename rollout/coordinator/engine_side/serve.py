@@ -30,7 +30,8 @@ def serve(agent: EngineAgent, link: Link) -> None:
             may_step = link.may_step()
             _queue_all(agent, link, agent.poll(may_step=may_step))
             link.flush()
-            if not (agent.has_work and may_step):
+            # Asked again: `poll` may have taken seconds.
+            if not (agent.has_work and may_step and link.may_step()):
                 continue
             try:
                 outbox = agent.step()

@@ -176,7 +176,8 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
 
     engine_id: a uuid, one for the life of the process. state: name of its state. running: the
     attempts that it still holds, those that have ended included. prepared_command_id: the Prepare
-    that it has voted yes to and has no decision on; Commit or Rollback follows the RegisterAck.
+    that it has voted yes to and has no decision on; the RegisterAck names the weights to fetch, or
+    a Rollback follows it.
     """
 
     protocol_version: Count = PROTOCOL_VERSION

@@ -30,7 +30,8 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63))]  # msgpack has no integer above 2**64 - 1
 Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]  # which excludes NaN
+MAX_SECONDS = 1e9
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # which excludes NaN
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]
 # None, bool, int, float, str, bytes, lists and maps with string keys, nested.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.link import Link
-from rollout.coordinator.protocol.codec import ProtocolVersionError
+from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -876,6 +877,8 @@ def test_futures_that_nobody_looks_at_warn_nobody():
 def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline(name: str):
     limits = CoordinatorLimits(**{name: 400.0})
     assert limits.answer_grace_s > 400.0
+    boundless = CoordinatorLimits(**{name: math.inf})
+    encode(connect_ack(answer_grace_s=boundless.answer_grace_s))  # it fits the wire
 
 
 def test_what_is_never_answered_fails_soon_after_its_deadline():

@@ -183,6 +183,31 @@ def test_an_engine_that_makes_no_step_for_the_progress_deadline_is_removed_amid_
     assert answer.result["lost_ranks"] == [0]
 
 
+def test_asking_for_stats_does_not_prolong_a_commit_that_hangs() -> None:
+    fleet, client, _, update = committing_amid_a_step()
+    for _ in range(int(LIMITS.progress_deadline_s) + 2):
+        fleet.send(client, client.command(Headers.STATS, deadline_s=0.5))
+        fleet.run(client)
+        fleet.pass_time(1)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [0]
+
+
+def test_an_engine_that_steps_on_but_never_commits_is_removed() -> None:
+    fleet, client, engines, update = committing_amid_a_step()
+    for _ in range(2 * int(LIMITS.progress_deadline_s) + 4):
+        engines[0].num_steps += 1
+        fleet.pass_time(1)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [0]
+
+
 def test_votes_with_different_checksums_roll_all_back() -> None:
     fleet, client, engines = fleet_in("PAUSED", 2)
     prepared = replace(source_of(1), checksum="")
