@@ -203,46 +203,38 @@ class Bench:
         return statistics.median(rounds)
 
 
+def over_groups(case: Case, cell: Callable[[Case], str]) -> list[str]:
+    """One cell for each GQA group."""
+    return [cell(replace(case, group=group)) for group in GROUPS]
+
+
 def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Console) -> None:
     """Ratios to a plain read, a column per GQA group."""
     table = Table("batch", "context", "block", *(f"GQA {g}: x read (GB/s)" for g in GROUPS))
-    sizes = itertools.product((1, 8, 64), CONTEXTS, (16, 64, 256))
-    for num_rows, context, block_size in sizes:
-        if num_rows * context > MAX_TOKENS:
-            continue
-        cells = []
-        for group in GROUPS:
-            case = Case(
-                num_rows=num_rows,
-                context=context,
-                block_size=block_size,
-                group=group,
-                head_dim=head_dim,
-                dtype=dtype,
-            )
-            rate, ratio = bench.decode_ratio(case)
-            cells.append(f"{ratio:.2f} ({rate:.1f})")
-        table.add_row(str(num_rows), str(context), str(block_size), *cells)
+
+    def cell(case: Case) -> str:
+        rate, ratio = bench.decode_ratio(case)
+        return f"{ratio:.2f} ({rate:.1f})"
+
+    for rows, context, block_size in itertools.product((1, 8, 64), CONTEXTS, (16, 64, 256)):
+        if rows * context <= MAX_TOKENS:
+            case = Case(num_rows=rows, context=context, head_dim=head_dim, dtype=dtype)
+            cells = over_groups(replace(case, block_size=block_size), cell)
+            table.add_row(str(rows), str(context), str(block_size), *cells)
     console.print(f"Decode, {dtype}, head dim {head_dim}", table)
 
 
 def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
     """Ratios to the same FLOPs in a product, a column per GQA group."""
     table = Table("tokens", "head dim", *(f"GQA {g}: x product (GFLOP/s)" for g in GROUPS))
+
+    def cell(case: Case) -> str:
+        rate, ratio = bench.prefill_ratio(case)
+        return f"{ratio:.2f} ({rate:.0f})"
+
     for tokens, head_dim in itertools.product((512, 2048), (64, 128)):
-        cells = []
-        for group in GROUPS:
-            case = Case(
-                num_rows=1,
-                context=tokens,
-                num_new=tokens,
-                group=group,
-                head_dim=head_dim,
-                dtype=dtype,
-            )
-            rate, ratio = bench.prefill_ratio(case)
-            cells.append(f"{ratio:.2f} ({rate:.0f})")
-        table.add_row(str(tokens), str(head_dim), *cells)
+        case = Case(num_rows=1, context=tokens, num_new=tokens, head_dim=head_dim, dtype=dtype)
+        table.add_row(str(tokens), str(head_dim), *over_groups(case, cell))
     console.print(f"Prefill, {dtype}", table)
 
 
@@ -250,12 +242,8 @@ def sharing_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
     """Samples of one prompt, with 64 tokens of their own each."""
     table = Table("samples", "prompt", *(f"GQA {g}: x unshared" for g in GROUPS))
     for num_rows, prompt in itertools.product((8, 64), (128, 512, 1024)):
-        cells = []
-        for group in GROUPS:
-            case = Case(
-                num_rows=num_rows, context=prompt + 64, shared=prompt, group=group, dtype=dtype
-            )
-            cells.append(f"{bench.sharing_ratio(case):.2f}")
+        case = Case(num_rows=num_rows, context=prompt + 64, shared=prompt, dtype=dtype)
+        cells = over_groups(case, lambda one: f"{bench.sharing_ratio(one):.2f}")
         table.add_row(str(num_rows), str(prompt), *cells)
     console.print(f"Shared prefix, {dtype}", table)
 
