@@ -12,6 +12,7 @@ from aiohttp import web
 from rollout.serve.errors import ApiError, api_error_of, error_response, openai_form
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Keys
+from rollout.serve.openai.completions import completion_routes
 from rollout.serve.openai.models import model_routes
 from rollout.serve.state import STATE, Route, ServerState
 
@@ -35,7 +36,7 @@ def routes_of(doors: Sequence[str]) -> list[Route]:
     """Return the routes of all doors."""
     routes = health_routes()
     if "openai" in doors:
-        routes += model_routes()
+        routes += [*model_routes(), *completion_routes()]
     return routes
 
 
