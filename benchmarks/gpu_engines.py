@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_shapes import BLOCK_TOKENS, PoolShape, kv_bytes_per_token
+from benchmarks.workloads import random_prompts
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.config import DEFAULT_MAX_TOKENS, GIB
 from rollout.models import CausalLM
@@ -98,7 +98,7 @@ class DecodingRows:
         sampling = SamplingParams(
             num_tokens_to_generate=num_new, ignore_eos=True, return_log_probs=True, seed=0
         )
-        prompts = random_prompts(self.spec.vocab_size, self.num_rows, self.prompt_len)
+        prompts = random_prompts(self.spec.vocab_size, [self.prompt_len] * self.num_rows)
         before = self.engine.stats().num_prefill_tokens
         groups = self.engine.add_groups([(prompt, [sampling]) for prompt in prompts])
         self._ids = [request_id for ids in groups for request_id in ids]
@@ -119,13 +119,6 @@ class DecodingRows:
         """Take in all steps in flight."""
         self.engine.pause()
         self.engine.unpause()
-
-
-def random_prompts(vocab_size: int, num_prompts: int, prompt_len: int) -> list[list[int]]:
-    """The same on every call."""
-    ids = np.random.default_rng(0).integers(0, vocab_size, size=(num_prompts, prompt_len))
-    prompts: list[list[int]] = ids.tolist()
-    return prompts
 
 
 def ramp_steps(num_rows: int, prompt_len: int) -> int:
