@@ -23,11 +23,11 @@ def random_model(spec: ModelSpec, device: str, seed: int = 0) -> CausalLM:
     """Random weights drawn on the device; `CausalLM.random` draws on the host, minutes for 8B."""
     model = CausalLM(spec, device)
     generator = torch.Generator(device).manual_seed(seed)
-    for view in model.weight_views().values():
-        if view.dim() == 1:
-            view.fill_(1.0)
-        else:
-            view.normal_(std=INIT_STD, generator=generator)
+    for slot in model.weight_slots().values():
+        values = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+        if values.dim() > 1:
+            values.normal_(std=INIT_STD, generator=generator)
+        slot.write(values)
     return model
 
 

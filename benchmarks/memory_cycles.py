@@ -217,7 +217,7 @@ def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
     """Stall of an in-flight update, beside one copy of the weights into weights that are there."""
     engine = _running_engine(spec)
-    source = CausalLM.random(spec, seed=1).weight_views()
+    source = CausalLM.random(spec, seed=1).read_weights()
     unique = {tensor.data_ptr(): tensor for tensor in source.values()}
     targets = [tensor.clone() for tensor in unique.values()]
     stalls, floors, totals, ratios = [], [], [], []
