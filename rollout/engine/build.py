@@ -43,8 +43,35 @@ DEFAULT_BUFFER_GB = 20.0
 DEFAULT_MEMORY_FRACTION = 0.25
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
+    blocks in the pool and blocks that paused requests may keep.
+    """
+
+    block_size: int
+    max_sequence_length: int
+    max_tokens: int
+    num_rows: int
+    num_blocks: int
+    max_paused_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuild:
+    """What an engine was made of; to be read only."""
+
+    config: InferenceConfig
+    backend: Backend
+    model: CausalLM
+    sizes: EngineSizes
+    weights: ServedWeights
+
+
 class DynamicInferenceEngine(Engine):
-    """The engine that users make, by `from_model`."""
+    """The engine that users make, by `from_model`. `build` says what it was made of."""
+
+    build: EngineBuild
 
     @classmethod
     def from_model(
@@ -86,7 +113,7 @@ class DynamicInferenceEngine(Engine):
             track_generated_tokens=config.track_generated_token_events,
         )
         is_stable = backend.memory.has_stable_addresses
-        return cls(
+        engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
             outputs=outputs,
@@ -107,6 +134,10 @@ class DynamicInferenceEngine(Engine):
             counters=counters,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
+        engine.build = EngineBuild(
+            config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
+        )
+        return engine
 
 
 def _check_version(weights_version: int) -> None:
@@ -116,21 +147,7 @@ def _check_version(weights_version: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
-    blocks in the pool and blocks that paused requests may keep.
-    """
-
-    block_size: int
-    max_sequence_length: int
-    max_tokens: int
-    num_rows: int
-    num_blocks: int
-    max_paused_blocks: int
-
-
-def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes:
+def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> EngineSizes:
     max_sequence_length = _max_sequence_length(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
@@ -144,7 +161,7 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes
         usable = max_requests * -(-max_sequence_length // block_size)
         buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
         num_blocks = min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
-    return _Sizes(
+    return EngineSizes(
         block_size=block_size,
         max_sequence_length=max_sequence_length,
         max_tokens=max_tokens,
@@ -178,7 +195,7 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _batch_builder(sizes: _Sizes) -> BatchBuilder:
+def _batch_builder(sizes: EngineSizes) -> BatchBuilder:
     return BatchBuilder(
         num_rows=sizes.num_rows,
         max_blocks=-(-sizes.max_sequence_length // sizes.block_size),
@@ -186,7 +203,7 @@ def _batch_builder(sizes: _Sizes) -> BatchBuilder:
     )
 
 
-def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
+def _scheduler(config: InferenceConfig, sizes: EngineSizes) -> Scheduler:
     kv_cache_manager = KVCacheManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -209,7 +226,7 @@ def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
 
 
 def _input_processor(
-    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, sizes: _Sizes
+    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, sizes: EngineSizes
 ) -> InputProcessor:
     limits = AdmissionLimits(
         vocab_size=model.spec.vocab_size,
