@@ -89,30 +89,18 @@ class DynamicInferenceEngine(Engine):
         """
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
-        backend = create_backend(config)
-        causal_lm, fill = open_model(
-            model, dtype=config.dtype, device=backend.device, seed=config.seed
-        )
-        sizes = _sizes(config, backend, causal_lm)
-        weights = ServedWeights(
-            causal_lm,
-            backend,
-            version=weights_version,
-            reject_non_finite=config.reject_non_finite_weights,
-            fill=fill,
-        )
-        causal_lm.prepare(backend)
-        causal_lm.reserve_positions(sizes.max_sequence_length)
+        build = _model_on_device(model, config, weights_version)
+        backend, causal_lm, sizes, weights = build.backend, build.model, build.sizes, build.weights
         kv = KVCache(backend, causal_lm.cache_spec(sizes.block_size), sizes.num_blocks)
         runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes))
         scheduler = _scheduler(config, sizes)
-        writer, interval = config.metrics_writer, config.logging_step_interval
-        counters = EngineCounters(writer=writer, interval=interval)
+        counters = EngineCounters(
+            writer=config.metrics_writer, interval=config.logging_step_interval
+        )
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
-        is_stable = backend.memory.has_stable_addresses
         engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
@@ -129,15 +117,35 @@ class DynamicInferenceEngine(Engine):
                 weights=weights,
                 runner=runner,
                 default_mode=config.kv_cache_management_mode,
-                keeps_addresses=config.static_kv_memory_pointers and not is_stable,
+                keeps_addresses=config.static_kv_memory_pointers
+                and not backend.memory.has_stable_addresses,
             ),
             counters=counters,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
-        engine.build = EngineBuild(
-            config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
-        )
+        engine.build = build
         return engine
+
+
+def _model_on_device(
+    model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
+) -> EngineBuild:
+    """Load the model onto the device that `config` asks for, and choose its products."""
+    backend = create_backend(config)
+    causal_lm, fill = open_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+    sizes = _sizes(config, backend, causal_lm)
+    weights = ServedWeights(
+        causal_lm,
+        backend,
+        version=weights_version,
+        reject_non_finite=config.reject_non_finite_weights,
+        fill=fill,
+    )
+    causal_lm.prepare(backend)
+    causal_lm.reserve_positions(sizes.max_sequence_length)
+    return EngineBuild(
+        config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
+    )
 
 
 def _check_version(weights_version: int) -> None:
