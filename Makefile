@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := wandb,hf,demo,docs,dev
+EXTRAS := wandb,hf,serve,demo,docs,dev
 # Named after what was installed and where, so that only a change of either installs again.
 STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal

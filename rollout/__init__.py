@@ -31,6 +31,7 @@ _HOMES = {
     "rollout.requests.request": "InferenceRequest Status VLMInferenceRequest",
     "rollout.runner.weight_update": "WeightUpdateReport",
     "rollout.sampling_params": "SamplingParams",
+    "rollout.serve.config": "ServeConfig",
     "rollout.text": "HFTokenizer Tokenizer",
 }
 __getattr__, __all__ = _lazy_names(__name__, _HOMES)

@@ -47,6 +47,7 @@ from rollout.requests.request import Status as Status
 from rollout.requests.request import VLMInferenceRequest as VLMInferenceRequest
 from rollout.runner.weight_update import WeightUpdateReport as WeightUpdateReport
 from rollout.sampling_params import SamplingParams as SamplingParams
+from rollout.serve.config import ServeConfig as ServeConfig
 from rollout.text import HFTokenizer as HFTokenizer
 from rollout.text import Tokenizer as Tokenizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -20,8 +19,9 @@ from rollout.apis.results import (
     finished_request,
     resume_report,
     suspend_report,
-    weight_update_report,
 )
+from rollout.apis.serving import Serving
+from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
@@ -30,7 +30,6 @@ from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.coordinator.publisher import WeightPublisher
 from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
@@ -40,9 +39,9 @@ from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
+from rollout.serve.config import ServeConfig
 from rollout.text import Tokenizer, tokenizer_of
 
-PUBLISH_S = 60.0  # how long a shutdown waits for an update that is copying its tensors
 # The end of the coordinator's process may be noticed so long after that of its connection.
 _NOTICE_S = 1.0
 # Errors that fail all pending requests at once.
@@ -61,6 +60,8 @@ class AsyncLLM:
     """
 
     _fleet: FleetProcesses | None
+    max_sequence_length: int | None
+    model_directory: str | None
 
     def __init__(
         self,
@@ -92,8 +93,10 @@ class AsyncLLM:
         config = config_with(
             inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
         )
-        publisher = WeightPublisher(reject_non_finite=config.reject_non_finite_weights)
-        self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, publisher)
+        push = WeightPush(reject_non_finite=config.reject_non_finite_weights)
+        self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
+        self.max_sequence_length = config.max_sequence_length
+        self.model_directory = str(model) if isinstance(model, str | Path) else None
         for_engine = {
             "model": without_shards(model, config.dtype),
             "tokenizer": self.tokenizer,
@@ -133,8 +136,8 @@ class AsyncLLM:
         finite are refused is for the config of the engines. Raises CoordinatorLostError.
         """
         llm = cls.__new__(cls)
-        publisher = WeightPublisher(reject_non_finite=False)
-        llm._set_up(tokenizer_of(None, tokenizer), seed, 0, publisher, curve)
+        push = WeightPush(reject_non_finite=False)
+        llm._set_up(tokenizer_of(None, tokenizer), seed, 0, push, curve)
         llm.address = address_of(address)
         await llm.start()
         return llm
@@ -144,14 +147,15 @@ class AsyncLLM:
         tokenizer: Tokenizer | None,
         seed: int | None,
         weights_version: int,
-        publisher: WeightPublisher,
+        push: WeightPush,
         curve: CurveKeys | None = None,
     ) -> None:
         self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
+        self.max_sequence_length = self.model_directory = None  # not known
+        self.serving = Serving(self)
         self._fleet = None
-        self._publisher = publisher
-        self._start_turn, self._update_turn = asyncio.Lock(), asyncio.Lock()
+        self._push, self._start_turn = push, asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None
@@ -324,6 +328,21 @@ class AsyncLLM:
                     yield rest
                 yield request
 
+    # ---- HTTP
+
+    async def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
+        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT, or, not `blocking`, return once
+        it listens, at `serving.address`. Raises ConfigError, and EngineStateError if it serves
+        already.
+        """
+        await self.start()
+        await self.serving.start(config or ServeConfig(), blocking=blocking)
+
+    async def stop_serving(self, drain_timeout_s: float | None = None) -> None:
+        """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
+        Does nothing if nothing is served."""
+        await self.serving.stop(drain_timeout_s)
+
     # ---- control
 
     async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
@@ -370,27 +389,17 @@ class AsyncLLM:
         it succeeded.
         """
         await self.start()
-        update = asyncio.ensure_future(self._update(named_tensors, version, in_flight))
+        update = asyncio.ensure_future(
+            self._push.push(
+                named_tensors,
+                self.start,  # raises if it was shut down while the update waited
+                lambda source: self._order(
+                    lambda client: client.update_weights(source, version, in_flight)
+                ),
+            )
+        )
         async with self._named_errors():
             return await asyncio.shield(update)
-
-    async def _update(
-        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
-    ) -> WeightUpdateReport:
-        async with self._update_turn:
-            await self.start()  # raises if it was shut down while this waited
-            start = time.perf_counter()
-            source = await asyncio.to_thread(self._publisher.publish, named_tensors)
-            try:
-                results = await self._order(
-                    lambda client: client.update_weights(source, version, in_flight)
-                )
-            except BaseException:  # a cancelled update is refused, too
-                await asyncio.to_thread(self._publisher.drop)
-                raise
-            # In a thread: to return gigabytes to the system would keep streams waiting.
-            await asyncio.to_thread(self._publisher.commit)
-            return weight_update_report(results, time.perf_counter() - start)
 
     async def stats(self) -> EngineStats:
         """Counters of all engines together."""
@@ -410,11 +419,11 @@ class AsyncLLM:
 
     async def _shut_down(self, ends_fleet: bool) -> None:
         async with AsyncExitStack() as last:  # each callback runs, whatever another one raises
-            last.push_async_callback(asyncio.to_thread, self._publisher.close)
-            last.push_async_callback(self._await_update)
+            last.push_async_callback(self._push.close)
             if self._fleet is not None:
                 self._fleet.end_restarts()
                 last.push_async_callback(asyncio.to_thread, self._fleet.close)
+            await self.serving.stop(drain_timeout_s=0.0)
             async with self._start_turn:  # a running start ends first
                 client, self._client = self._client, None
             if client is not None:
@@ -422,13 +431,6 @@ class AsyncLLM:
                 with suppress(RolloutError):  # the processes are ended in any case
                     if ends_fleet:
                         await client.shutdown_engines(deadline_s=5.0)
-
-    async def _await_update(self) -> None:
-        """Wait for an update that is publishing: it cannot be stopped, and drops its weights
-        itself."""
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._update_turn.acquire(), PUBLISH_S)
-            self._update_turn.release()
 
     async def __aenter__(self) -> AsyncLLM:
         try:

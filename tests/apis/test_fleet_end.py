@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout import LLM, AsyncLLM, EngineStateError
-from rollout.apis import async_llm, fleet_runtime
+from rollout.apis import fleet_runtime, weight_push
 from rollout.coordinator import publisher
 from tests.apis.fake_fleet import WAIT_S, Caller, fake_fleet, memory_files
 
@@ -76,7 +76,7 @@ def test_an_update_that_the_engines_do_not_answer_hears_of_the_end(
 def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_llm, "PUBLISH_S", 0.02)
+    monkeypatch.setattr(weight_push, "PUBLISH_S", 0.02)
     monkeypatch.setattr(fleet_runtime, "VERBS_S", 0.02)
     fleet, weights = fake_fleet(monkeypatch), SlowWeights()
     llm = fleet.llm()

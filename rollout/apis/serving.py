@@ -1,0 +1,45 @@
+"""Serving: what an AsyncLLM does to be reached over HTTP."""
+
+from __future__ import annotations
+
+from rollout.errors import EngineStateError
+from rollout.serve.config import ServeConfig
+from rollout.serve.llm import ServedLLM
+from rollout.serve.server import Server
+
+
+class Serving:
+    """The server of one LLM; there is at most one at a time."""
+
+    def __init__(self, llm: ServedLLM) -> None:
+        self._llm = llm
+        self._server: Server | None = None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port that are listened at; None while nothing is served."""
+        return None if self._server is None else self._server.address
+
+    async def start(self, config: ServeConfig, *, blocking: bool) -> None:
+        """See AsyncLLM.serve."""
+        if self._server is not None:
+            raise EngineStateError("this AsyncLLM is serving already; await stop_serving() first")
+        self._server = server = Server(self._llm, config)
+        try:
+            await server.start()
+        except BaseException:
+            self._server = None
+            raise
+        if blocking:
+            try:
+                await server.run()
+            finally:
+                await self.stop()
+
+    async def stop(self, drain_timeout_s: float | None = None) -> None:
+        """See AsyncLLM.stop_serving."""
+        if self._server is not None:
+            server = self._server
+            await server.stop(drain_timeout_s)
+            if self._server is server:
+                self._server = None

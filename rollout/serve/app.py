@@ -1,0 +1,100 @@
+"""The aiohttp application of a server: the doors' routes, each checked, decoded and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+from aiohttp import web
+
+from rollout.serve.errors import ApiError, api_error_of, error_response, openai_form
+from rollout.serve.health import health_routes
+from rollout.serve.limits import Keys
+from rollout.serve.openai.models import model_routes
+from rollout.serve.state import STATE, Route, ServerState
+
+_logger = logging.getLogger(__name__)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(state: ServerState) -> web.Application:
+    """Return the application with the doors that the config names."""
+    app = web.Application(
+        client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
+    )
+    app[STATE] = state
+    keys = Keys(state.config)
+    for route in routes_of(state.config.doors):
+        app.router.add_route(route.method, route.path, _guarded(route, keys))
+    return app
+
+
+def routes_of(doors: Sequence[str]) -> list[Route]:
+    """Return the routes of all doors."""
+    routes = health_routes()
+    if "openai" in doors:
+        routes += model_routes()
+    return routes
+
+
+def _guarded(route: Route, keys: Keys) -> _Handler:
+    """Return the aiohttp handler of a route: it checks the key, decodes the body, takes a turn, and
+    answers every fault in the door's form."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            keys.check(request.headers.get("Authorization"), route.access)
+            body = None
+            if route.body is not None:
+                body = decoded(await _read(request), route.body)
+            if not route.generates:
+                return await route.handler(request, body)
+            async with request.app[STATE].turnstile.turn():
+                return await route.handler(request, body)
+        except Exception as fault:
+            error = api_error_of(fault)
+            if error is None:
+                _logger.exception("%s %s failed", request.method, request.path)
+                error = ApiError(500, f"the server failed: {type(fault).__name__}")
+            return error_response(error, route.errors)
+
+    return handle
+
+
+async def _read(request: web.Request) -> bytes:
+    """Return the body. Raises ApiError for one that is too large or too slow."""
+    config = request.app[STATE].config
+    try:
+        return await asyncio.wait_for(request.read(), config.body_timeout_s)
+    except web.HTTPRequestEntityTooLarge:
+        raise ApiError(
+            413, f"the body is larger than max_body_bytes={config.max_body_bytes}"
+        ) from None
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {config.body_timeout_s:g} seconds"
+        ) from None
+
+
+def decoded(body: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        message = str(fault)
+        _, _, path = message.partition(" - at `$.")
+        raise ApiError(
+            400, f"the body cannot be read: {message}", param=path[:-1] or None
+        ) from None
+
+
+@web.middleware
+async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer 404 and 405 of the router by JSON, too."""
+    try:
+        return await handler(request)
+    except web.HTTPException as fault:
+        reason = f"{request.method} {request.path} is not served: {fault.reason}"
+        return error_response(ApiError(fault.status, reason), openai_form)

@@ -1,0 +1,125 @@
+"""ServeConfig: where a server listens, who may call it, and its bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from rollout.errors import ConfigError
+from rollout.sampling_params import LOGPROBS_MODES
+
+DOORS = ("openai", "vllm", "sglang")
+_CONTROL_DOORS = ("vllm", "sglang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Config of one server. Raises ConfigError, naming field, value and remedy.
+
+    host: the address that is listened at. Off loopback, keys are required.
+    port: 0 takes a free one.
+    api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may.
+    admin_key: the same for the verbs that pause, update and abort. It also opens all others.
+    doors: protocols that are served: openai (completions, chat, tokens in and out), vllm and sglang
+        (their control verbs, and SGLang's generate).
+    served_model_name: what clients call the model. None: the name of its directory.
+    logprobs_mode: of log-probs in the openai door; see SamplingParams.
+    max_model_len: longest prompt and output that is announced and checked. None: the engines' own.
+    checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
+        refuses such updates.
+
+    max_body_bytes: largest body of a request. Trainers send whole batches in one.
+    max_prompts: most prompts of one request.
+    max_n: most samples of one prompt.
+    max_running_requests: most requests that generate at once; further ones wait.
+    max_waiting_requests: most requests that wait so; further ones get 429 with Retry-After.
+    max_connections_backlog: connections that the system holds until they are accepted.
+    request_timeout_s: after so long the rest of a request is aborted.
+    body_timeout_s: a body that takes longer to arrive is refused.
+    stalled_stream_timeout_s: a stream whose client takes nothing for so long is aborted.
+    drain_timeout_s: how long a server that ends lets requests go on; then they are aborted, and
+        get the tokens that they have.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    admin_key: str | None = None
+    doors: tuple[str, ...] = DOORS
+    served_model_name: str | None = None
+    logprobs_mode: str = "raw"
+    max_model_len: int | None = None
+    checkpoint_roots: tuple[str, ...] = ()
+
+    max_body_bytes: int = 2**30
+    max_prompts: int = 16384
+    max_n: int = 4096
+    max_running_requests: int = 4096
+    max_waiting_requests: int = 4096
+    max_connections_backlog: int = 4096
+    request_timeout_s: float = 86400.0
+    body_timeout_s: float = 60.0
+    stalled_stream_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field.name, str(field.type))
+        for door in self.doors:
+            if door not in DOORS:
+                raise ConfigError(f"doors={self.doors!r} has {door!r}; the doors are {list(DOORS)}")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"logprobs_mode={self.logprobs_mode!r} must be one of {list(LOGPROBS_MODES)}"
+            )
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port={self.port} must be in [0, {2**16 - 1}]")
+        self._check_keys()
+
+    def _check(self, name: str, kind: str) -> None:
+        """Refuse a value that is not of its field's type, or a bound that lets nothing through."""
+        value = getattr(self, name)
+        if value is None and kind.endswith("| None"):
+            return
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind.startswith("int"):
+            low = 0 if name in ("port", "max_waiting_requests") else 1
+            if not (isinstance(value, int) and is_number and value >= low):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+        elif kind == "float":
+            if not (is_number and math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value!r} must be a number of seconds, 0 or more")
+        elif kind.startswith("str"):
+            if not (isinstance(value, str) and value):
+                raise ConfigError(f"{name}={value!r} must be a text")
+        else:
+            is_texts = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+            if not is_texts:
+                raise ConfigError(f"{name}={value!r} must be a tuple of texts")
+            object.__setattr__(self, name, tuple(value))
+
+    def _check_keys(self) -> None:
+        if is_loopback(self.host):
+            return
+        if self.api_key is None:
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines; set api_key, or serve on "
+                "127.0.0.1"
+            )
+        if self.admin_key is None and set(_CONTROL_DOORS) & set(self.doors):
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines, and doors={self.doors} "
+                "pause and update the engines; set admin_key, or doors=('openai',)"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

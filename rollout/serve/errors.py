@@ -1,0 +1,114 @@
+"""ApiError: a fault as a client gets it, and the JSON forms of the doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.coordinator.client.inference_client import ClientStateError
+from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutError,
+    WeightUpdateError,
+)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestEntityTooLargeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered by an HTTP status and a reason. type: as OpenAI names it; None
+    takes that of the status. param: the field at fault. retry_after_s: of a Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.type = type or _TYPES.get(status, "BadRequestError" if status < 500 else _TYPES[500])
+        self.retry_after_s = retry_after_s
+
+
+# What a door answers for an error: the body, as JSON.
+ErrorForm = Callable[[ApiError], Mapping[str, Any]]
+
+
+def openai_form(error: ApiError) -> Mapping[str, Any]:
+    """The body of /v1, /inference, /tokenize, and of vLLM's control verbs."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.status,
+        }
+    }
+
+
+def sglang_form(error: ApiError) -> Mapping[str, Any]:
+    """The body of SGLang's generate."""
+    return {"error": {"message": error.message}}
+
+
+def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
+    """The body of SGLang's control verbs."""
+    return {"success": False, "message": error.message}
+
+
+def api_error_of(error: Exception) -> ApiError | None:
+    """Return what a client is told of an error of ours or of aiohttp; None if it is a bug."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, web.HTTPException):
+        return ApiError(error.status, error.text or error.reason)
+    if isinstance(error, InvalidRequestError | ConfigError | ContextOverflowError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineStateError | CoordinatorLostError | ClientStateError):
+        return ApiError(503, str(error))
+    if isinstance(error, WeightUpdateError):
+        return ApiError(400, str(error))
+    if isinstance(error, RolloutError):
+        return ApiError(500, str(error))
+    return None
+
+
+def error_response(error: ApiError, form: ErrorForm) -> web.Response:
+    """Return the answer for `error` in the form of a door."""
+    response = json_response(form(error), status=error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response
+
+
+def json_response(content: Any, *, status: int = 200) -> web.Response:
+    """Return `content` (msgspec structs included) as JSON, with its length."""
+    return web.Response(
+        body=msgspec.json.encode(content), status=status, content_type="application/json"
+    )

@@ -1,0 +1,52 @@
+"""LiveRequests: the requests of clients that are not answered yet, by the names clients give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rollout.coordinator.client.streams import RequestFuture
+
+
+class LiveRequests:
+    """`abort_sample` ends the sample with a request id of ours."""
+
+    def __init__(self, abort_sample: Callable[[int], None]) -> None:
+        self._abort_sample = abort_sample
+        self._samples: dict[int, tuple[str, Sequence[RequestFuture]]] = {}
+        self._next_key = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._samples)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that have not ended."""
+        return sum(not future.done() for _, futures in self._samples.values() for future in futures)
+
+    @contextmanager
+    def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:
+        """Know these samples by `name`, which several requests may share."""
+        key = self._next_key
+        self._next_key += 1
+        self._samples[key] = name, samples
+        try:
+            yield
+        finally:
+            del self._samples[key]
+
+    def abort(self, names: Sequence[str] | None = None) -> int:
+        """Abort requests, None: all; they are answered with the tokens that they have. Returns how
+        many samples this ends. Unknown names are ignored.
+        """
+        wanted = None if names is None else set(names)
+        num_aborted = 0
+        for name, futures in list(self._samples.values()):
+            if wanted is not None and name not in wanted:
+                continue
+            for future in futures:
+                if not future.done():
+                    self._abort_sample(future.request_id)
+                    num_aborted += 1
+        return num_aborted

@@ -1,0 +1,63 @@
+"""ServedLLM: what a server needs of an AsyncLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollout.config import KVCacheManagementMode
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.client.submission import Prompt
+from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.sampling_params import SamplingParams
+from rollout.text import Tokenizer
+
+
+class ServedLLM(Protocol):
+    """The verbs of AsyncLLM that doors call, all in its event loop.
+
+    max_sequence_length: most tokens of prompt and output, None if it is not known.
+    model_directory: a directory with tokenizer files, None without one.
+    """
+
+    tokenizer: Tokenizer | None
+    max_sequence_length: int | None
+    model_directory: str | None
+
+    @property
+    def client(self) -> InferenceClient: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def request_of(
+        self, future: RequestFuture, prompt: Prompt, params: SamplingParams
+    ) -> DynamicInferenceRequest: ...
+
+    async def pause(self) -> None: ...
+
+    async def unpause(self) -> None: ...
+
+    async def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport: ...
+
+    async def resume(self, only: str | None = None) -> ResumeReport: ...
+
+    async def set_generation_epoch(self, version: int) -> None: ...
+
+    async def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> WeightUpdateReport: ...
+
+    async def stats(self) -> EngineStats: ...

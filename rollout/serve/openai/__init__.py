@@ -1,0 +1,1 @@
+"""The OpenAI door: completions, chat, tokens in and out, models and the tokenizer."""

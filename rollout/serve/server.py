@@ -1,0 +1,133 @@
+"""Server: the application of a served LLM on its socket, from its start to its drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from rollout.errors import ConfigError, RolloutError
+from rollout.serve.app import make_app
+from rollout.serve.config import ServeConfig
+from rollout.serve.labels import VersionLabels
+from rollout.serve.limits import Turnstile
+from rollout.serve.live_requests import LiveRequests
+from rollout.serve.llm import ServedLLM
+from rollout.serve.state import ServerState
+
+_logger = logging.getLogger(__name__)
+# How long aborted requests may take to be answered once the drain is over.
+_LAST_ANSWERS_S = 5.0
+_POLL_S = 0.02
+
+
+class Server:
+    """Serves `llm`, which must be started, in its event loop."""
+
+    def __init__(self, llm: ServedLLM, config: ServeConfig) -> None:
+        self.config = config
+        directory = llm.model_directory
+        self.state = ServerState(
+            llm=llm,
+            config=config,
+            served_name=config.served_model_name
+            or ("model" if directory is None else Path(directory).name),
+            created=int(time.time()),
+            labels=VersionLabels(),
+            turnstile=Turnstile(
+                max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
+            ),
+            live=LiveRequests(lambda request_id: llm.client.abort(request_id)),
+        )
+        self._runner = web.AppRunner(
+            make_app(self.state),
+            handle_signals=False,
+            handler_cancellation=True,  # a client that goes away ends its handler
+            access_log=None,
+            shutdown_timeout=_LAST_ANSWERS_S,
+        )
+        self._site: web.TCPSite | None = None
+        self._is_told_to_stop = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that are listened at."""
+        host, port = self._runner.addresses[0][:2]
+        return str(host), int(port)
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be had."""
+        config = self.config
+        await self._runner.setup()
+        self._site = web.TCPSite(
+            self._runner, config.host, config.port, backlog=config.max_connections_backlog
+        )
+        try:
+            await self._site.start()
+        except OSError as fault:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"host={config.host!r}, port={config.port} cannot be listened at: {fault}"
+            ) from fault
+        host, port = self.address
+        _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
+
+    async def run(self) -> None:
+        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT."""
+        with self._stopping_on_signals():
+            await self._is_told_to_stop.wait()
+        await self.stop()
+
+    @contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        before = [signal.getsignal(number) for number in numbers]
+        for number in numbers:
+            loop.add_signal_handler(number, self._is_told_to_stop.set)
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    async def stop(self, drain_timeout_s: float | None = None) -> None:
+        """Accept no connections and no requests, let those that run end, and abort them after
+        `drain_timeout_s` (None: that of the config). A second call waits for the first.
+        """
+        self._is_told_to_stop.set()
+        if self._stopping is None:
+            seconds = self.config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+            self._stopping = asyncio.ensure_future(self._stop(seconds))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, drain_timeout_s: float) -> None:
+        self.state.turnstile.close("server", "the server is shutting down")
+        if self._site is not None:
+            await self._site.stop()
+        if not await self._is_idle_within(drain_timeout_s):
+            _logger.info("aborting %d requests", self.state.live.num_requests)
+            with suppress(RolloutError):  # of a fleet that has ended
+                self.state.live.abort()
+            await self._is_idle_within(_LAST_ANSWERS_S)
+        await self._runner.cleanup()
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        turnstile = self.state.turnstile
+        while turnstile.num_running or turnstile.num_waiting:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True

@@ -1,0 +1,59 @@
+"""ServerState: what handlers share, and Route: one entry of a door's table."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.serve.config import ServeConfig
+from rollout.serve.errors import ErrorForm, openai_form
+from rollout.serve.labels import VersionLabels
+from rollout.serve.limits import Access, Turnstile
+from rollout.serve.live_requests import LiveRequests
+from rollout.serve.llm import ServedLLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerState:
+    """created: seconds since 1970 at which the server started."""
+
+    llm: ServedLLM
+    config: ServeConfig
+    served_name: str
+    created: int
+    labels: VersionLabels
+    turnstile: Turnstile
+    live: LiveRequests
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and output; None if it is not known."""
+        return self.config.max_model_len or self.llm.max_sequence_length
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
+
+# A handler gets its request and the decoded body: the Route's struct, None if it has none.
+Handler = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A path of a door. An absent body is an empty object.
+
+    body: the struct that the JSON body is decoded to; None: the body is not read.
+    generates: whether requests take a turn of the Turnstile.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    access: Access = Access.INFERENCE
+    errors: ErrorForm = openai_form
+    generates: bool = False
+    summary: str = ""

@@ -1,0 +1,89 @@
+"""A tiny random model behind an AsyncLLM with a server, in an event loop on its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollout import AsyncLLM, InferenceConfig, ServeConfig
+from tests.apis.fleets import directory
+
+CONFIG = InferenceConfig(
+    block_size_tokens=8,
+    max_sequence_length=512,
+    buffer_size_gb=0.02,
+    num_threads=1,
+    materialize_only_last_token_logits=False,
+)
+DEADLINE_S = 120.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """status, the headers, and the body as bytes."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Served:
+    """`llm` serves at `url` until `close`. `do` runs a coroutine in its event loop."""
+
+    def __init__(self, make_llm: Callable[[], AsyncLLM], config: ServeConfig | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.llm = make_llm()
+        self.do(self.llm.serve(config or ServeConfig(port=0), blocking=False))
+        address = self.llm.serving.address
+        assert address is not None
+        self.host, self.port = address
+        self.url = f"http://{self.host}:{self.port}"
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    def close(self) -> None:
+        self.do(self.llm.shutdown())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """An HTTP request. `body`: bytes, or what is sent as JSON."""
+        sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            sent,
+            {"Content-Type": "application/json", **(headers or {})},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+                return Answer(response.status, response.headers, response.read())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, error.headers, error.read())
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.call("GET", path, headers=headers)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> Answer:
+        return self.call("POST", path, body if body is not None else {}, headers=headers)
+
+
+def served_directory(config: ServeConfig | None = None, tokenizer: Any = None) -> Served:
+    """The tiny model of `tests.apis.fleets`, in one engine."""
+    return Served(lambda: AsyncLLM(directory(), tokenizer, CONFIG), config)
