@@ -9,6 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 from aiohttp import web
 
+from rollout.serve.config import CONTROL_DOORS
+from rollout.serve.control.server_info import info_routes
+from rollout.serve.control.state import CONTROL, close_control, make_control
+from rollout.serve.control.vllm import vllm_routes
 from rollout.serve.errors import ApiError, api_error_of, error_response, openai_form
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Keys
@@ -25,6 +29,9 @@ def make_app(state: ServerState) -> web.Application:
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
     app[STATE] = state
+    if set(CONTROL_DOORS) & set(state.config.doors):
+        app[CONTROL] = make_control(state)
+        app.on_shutdown.append(close_control)
     keys = Keys(state.config)
     for route in routes_of(state.config.doors):
         app.router.add_route(route.method, route.path, _guarded(route, keys))
@@ -36,6 +43,10 @@ def routes_of(doors: Sequence[str]) -> list[Route]:
     routes = health_routes()
     if "openai" in doors:
         routes += model_routes()
+    if set(CONTROL_DOORS) & set(doors):
+        routes += info_routes()
+    if "vllm" in doors:
+        routes += vllm_routes()
     return routes
 
 

@@ -73,16 +73,19 @@ def tensor_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Shapes of the model's tensors by name, tied ones under each of their names."""
+    """Shapes of the model's tensors by name, tied ones under each of their names, and the dtype in
+    which its config has them.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
         """Those of the model whose config.json lies there. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         views = CausalLM(spec, torch.device("meta")).weight_views()
-        return cls({name: tuple(view.shape) for name, view in views.items()})
+        return cls({name: tuple(view.shape) for name, view in views.items()}, spec.dtype)
 
     @property
     def max_bytes(self) -> int:

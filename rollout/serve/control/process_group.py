@@ -6,21 +6,24 @@ engines of the server get them through one copy in shared memory, so the server 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
+import mmap
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
+from contextlib import suppress
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rollout.errors import WeightUpdateError
+from rollout.child_process import ChildProcess, pickled
+from rollout.errors import RolloutError, WeightUpdateError, decode_error
 from rollout.serve.control.announcement import TensorMetadata
-from rollout.serve.control.call_thread import CallThread
 
 _logger = logging.getLogger(__name__)
+_MODULE = "rollout.serve.control.receiver"
+_START_S = 60.0  # how long the receiver may take to start, and to answer after its time limit
 # Tensors that travel as one broadcast, one after the other without gaps.
 Chunk = Sequence[TensorMetadata]
 # How the tensors of a call are split into broadcasts.
@@ -28,65 +31,67 @@ Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A gloo group that was joined. One thread makes all its calls, in order.
+    """A gloo group that was joined, by a process of its own (`receiver.py`).
 
     packing: how the trainer splits tensors into broadcasts. announced: what it announced last.
-    is_broken: a broadcast failed or took too long, so that the ranks are no longer in step. The
-    trainer has to make another group.
+    A broadcast that fails or takes too long ends the group, whose ranks are out of step then. The
+    trainer has to make another one.
     """
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroupGloo, thread: CallThread, packing: Packing
-    ) -> None:
+    def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
         self.name, self.packing = name, packing
-        self._group, self._thread = group, thread
         self.announced: Sequence[TensorMetadata] = ()
-        self.is_broken = False
+        self._receiver = receiver
+        self._turn = asyncio.Lock()
+        self._discarding: set[asyncio.Future[None]] = set()
 
     async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
-        """Return the tensors of broadcasts that the trainer makes now. Other coroutines go on.
+        """Return the tensors of broadcasts that the trainer makes now.
 
         Raises WeightUpdateError if they do not come within `timeout_s` seconds, or if the trainer
         is gone.
         """
-        deadline = time.monotonic() + timeout_s
-        return await self._thread.call(
-            lambda: [pair for chunk in chunks for pair in self._receive(chunk, deadline)]
-        )
+        sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
+        descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, max(1, sum(sizes)))
+            await self._order(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
+            bytes_N = torch.frombuffer(mmap.mmap(descriptor, max(1, sum(sizes))), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
         """Take broadcasts that were announced and are not wanted, so that later ones are in step.
         Returns at once.
         """
-
-        def take() -> None:
-            deadline = time.monotonic() + timeout_s
-            for chunk in chunks:
-                self._receive(chunk, deadline)
-
-        self._thread.submit(take).add_done_callback(_log_error)
+        sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
+        task = asyncio.ensure_future(self._order(None, sizes, timeout_s))
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+        task.add_done_callback(_log_error)
 
     def close(self) -> None:
-        """Leave the group after the broadcasts that are awaited. The trainer's calls fail then."""
-        self._thread.close()
+        """Leave the group. Who waits for a broadcast gets WeightUpdateError; the trainer's calls
+        fail."""
+        self._receiver.kill()
+        self._receiver.wait()
 
-    def _receive(self, chunk: Chunk, deadline: float) -> list[tuple[str, Tensor]]:
-        if self.is_broken:
-            raise WeightUpdateError(
-                f"an earlier broadcast in the group {self.name!r} failed; make another group"
-            )
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        try:
-            bytes_N = torch.empty(sum(tensor.num_bytes for tensor in chunk), dtype=torch.uint8)
-            self._group.broadcast([bytes_N], options).wait()
-        except RuntimeError as error:
-            self.is_broken = True
-            raise WeightUpdateError(
-                f"the trainer's broadcast of {chunk[0].name!r} did not arrive: {error}"
-            ) from error
-        return list(_split(bytes_N, chunk))
+    async def _order(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
+        async with self._turn:
+            try:
+                with suppress(OSError):  # the receiver has ended; its last answer may be there
+                    self._receiver.pipe.send((path, sizes, timeout_s))
+                answer = asyncio.to_thread(self._receiver.pipe.recv)
+                error = await asyncio.wait_for(answer, timeout_s + _START_S)
+            except (EOFError, OSError, asyncio.TimeoutError):
+                self.close()
+                error = {}
+            except BaseException:
+                self.close()  # its answer would be taken for that of the next order
+                raise
+        if error is not None:
+            raise _broken(self.name, error)
 
 
 async def join_group(
@@ -102,24 +107,25 @@ async def join_group(
     """Join a gloo group, once all its other ranks do. Raises WeightUpdateError if they do not in
     time.
     """
-    thread, timeout = CallThread(f"weights of {name}"), timedelta(seconds=timeout_s)
+    receiver = await asyncio.to_thread(ChildProcess, _MODULE)
 
-    def connect() -> dist.ProcessGroupGloo:
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-        # The keys at which torch and SGLang's init_custom_process_group look for this group.
-        places = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", places), rank, world_size, timeout)
+    def connect() -> None:
+        arguments = (host, port, rank, world_size, name, timeout_s)
+        receiver.send(*(pickled(argument, "the group") for argument in arguments))
+        receiver.receive(timeout_s + _START_S)
 
     try:
-        return BroadcastGroup(name, await thread.call(connect), thread, packing)
+        await asyncio.to_thread(connect)
     except BaseException as error:
-        thread.close()
-        if not isinstance(error, RuntimeError):  # c10d's DistError is one
+        receiver.kill()
+        receiver.wait()
+        if not isinstance(error, RolloutError | OSError):
             raise
         raise WeightUpdateError(
             f"joining the group {name!r} at {host}:{port} as rank {rank} of {world_size} failed: "
             f"{error}"
         ) from error
+    return BroadcastGroup(name, receiver, packing)
 
 
 def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
@@ -142,10 +148,10 @@ def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> 
     return list(chunks)
 
 
-def _split(bytes_N: Tensor, chunk: Chunk) -> list[tuple[str, Tensor]]:
+def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str, Tensor]]:
     """Return the tensors whose bytes these are, as views of them where the dtype allows it."""
     pairs, start = [], 0
-    for tensor in chunk:
+    for tensor in tensors:
         end = start + tensor.num_bytes
         part_N = bytes_N[start:end]
         if start % tensor.dtype.itemsize:
@@ -155,6 +161,15 @@ def _split(bytes_N: Tensor, chunk: Chunk) -> list[tuple[str, Tensor]]:
     return pairs
 
 
-def _log_error(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:
+def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
+    """The error of an order that was not done; {} if its receiver has ended."""
+    reason = str(decode_error(error)) if error else "its receiver has ended"
+    return WeightUpdateError(
+        f"the broadcasts in the group {name!r} did not come ({reason}); the trainer has to make "
+        "another group"
+    )
+
+
+def _log_error(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
         _logger.warning("%s", error)

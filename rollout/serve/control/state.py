@@ -9,6 +9,7 @@ from aiohttp import web
 from rollout.serve.control.checkpoints import CheckpointRoots
 from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.weight_transfer import WeightTransfer
+from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
 
 
@@ -35,3 +36,19 @@ def make_control(state: ServerState) -> Control:
         config.weight_transfer_timeout_s,
     )
     return Control(pausing=pausing, transfer=transfer)
+
+
+async def close_control(app: web.Application) -> None:
+    """Leave the trainers' groups: calls that wait for a broadcast would keep the server waiting."""
+    app[CONTROL].transfer.close()
+
+
+def require_backend(name: str) -> None:
+    """Raise ApiError unless groups of this backend of torch.distributed can be joined here."""
+    if name != "gloo":
+        raise ApiError(
+            501,
+            f"backend={name!r} is not built; make the group with backend='gloo', or update from a "
+            "directory",
+            param="backend",
+        )

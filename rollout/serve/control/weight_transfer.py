@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from rollout.engine.state import EngineState
-from rollout.errors import WeightUpdateError
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.serve.control.announcement import ModelTensors, TensorMetadata, tensor_metadata
 from rollout.serve.control.checkpoints import CheckpointRoots
@@ -38,8 +38,8 @@ class WeightTransfer:
         self._llm, self._labels, self._pausing = llm, labels, pausing
         self._roots, self._timeout_s = roots, timeout_s
         directory = llm.model_directory
-        self._model = None if directory is None else ModelTensors.of_directory(directory)
-        self._max_bytes = _half_of_memory() if self._model is None else self._model.max_bytes
+        self.model = None if directory is None else ModelTensors.of_directory(directory)
+        self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
         self._commit_turn = asyncio.Lock()
@@ -94,7 +94,7 @@ class WeightTransfer:
             raise WeightUpdateError(
                 "an update was open already; it is rolled back, and another one can begin"
             )
-        self._round = UpdateRound(self._model, self._max_bytes)
+        self._round = UpdateRound(self.model, self._max_bytes)
 
     def roll_back(self) -> None:
         """End the open round, if there is one, and drop its tensors."""
@@ -169,7 +169,21 @@ class WeightTransfer:
         self.roll_back()
         return await self.commit(round_.tensors(), label)
 
-    # ---- commits
+    # ---- versions
+
+    @property
+    def label(self) -> str:
+        """What clients call the weights that are served."""
+        return self._labels.of(self._llm.weights_version)
+
+    async def relabel(self, label: str) -> None:
+        """Serve the same weights as the next version, which clients know by `label`. Tokens so far
+        keep theirs.
+        """
+        async with self._commit_turn:
+            version = (await self._llm.stats()).weights_version + 1
+            self._labels.set(version, label)
+            await self._pausing.set_generation_epoch(version)
 
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
         """Commit the weights of a checkpoint. Raises WeightUpdateError."""
@@ -186,15 +200,14 @@ class WeightTransfer:
         async with self._commit_turn:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
-            # Before the first token of this version, and in place of the label of a failed update.
+            # Before the first token of this version, and in place of a failed update's label.
             self._labels.set(version, str(version) if label is None else label)
             try:
                 report = await self._llm.update_weights(
                     named_tensors, version, in_flight=stats.state is EngineState.RUNNING
                 )
-            except BaseException:
-                self._labels.set(version, str(version))
-                raise
+            except EngineStateError as error:  # the engines cannot take weights in this state
+                raise WeightUpdateError(str(error)) from error
             self.checksum = report.checksum
             await self._pausing.weights_came()
             return report
