@@ -11,11 +11,14 @@ from aiohttp import web
 
 from rollout.serve.config import CONTROL_DOORS
 from rollout.serve.control.server_info import info_routes
+from rollout.serve.control.sglang import sglang_routes
+from rollout.serve.control.sglang_generate import generate_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.control.vllm import vllm_routes
 from rollout.serve.errors import ApiError, api_error_of, error_response, openai_form
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Keys
+from rollout.serve.openai.completions import completion_routes
 from rollout.serve.openai.models import model_routes
 from rollout.serve.state import STATE, Route, ServerState
 
@@ -42,11 +45,13 @@ def routes_of(doors: Sequence[str]) -> list[Route]:
     """Return the routes of all doors."""
     routes = health_routes()
     if "openai" in doors:
-        routes += model_routes()
+        routes += [*model_routes(), *completion_routes()]
     if set(CONTROL_DOORS) & set(doors):
         routes += info_routes()
     if "vllm" in doors:
         routes += vllm_routes()
+    if "sglang" in doors:
+        routes += [*generate_routes(), *sglang_routes()]
     return routes
 
 

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: rank 0 of a gloo group, which broadcasts what it is told to."""
+"""A trainer in a process of its own: rank 0 of a gloo group, which broadcasts on demand."""
 
 from __future__ import annotations
 
