@@ -66,7 +66,7 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
     save_hf_directory(model, folder / "four files")
     single = folder / "four files" / "model.safetensors"
     single.unlink()
-    views = model.weight_views()
+    views = model.read_weights()
     del views["lm_head.weight"]
     names = sorted(views)
     weight_map: dict[str, str] = {}

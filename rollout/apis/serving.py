@@ -18,7 +18,8 @@ class Serving:
     @property
     def address(self) -> tuple[str, int] | None:
         """Host and port that are listened at; None while nothing is served."""
-        return None if self._server is None else self._server.address
+        server = self._server
+        return server.address if server is not None and server.is_listening else None
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
         """See AsyncLLM.serve."""

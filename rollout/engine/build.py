@@ -43,8 +43,35 @@ DEFAULT_BUFFER_GB = 20.0
 DEFAULT_MEMORY_FRACTION = 0.25
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
+    blocks in the pool and blocks that paused requests may keep.
+    """
+
+    block_size: int
+    max_sequence_length: int
+    max_tokens: int
+    num_rows: int
+    num_blocks: int
+    max_paused_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuild:
+    """What an engine was made of; to be read only."""
+
+    config: InferenceConfig
+    backend: Backend
+    model: CausalLM
+    sizes: EngineSizes
+    weights: ServedWeights
+
+
 class DynamicInferenceEngine(Engine):
-    """The engine that users make, by `from_model`."""
+    """The engine that users make, by `from_model`. `build` says what it was made of."""
+
+    build: EngineBuild
 
     @classmethod
     def from_model(
@@ -62,31 +89,19 @@ class DynamicInferenceEngine(Engine):
         """
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
-        backend = create_backend(config)
-        causal_lm, fill = open_model(
-            model, dtype=config.dtype, device=backend.device, seed=config.seed
-        )
-        sizes = _sizes(config, backend, causal_lm)
-        weights = ServedWeights(
-            causal_lm,
-            backend,
-            version=weights_version,
-            reject_non_finite=config.reject_non_finite_weights,
-            fill=fill,
-        )
-        causal_lm.prepare(backend)
-        causal_lm.reserve_positions(sizes.max_sequence_length)
+        build = _model_on_device(model, config, weights_version)
+        backend, causal_lm, sizes, weights = build.backend, build.model, build.sizes, build.weights
         kv = KVCache(backend, causal_lm.cache_spec(sizes.block_size), sizes.num_blocks)
         runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes))
         scheduler = _scheduler(config, sizes)
-        writer, interval = config.metrics_writer, config.logging_step_interval
-        counters = EngineCounters(writer=writer, interval=interval)
+        counters = EngineCounters(
+            writer=config.metrics_writer, interval=config.logging_step_interval
+        )
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
         )
-        is_stable = backend.memory.has_stable_addresses
-        return cls(
+        engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
             outputs=outputs,
@@ -102,11 +117,35 @@ class DynamicInferenceEngine(Engine):
                 weights=weights,
                 runner=runner,
                 default_mode=config.kv_cache_management_mode,
-                keeps_addresses=config.static_kv_memory_pointers and not is_stable,
+                keeps_addresses=config.static_kv_memory_pointers
+                and not backend.memory.has_stable_addresses,
             ),
             counters=counters,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
+        engine.build = build
+        return engine
+
+
+def _model_on_device(
+    model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
+) -> EngineBuild:
+    """Load the model onto the device that `config` asks for, and choose its products."""
+    backend = create_backend(config)
+    causal_lm, fill = open_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+    sizes = _sizes(config, backend, causal_lm)
+    weights = ServedWeights(
+        causal_lm,
+        backend,
+        version=weights_version,
+        reject_non_finite=config.reject_non_finite_weights,
+        fill=fill,
+    )
+    causal_lm.prepare(backend)
+    causal_lm.reserve_positions(sizes.max_sequence_length)
+    return EngineBuild(
+        config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
+    )
 
 
 def _check_version(weights_version: int) -> None:
@@ -116,21 +155,7 @@ def _check_version(weights_version: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
-    blocks in the pool and blocks that paused requests may keep.
-    """
-
-    block_size: int
-    max_sequence_length: int
-    max_tokens: int
-    num_rows: int
-    num_blocks: int
-    max_paused_blocks: int
-
-
-def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes:
+def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> EngineSizes:
     max_sequence_length = _max_sequence_length(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
@@ -144,7 +169,7 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> _Sizes
         usable = max_requests * -(-max_sequence_length // block_size)
         buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
         num_blocks = min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
-    return _Sizes(
+    return EngineSizes(
         block_size=block_size,
         max_sequence_length=max_sequence_length,
         max_tokens=max_tokens,
@@ -178,7 +203,7 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _batch_builder(sizes: _Sizes) -> BatchBuilder:
+def _batch_builder(sizes: EngineSizes) -> BatchBuilder:
     return BatchBuilder(
         num_rows=sizes.num_rows,
         max_blocks=-(-sizes.max_sequence_length // sizes.block_size),
@@ -186,7 +211,7 @@ def _batch_builder(sizes: _Sizes) -> BatchBuilder:
     )
 
 
-def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
+def _scheduler(config: InferenceConfig, sizes: EngineSizes) -> Scheduler:
     kv_cache_manager = KVCacheManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -209,7 +234,7 @@ def _scheduler(config: InferenceConfig, sizes: _Sizes) -> Scheduler:
 
 
 def _input_processor(
-    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, sizes: _Sizes
+    config: InferenceConfig, model: CausalLM, tokenizer: Tokenizer | None, sizes: EngineSizes
 ) -> InputProcessor:
     limits = AdmissionLimits(
         vocab_size=model.spec.vocab_size,

@@ -62,6 +62,11 @@ class Server:
         self._stopping: asyncio.Task[None] | None = None
 
     @property
+    def is_listening(self) -> bool:
+        """Whether `address` is known: from the start to the end."""
+        return bool(self._runner.addresses)
+
+    @property
     def address(self) -> tuple[str, int]:
         """Host and port that are listened at."""
         host, port = self._runner.addresses[0][:2]

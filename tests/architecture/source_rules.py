@@ -27,6 +27,7 @@ MAY_NAME_WHOLE_CONFIG = (
     "rollout/engine/build.py",
     "rollout/backends/select.py",
     "rollout/apis/",
+    "rollout/cli/",
 )
 # Here only in the parameters of this one function.
 ENGINE_FILE, ENGINE_FUNCTION = "rollout/engine/engine.py", "from_model"

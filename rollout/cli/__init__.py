@@ -1,0 +1,1 @@
+"""The command line: `rollout serve`, `generate`, `bench`, `explain` and `top`."""

@@ -1,0 +1,138 @@
+"""measure_serving: many streamed completions at once, timed by the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from rollout.cli.measurements import Summary, Timing
+from rollout.cli.settings import UsageError
+from rollout.errors import RolloutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLoad:
+    """The requests of a run. Raises UsageError.
+
+    rate: requests that are started per second, at random times; None starts one whenever another
+    ends. concurrency: most requests at once. model: None takes the first that the server lists.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    num_prompts: int = 64
+    prompt_tokens: int = 128
+    num_tokens: int = 128
+    max_token_id: int = 100
+    concurrency: int = 32
+    rate: float | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "prompt_tokens", "num_tokens", "max_token_id", "concurrency"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rate is not None and not self.rate > 0:
+            raise UsageError(f"rate={self.rate} must be above 0, or none")
+        if not self.url.startswith(("http://", "https://")):
+            raise UsageError(f"url={self.url} must begin with http:// or https://")
+
+
+async def measure_serving(load: ServingLoad) -> Summary:
+    """Send all requests and wait for the last. A request that fails is counted, not raised.
+
+    Raises OSError (aiohttp's ClientError) if the server cannot be reached, and RolloutError if it
+    lists no model.
+    """
+    headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
+    async with aiohttp.ClientSession(
+        base_url=load.url,
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=load.timeout_s),
+        read_bufsize=2**22,  # a line of a stream must fit
+    ) as session:
+        model = load.model or await _first_model(session)
+        prompts = np.random.default_rng(0).integers(
+            1, load.max_token_id + 1, (load.num_prompts, load.prompt_tokens)
+        )
+        gaps_s = np.random.default_rng(1).exponential(1 / (load.rate or 1.0), load.num_prompts)
+        places = asyncio.Semaphore(load.concurrency)
+
+        async def one(prompt: list[int]) -> Timing | str:
+            async with places:
+                return await _complete(session, model, prompt, load.num_tokens)
+
+        start = time.perf_counter()
+        tasks = []
+        for prompt, gap_s in zip(prompts, gaps_s, strict=True):
+            tasks.append(asyncio.ensure_future(one(prompt.tolist())))
+            if load.rate is not None:
+                await asyncio.sleep(gap_s)
+        ended = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - start
+    return Summary.of(
+        [timing for timing in ended if isinstance(timing, Timing)],
+        errors=[error for error in ended if isinstance(error, str)],
+        seconds=seconds,
+    )
+
+
+async def _first_model(session: aiohttp.ClientSession) -> str:
+    async with session.get("/v1/models") as response:
+        if response.status != 200:
+            text = await response.text()
+            raise RolloutError(f"GET /v1/models answered {response.status}: {text[:200]}")
+        models = (await response.json())["data"]
+    if not models:
+        raise RolloutError("the server lists no model; give model=NAME")
+    return str(models[0]["id"])
+
+
+async def _complete(
+    session: aiohttp.ClientSession, model: str, prompt: list[int], num_tokens: int
+) -> Timing | str:
+    """Return the times of one streamed completion, or why it failed."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start = time.perf_counter()
+    first_s = last_s = 0.0
+    usage: dict[str, Any] | None = None
+    try:
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status != 200:
+                return f"status {response.status}: {(await response.text())[:200]}"
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                chunk = json.loads(line[len(b"data: ") :])
+                if "error" in chunk:
+                    return str(chunk["error"])
+                if chunk["choices"]:
+                    last_s = time.perf_counter() - start
+                    first_s = first_s or last_s
+                usage = chunk.get("usage") or usage
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    if usage is None or not first_s:
+        return "the stream ended without usage"
+    return Timing(
+        num_prompt_tokens=usage["prompt_tokens"],
+        num_generated_tokens=usage["completion_tokens"],
+        first_token_s=first_s,
+        total_s=last_s,
+    )

@@ -1,0 +1,17 @@
+"""run_in_loop: a coroutine in uvloop where it is installed, else in asyncio's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)

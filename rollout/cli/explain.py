@@ -1,0 +1,185 @@
+"""rollout explain: what a config comes to on this machine, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
+from rollout.cli.settings import Parser, read_settings
+from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
+from rollout.engine.build import DEFAULT_MEMORY_FRACTION, EngineBuild
+from rollout.kv.layout import bytes_per_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One value that an engine works with, and where it comes from."""
+
+    name: str
+    value: Any
+    why: str = ""
+
+
+def run(words: Sequence[str]) -> int:
+    """Builds the engine, so that what is shown is what serves."""
+    parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
+    parser.epilog = MODEL_HELP
+    given = parser.parse(words)
+    (of_llm,) = read_settings(given.settings, {**MODEL_KINDS, **CONFIG_KINDS}, hints=CONFIG_HINTS)
+    with make_llm(of_llm) as llm:
+        sections = explain(llm.engine.build)
+        products = products_of(llm.engine.build)
+    if given.json:
+        rows = {title: [asdict(fact) for fact in facts] for title, facts in sections.items()}
+        print(json.dumps({**rows, "products": products}))
+        return 0
+    console = Console()
+    for title, facts in sections.items():
+        console.print(_table(title, facts), "")
+    if products:
+        console.print("[b]matrix products[/b]")
+        console.print("\n".join(products), highlight=False)
+    return 0
+
+
+def explain(build: EngineBuild) -> dict[str, list[Fact]]:
+    """Return facts by section: model, device, blocks, memory, limits, kernels."""
+    return {
+        "model": list(_model(build)),
+        "device": list(_device(build)),
+        "KV blocks": list(_blocks(build)),
+        "memory": list(_memory(build)),
+        "limits": list(_limits(build)),
+        "kernels": list(_kernels(build)),
+    }
+
+
+def products_of(build: EngineBuild) -> list[str]:
+    """Return the lines of the table of products that are about this model's weights."""
+    heading, *lines = build.backend.ops.explain().splitlines() or [""]
+    handles = [layer.handle for layer in build.model.linear_layers().values()]
+    names = {_weight_name(handle.weight_NK) for handle in handles}
+    found = [line for line in lines if " ".join(line.split()[:2]) in names]
+    return [heading, *found] if found else []
+
+
+def _weight_name(weight_NK: torch.Tensor) -> str:
+    num_outputs, num_inputs = weight_NK.shape
+    return f"{num_outputs}x{num_inputs} {str(weight_NK.dtype).removeprefix('torch.')}"
+
+
+def _model(build: EngineBuild) -> Iterator[Fact]:
+    spec = build.model.spec
+    yield Fact(name="family", value=spec.family)
+    for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
+        yield Fact(name=name, value=getattr(spec, name))
+    dtype, given = str(spec.dtype).removeprefix("torch."), build.config.dtype
+    yield Fact(name="dtype", value=dtype, why="the model's" if given == "auto" else "as given")
+
+
+def _device(build: EngineBuild) -> Iterator[Fact]:
+    config, backend = build.config, build.backend
+    why = "the best that is there" if config.device == "auto" else "as given"
+    yield Fact(name="device", value=str(backend.device), why=why)
+    threads = "torch's default" if config.num_threads is None else "as given"
+    yield Fact(name="num_threads", value=torch.get_num_threads(), why=threads)
+    yield Fact(name="deterministic", value=config.deterministic)
+
+
+def _blocks(build: EngineBuild) -> Iterator[Fact]:
+    config, sizes = build.config, build.sizes
+    why = "the device's default" if config.block_size_tokens is None else "as given"
+    yield Fact(name="block_size_tokens", value=sizes.block_size, why=why)
+    yield Fact(name="num_blocks", value=sizes.num_blocks, why=_why_blocks(build))
+    per_sequence = -(-sizes.max_sequence_length // sizes.block_size)
+    yield Fact(
+        name="full sequences at once",
+        value=sizes.num_blocks // per_sequence,
+        why=f"{per_sequence} blocks each",
+    )
+    yield Fact(name="kv_cache_management_mode", value=config.kv_cache_management_mode.value)
+    yield Fact(name="enable_prefix_caching", value=config.enable_prefix_caching)
+
+
+def _why_blocks(build: EngineBuild) -> str:
+    config, sizes = build.config, build.sizes
+    if config.buffer_size_gb is not None:
+        return f"what buffer_size_gb={config.buffer_size_gb} holds"
+    per_sequence = -(-sizes.max_sequence_length // sizes.block_size)
+    if sizes.num_blocks % per_sequence == 0 and sizes.num_rows * per_sequence == sizes.num_blocks:
+        return f"what {sizes.num_rows} full sequences need"
+    share = f"{DEFAULT_MEMORY_FRACTION:.0%} of {_gib(build.backend.memory_bytes)}"
+    return f"what a pool of 20 GiB holds, or one of {share} if less"
+
+
+def _memory(build: EngineBuild) -> Iterator[Fact]:
+    config, backend, sizes = build.config, build.backend, build.sizes
+    yield Fact(name="weights", value=_gib(build.weights.num_bytes))
+    per_block = bytes_per_block(backend.attention, build.model.cache_spec(sizes.block_size))
+    why = f"{sizes.num_blocks} blocks of {per_block:,} bytes"
+    yield Fact(name="KV cache", value=_gib(per_block * sizes.num_blocks), why=why)
+    yield Fact(name="all memory", value=_gib(backend.memory_bytes), why="that this process may use")
+    kind = "chosen for the KV mode" if config.memory_kind == "auto" else "as given"
+    yield Fact(name="memory kind", value=type(backend.memory).__name__, why=kind)
+
+
+def _limits(build: EngineBuild) -> Iterator[Fact]:
+    config, sizes = build.config, build.sizes
+    longest = build.model.spec.max_position_embeddings
+    if config.max_sequence_length is not None:
+        why = "as given"
+    elif sizes.max_sequence_length == longest:
+        why = "the model's longest"
+    else:
+        why = f"the default; the model could do {longest}"
+    yield Fact(name="max_sequence_length", value=sizes.max_sequence_length, why=why)
+    yield Fact(name="max_requests", value=sizes.num_rows, why=_why_rows(config, build))
+    why = "the default" if config.max_tokens is None else "as given"
+    yield Fact(name="max_tokens", value=sizes.max_tokens, why=f"{why}; tokens of one step")
+    chunked = "long prompts are split over steps" if config.enable_chunked_prefill else ""
+    yield Fact(name="enable_chunked_prefill", value=config.enable_chunked_prefill, why=chunked)
+    scores = not config.materialize_only_last_token_logits
+    why = "" if scores else "materialize_only_last_token_logits=false allows them"
+    yield Fact(name="prompt log-probs", value=scores, why=why)
+
+
+def _why_rows(config: InferenceConfig, build: EngineBuild) -> str:
+    num_rows = build.sizes.num_rows
+    if num_rows == config.max_requests:
+        return "as given"
+    if num_rows == build.sizes.num_blocks:
+        return "each request needs a block"
+    if num_rows == build.sizes.max_tokens:
+        return "each request needs a token of every step"
+    return "the default"
+
+
+def _kernels(build: EngineBuild) -> Iterator[Fact]:
+    backend = build.backend
+    yield Fact(name="operations", value=type(backend.ops).__name__)
+    yield Fact(name="attention", value=type(backend.attention).__name__)
+    yield Fact(name="executor", value=type(backend.executor).__name__)
+    is_fused = build.model.fused is not None
+    why = "" if is_fused else "the device has none; layers run one by one"
+    yield Fact(name="forward pass in one call", value=is_fused, why=why)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.3f} GiB"
+
+
+def _table(title: str, facts: Sequence[Fact]) -> Table:
+    table = Table(title=f"[b]{title}[/b]", title_justify="left", show_header=False, box=None)
+    table.add_column(min_width=26)
+    table.add_column(min_width=12)
+    table.add_column(style="dim")
+    for fact in facts:
+        table.add_row(fact.name, str(fact.value), fact.why)
+    return table

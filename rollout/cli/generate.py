@@ -1,0 +1,149 @@
+"""rollout generate: prompts in, JSON lines out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rollout.apis.groups import RolloutGroup
+from rollout.apis.llm import LLM
+from rollout.cli.chat_template import chat_template_of
+from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm
+from rollout.cli.prompt_files import OutputColumns, PromptLine, read_prompts, sample_row
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings, require
+from rollout.config import CONFIG_HINTS
+from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
+
+# `seed` is the config's; requests derive theirs from it. What a sample brings is chosen by options.
+_CHOSEN = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
+SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_CHOSEN)
+_HINTS = {name: hint for name, hint in SAMPLING_HINTS.items() if name != "n"} | CONFIG_HINTS
+
+
+def run(words: Sequence[str]) -> int:
+    """Returns 1 if a request failed, else 0."""
+    given = _parser().parse(words)
+    of_llm, sampling, more = read_settings(
+        given.settings, llm_kinds(), SAMPLING_KINDS, {"n": int, "priority": int}, hints=_HINTS
+    )
+    wanted = OutputColumns(
+        token_ids=given.token_ids, log_probs=given.logprobs, versions=given.versions
+    )
+    params = SamplingParams(**sampling, return_log_probs=given.logprobs)
+    template = chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
+    with ExitStack() as files:
+        lines = files.enter_context(_opened(given.input, "r")) if given.input else sys.stdin
+        prompts = list(read_prompts(lines, template))
+        output = files.enter_context(_opened(given.output, "w")) if given.output else sys.stdout
+        with make_llm(of_llm) as llm:
+            if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):
+                raise UsageError("text prompts need a tokenizer; give tokenizer=DIR or token ids")
+            return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "generate",
+        "Complete prompts. A line of text is a prompt; of JSON lines it is `prompt` (text or token"
+        " ids), `prompt_token_ids` or `messages`, and other keys are copied to the output.",
+    )
+    parser.epilog = (
+        MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
+        "  n=N                   samples of each prompt\n"
+    )
+    parser.add_argument("--input", metavar="FILE", help="prompts (stdin)")
+    parser.add_argument("--output", metavar="FILE", help="samples, as JSON lines (stdout)")
+    parser.add_argument("--token-ids", action="store_true", help="bring ids of prompt and output")
+    parser.add_argument("--logprobs", action="store_true", help="bring the log-prob of each token")
+    parser.add_argument(
+        "--versions", action="store_true", help="bring the weights version of each token"
+    )
+    return parser
+
+
+@contextmanager
+def _opened(path: str, mode: str) -> Iterator[TextIO]:
+    with Path(path).open(mode, encoding="utf-8") as file:
+        yield file  # type: ignore[misc]
+
+
+def _generate(
+    llm: LLM,
+    prompts: Sequence[PromptLine],
+    params: SamplingParams,
+    more: dict[str, int],
+    wanted: OutputColumns,
+    output: TextIO,
+    *,
+    is_json: bool,
+) -> int:
+    """Write all samples in the order of the prompts, each as soon as those before it are there."""
+    start, counts = time.monotonic(), _Counts()
+    n = more.get("n", 1)
+    group_ids = llm.submit(
+        [line.prompt for line in prompts], params, n, priority=more.get("priority", 0)
+    )
+    index_of = {group_id: index for index, group_id in enumerate(group_ids)}
+    waiting: dict[int, RolloutGroup] = {}
+    num_written = 0
+    with _progress(len(prompts), is_shown=not is_json and sys.stderr.isatty()) as advance:
+        for _ in prompts:
+            for group in llm.collect(num_groups=1):
+                waiting[index_of[group.group_id]] = group
+                advance(sum(r.num_generated_tokens for r in group.requests))
+            while num_written in waiting:
+                group = waiting.pop(num_written)
+                for sample, request in enumerate(group.requests):
+                    row = sample_row(prompts[num_written], num_written, sample, request, wanted)
+                    print(json.dumps(row, ensure_ascii=False), file=output)
+                    counts.add(row)
+                output.flush()
+                num_written += 1
+    summary = dataclasses.asdict(counts) | {"seconds": round(time.monotonic() - start, 3)}
+    if is_json:
+        print(json.dumps(summary), file=sys.stderr)
+    elif counts.num_failed:
+        print(f"rollout: {counts.num_failed} of {counts.num_samples} failed", file=sys.stderr)
+    return 1 if counts.num_failed else 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Counts:
+    num_samples: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.num_samples += 1
+        self.num_failed += "error" in row
+        self.num_prompt_tokens += row["num_prompt_tokens"]
+        self.num_generated_tokens += row["num_generated_tokens"]
+
+
+@contextmanager
+def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
+    """A live bar on stderr. Yields advance(num_tokens), to be called for each finished prompt."""
+    columns = (
+        *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+    )
+    start, num_tokens = time.monotonic(), 0
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task("prompts", total=num_prompts, rate=0.0)
+
+        def advance(count: int) -> None:
+            nonlocal num_tokens
+            num_tokens += count
+            bar.update(task, advance=1, rate=num_tokens / max(1e-9, time.monotonic() - start))
+
+        yield advance

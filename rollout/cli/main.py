@@ -1,0 +1,84 @@
+"""main: finds the command, runs it, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+from rollout.cli.settings import UsageError
+from rollout.errors import ConfigError, InvalidRequestError, RolloutError
+
+USAGE, FAULT, INTERRUPTED = 2, 1, 130
+# Each command is `run(arguments) -> exit code` of the module rollout.cli.NAME, which is imported
+# when it is chosen: some need torch, which takes seconds.
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "generate": "complete prompts of a file or of stdin, as JSON lines",
+    "bench": "measure throughput and latency, in this process or of a server",
+    "explain": "show what a config comes to on this machine, and why",
+    "top": "watch a fleet in the terminal",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0, 2 for a mistake of the user, 1 for other faults.
+
+    Errors are one line on stderr, with `--json` a JSON object.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except (UsageError, ConfigError, InvalidRequestError) as error:
+        return _report(error, USAGE, words)
+    except BrokenPipeError:  # the reader of stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAULT
+    except (RolloutError, OSError) as error:
+        return _report(error, FAULT, words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if words else USAGE
+    name, *rest = words
+    if name in ("-V", "--version"):
+        print(f"rollout {version('rollout-engine')}")
+        return 0
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown command {name!r}; {remedy}")
+    exit_code: int = import_module(f"rollout.cli.{name}").run(rest)
+    return exit_code
+
+
+def _help() -> str:
+    lines = [f"  {name:<10}{about}" for name, about in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: rollout COMMAND [options] key=value ...",
+            "",
+            *lines,
+            "",
+            "rollout COMMAND --help tells more. Settings are written key=value: every field of",
+            "InferenceConfig, and those that the command adds.",
+        ]
+    )
+
+
+def _report(error: Exception, exit_code: int, words: Sequence[str]) -> int:
+    message = " ".join(str(error).split()) or type(error).__name__
+    if "--json" in words:
+        text = json.dumps({"error": {"type": type(error).__name__, "message": message}})
+        print(text, file=sys.stderr)
+    else:
+        print(f"rollout: error: {message}", file=sys.stderr)
+    return exit_code

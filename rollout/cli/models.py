@@ -1,0 +1,47 @@
+"""The settings of an LLM on the command line, and the LLM that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.apis.async_llm import AsyncLLM
+from rollout.apis.llm import LLM
+from rollout.cli.settings import Kinds, UsageError, fields_of, keywords_of, require
+from rollout.config import InferenceConfig
+
+MODEL_HELP = """\
+settings:
+  model=DIR             a Hugging Face directory (config.json, *.safetensors)
+  tokenizer=DIR         where tokenizer.json is, unless in the model's directory
+  data_parallel_size=N  engine processes
+  and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16
+"""
+MODEL_KINDS: Kinds = {"model": str, "tokenizer": str}
+CONFIG_KINDS: Kinds = fields_of(InferenceConfig, without=("metrics_writer", "pg_collection"))
+FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", "weights_version"))
+
+
+def llm_kinds() -> Kinds:
+    """Names and types of all settings that `make_llm` takes."""
+    return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
+
+
+def model_of(values: Mapping[str, Any]) -> str:
+    """Return the model's directory. Raises UsageError if it is not given or not there."""
+    model: str = require(values, "model", "DIR")
+    if not Path(model).is_dir():
+        raise UsageError(f"model={model} is not a directory; models are not downloaded here")
+    return model
+
+
+def is_fleet(values: Mapping[str, Any]) -> bool:
+    """Whether the settings speak of engine processes behind a coordinator."""
+    return not FLEET_KINDS.keys().isdisjoint(values)
+
+
+def make_llm(values: Mapping[str, Any]) -> LLM:
+    """Return an LLM over an engine in this process, or over a fleet."""
+    model_of(values)
+    return LLM(**values, use_coordinator=is_fleet(values))

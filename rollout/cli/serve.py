@@ -1,0 +1,51 @@
+"""rollout serve: a model over HTTP, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.apis.async_llm import AsyncLLM
+from rollout.cli.event_loop import run_in_loop
+from rollout.cli.models import MODEL_HELP, llm_kinds, model_of
+from rollout.cli.settings import Kinds, Parser, fields_of, read_settings
+from rollout.config import CONFIG_HINTS
+from rollout.serve.config import ServeConfig
+
+SERVE_KINDS: Kinds = fields_of(ServeConfig)
+_HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
+
+
+def run(words: Sequence[str]) -> int:
+    """Returns 0 once all requests have been answered, or aborted after `drain_timeout_s`."""
+    parser = Parser(
+        "serve",
+        "Serve a model over HTTP. SIGTERM lets the running requests end, then exits with 0.",
+    )
+    parser.epilog = (
+        MODEL_HELP
+        + "  host=127.0.0.1 port=8000 api_key=KEY admin_key=KEY doors=openai,vllm,sglang\n"
+        "  and every other field of ServeConfig\n"
+    )
+    given = parser.parse(words)
+    of_server, of_llm = read_settings(given.settings, SERVE_KINDS, llm_kinds(), hints=_HINTS)
+    config = ServeConfig(**of_server)
+    model_of(of_llm)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    run_in_loop(_serve(of_llm, config, is_json=given.json))
+    return 0
+
+
+async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: bool) -> None:
+    async with AsyncLLM(**of_llm) as llm:
+        serving = asyncio.ensure_future(llm.serve(config))
+        while llm.serving.address is None and not serving.done():
+            await asyncio.sleep(0.01)
+        if llm.serving.address is not None:
+            host, port = llm.serving.address
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            print(json.dumps({"url": url}) if is_json else f"serving at {url}", flush=True)
+        await serving

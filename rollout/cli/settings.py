@@ -1,0 +1,156 @@
+"""Settings on the command line: words of the form key=value, typed by the fields they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+from rollout.keyword_hints import hint_of
+
+_NONE = ("none", "null")
+_SWITCH = {"true": True, "false": False}
+# Name of a setting -> the type of its values.
+Kinds = Mapping[str, Any]
+
+
+class UsageError(Exception):
+    """The command line is not one that the command takes."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are UsageErrors, with `--json` and settings as arguments."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(
+            prog=f"rollout {command}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--json", action="store_true", help="results and errors as JSON")
+        self.add_argument("settings", nargs="*", metavar="key=value")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Raises UsageError, for an option that is meant as a setting with its right form."""
+        given, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            name, _, value = unknown[0].lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            raise UsageError(
+                f"{unknown[0]} is unknown; settings are written {name}={value or '...'}"
+            )
+        return given
+
+
+def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
+    """The fields of a dataclass, with their types."""
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: hints[name] for name in names if name not in without}
+
+
+def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> Kinds:
+    """The keyword-only parameters of a function, with their types."""
+    hints = typing.get_type_hints(function)
+    return {
+        name: hints[name]
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in without
+    }
+
+
+def read_settings(
+    words: Sequence[str], *groups: Kinds, hints: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the values given for each group of names.
+
+    `hints`: other systems' names for settings. Raises UsageError for a word that is no setting, for
+    an unknown name, with the nearest one, for a name given twice, and for a value of another type.
+    """
+    found: list[dict[str, Any]] = [{} for _ in groups]
+    for word in words:
+        name, is_setting, text = word.partition("=")
+        if not is_setting:
+            raise UsageError(f"{word!r} is no setting: settings are written key=value")
+        owners = [index for index, group in enumerate(groups) if name in group]
+        if not owners:
+            raise _unknown(name, text, groups, hints or {})
+        for index in owners:
+            if name in found[index]:
+                raise UsageError(f"{name} is given twice")
+            found[index][name] = value_of(name, text, groups[index][name])
+    return found
+
+
+def require(values: Mapping[str, Any], name: str, example: str) -> Any:
+    """Return the value of a setting that has no default. Raises UsageError without it."""
+    if name not in values:
+        raise UsageError(f"{name} is missing; give {name}={example}")
+    return values[name]
+
+
+def value_of(name: str, text: str, kind: Any) -> Any:
+    """Return `text` as a value of type `kind`. Raises UsageError."""
+    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    if types.NoneType in options and text.lower() in _NONE:
+        return None
+    if bool in options and text.lower() in _SWITCH:
+        return _SWITCH[text.lower()]
+    for number in (int, float):
+        if number in options:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if text[:1] in ("[", "{") and any(map(_is_container, options)):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+    if any(option in (str, Any) or _is_enum(option) or _is_path(option) for option in options):
+        return text
+    if any(typing.get_args(option)[:1] == (str,) for option in options):  # as tuple[str, ...]
+        return tuple(text.split(","))
+    raise UsageError(f"{name}={text} must be {_described(options)}")
+
+
+def _unknown(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> UsageError:
+    if name in hints:
+        return UsageError(hint_of(name, text, hints))
+    known = [known for group in groups for known in group]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    remedy = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    return UsageError(f"{name}={text} is unknown; {remedy}")
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _is_container(kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, (list, tuple, dict, Mapping))
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _is_path(kind: Any) -> bool:
+    return getattr(kind, "__module__", "") == "pathlib"
+
+
+def _described(options: Sequence[Any]) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "none"}
+    return " or ".join(names.get(option, "JSON") for option in options)

@@ -1,0 +1,133 @@
+"""rollout top: engines, queues, blocks and throughput of a fleet, live in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
+from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.errors import RolloutError
+from rollout.serve.page.fleet import FleetSnapshot, FleetView
+
+_KINDS: Kinds = {"interval_s": float, "count": int | None, "api_key": str | None}
+_BAR_WIDTH = 20
+
+
+def run(words: Sequence[str]) -> int:
+    """Shows snapshots until Ctrl-C, or `count` of them."""
+    parser = Parser(
+        "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
+    )
+    parser.epilog = (
+        "settings:\n  interval_s=1 count=N (snapshots; none: until Ctrl-C)\n"
+        "  api_key=KEY (of a server)\n"
+    )
+    given = parser.parse(words)
+    targets = [word for word in given.settings if _is_target(word)]
+    if len(targets) != 1:
+        raise UsageError("give one coordinator's address or server's URL: rollout top ADDRESS")
+    (values,) = read_settings([w for w in given.settings if w not in targets], _KINDS)
+    interval_s, count = values.get("interval_s", 1.0), values.get("count")
+    if interval_s <= 0:
+        raise UsageError(f"interval_s={interval_s} must be above 0")
+    if targets[0].startswith("http"):
+        snapshots = of_server(targets[0], values.get("api_key"))
+    else:
+        snapshots = of_coordinator(targets[0], interval_s)
+    asyncio.run(_show(snapshots, count, is_json=given.json))
+    return 0
+
+
+def _is_target(word: str) -> bool:
+    return "://" in word.partition("=")[0] or "=" not in word
+
+
+async def of_coordinator(address: str, interval_s: float) -> AsyncGenerator[FleetSnapshot, None]:
+    """Yield snapshots that the engines are asked for. Raises CoordinatorLostError."""
+    view = FleetView()
+    async with InferenceClient(address, name="top") as client:
+        while True:
+            yield view.snapshot(await client.engine_stats())
+            await asyncio.sleep(interval_s)
+
+
+async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
+    """Yield the snapshots that a server sends to its page, one a second."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    async with (
+        aiohttp.ClientSession(
+            headers=headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**22
+        ) as session,
+        session.get(url.rstrip("/") + "/events", params={"samples": "0"}) as response,
+    ):
+        if response.status != 200:
+            raise RolloutError(f"GET /events answered {response.status}")
+        kind = b""
+        async for line in response.content:
+            if line.startswith(b"event: "):
+                kind = line[len(b"event: ") :].strip()
+            elif line.startswith(b"data: ") and kind == b"fleet":
+                yield FleetSnapshot(**json.loads(line[len(b"data: ") :]))
+
+
+async def _show(
+    snapshots: AsyncGenerator[FleetSnapshot, None], count: int | None, *, is_json: bool
+) -> None:
+    live = Live(auto_refresh=False)
+    num_shown = 0
+    with nullcontext() if is_json else live:
+        async with aclosing(snapshots):
+            async for snapshot in snapshots:
+                if is_json:
+                    print(json.dumps(asdict(snapshot)), flush=True)
+                else:
+                    live.update(view_of(snapshot), refresh=True)
+                num_shown += 1
+                if num_shown == count:
+                    return
+
+
+def view_of(snapshot: FleetSnapshot) -> RenderableType:
+    """Return the headline and one row for each engine."""
+    rate = snapshot.total("generated_tokens_per_s")
+    headline = Text.assemble(
+        (snapshot.state, "bold green" if snapshot.state == "RUNNING" else "bold yellow"),
+        f"   version {snapshot.weights_version}   {len(snapshot.engines)} engines   ",
+        (f"{rate:,.0f} tokens/s", "bold"),
+        f"   prefill {snapshot.total('prefill_tokens_per_s'):,.0f} tokens/s",
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("engine", "state", "version", "waiting", "running", "paused", "KV blocks", ""):
+        table.add_column(name, justify="left" if name in ("state", "KV blocks") else "right")
+    for name in ("tokens/s", "finished", "failed"):
+        table.add_column(name, justify="right")
+    for engine in snapshot.engines:
+        table.add_row(*_cells(engine))
+    return Group(headline, "", table)
+
+
+def _cells(engine: dict[str, Any]) -> list[str]:
+    used, total = engine["num_blocks_used"], engine["num_blocks_total"]
+    filled = round(_BAR_WIDTH * used / total) if total else 0
+    return [
+        str(engine["rank"]),
+        engine["state"],
+        str(engine["weights_version"]),
+        *(f"{engine[name]:,}" for name in ("num_waiting", "num_running", "num_paused")),
+        "█" * filled + "░" * (_BAR_WIDTH - filled),
+        f"{used:,}/{total:,}",
+        f"{engine['generated_tokens_per_s']:,.0f}",
+        f"{engine['num_finished']:,}",
+        f"{engine['num_failed']:,}",
+    ]

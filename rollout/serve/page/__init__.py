@@ -1,0 +1,1 @@
+"""The page to watch at `/`: engines, throughput, staleness and the latest samples, live."""

@@ -1,0 +1,119 @@
+"""bench serving against a small server that streams completions at a known pace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout.cli.bench_serving import ServingLoad, measure_serving
+from rollout.cli.main import main
+from rollout.cli.settings import UsageError
+
+
+class FakeServer:
+    """Streams `max_tokens` chunks; a prompt of nothing but ones gets an error."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.num_open = self.most_open = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.complete)
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if set(body["prompt"]) == {1}:
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for _ in range(body["max_tokens"]):
+            await answer.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            await asyncio.sleep(0.002)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        await answer.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode())
+        await answer.write(b"\n\ndata: [DONE]\n\n")
+        self.num_open -= 1
+        return answer
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[FakeServer, str]]:
+    """The server in a thread of its own, since the command runs a loop itself."""
+    fake, loop = FakeServer(), asyncio.new_event_loop()
+
+    async def start() -> tuple[web.AppRunner, int]:
+        runner = web.AppRunner(fake.app())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner, runner.addresses[0][1]
+
+    runner, port = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield fake, f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.run_until_complete(runner.cleanup())
+    loop.close()
+
+
+def test_every_request_is_timed_within_the_concurrency(
+    served: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, url = served
+    words = ["bench", "serving", f"url={url}", "api_key=secret", "num_prompts=12", "num_tokens=5"]
+    assert main([*words, "prompt_tokens=7", "concurrency=3", "max_token_id=1", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_requests"], result["num_failed"]) == (12, 12), "all prompts are ones"
+    assert result["first_error"].startswith("status 400")
+
+    assert main([*words, "prompt_tokens=7", "concurrency=3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_failed"], result["num_generated_tokens"]) == (0, 60)
+    assert result["num_prompt_tokens"] == 84
+    assert 1 < fake.most_open <= 3
+    assert result["per_token_s"]["p50"] >= 0.002
+    assert result["first_token_s"]["p50"] < result["total_s"]["p50"]
+    assert {body["model"] for body in fake.bodies} == {"tiny"}
+
+
+def test_what_the_server_refuses_is_told(
+    served: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serving", f"url={served[1]}"]) == 1
+    assert "GET /v1/models answered 401" in capsys.readouterr().err
+
+
+def test_a_rate_spreads_the_starts(served: tuple[FakeServer, str]) -> None:
+    load = ServingLoad(
+        url=served[1], model="m", num_prompts=5, num_tokens=1, prompt_tokens=2, rate=100.0
+    )
+    summary = asyncio.run(measure_serving(load))
+    assert summary.num_failed == 0
+    assert summary.per_token_s.p50 is None, "requests of one token have no later token"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("concurrency", 0), ("rate", 0.0), ("url", "localhost:1")]
+)
+def test_a_load_that_cannot_be_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=field):
+        ServingLoad(**{"url": "http://x", field: value})

@@ -1,0 +1,202 @@
+"""The commands from their words to their output, errors and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout import LLM, SamplingParams
+from rollout.cli.main import COMMANDS, main
+from tests.apis.fleets import directory
+
+SMALL = ("buffer_size_gb=0.02", "block_size_tokens=8", "num_threads=1")
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def give_stdin(monkeypatch: pytest.MonkeyPatch, *rows: object) -> None:
+    text = "".join(f"{json.dumps(row) if isinstance(row, dict) else row}\n" for row in rows)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+# ---- errors
+
+
+def test_mistakes_are_one_line_and_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"model={directory()}"
+    capsys.readouterr()
+    for words, message in (
+        (["generat"], "unknown command 'generat'; did you mean generate?"),
+        (
+            ["bench", "model=/none"],
+            "model=/none is not a directory; models are not downloaded here",
+        ),
+        (["explain"], "model is missing; give model=DIR"),
+        (["bench", model, "block_size_tokens=3"], "must be a power of two"),
+        (["bench", "serving"], "url is missing"),
+        (["generate", "--input"], "expected one argument"),
+    ):
+        assert main(words) == 2, words
+        shown = capsys.readouterr()
+        assert message in shown.err
+        assert shown.err.startswith("rollout: error: ")
+        assert shown.err.count("\n") == 1
+        assert shown.out == ""
+
+
+def test_faults_exit_with_1_and_json_errors_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "serving", "url=http://127.0.0.1:9", "--json"]
+    assert main(words) == 1
+    (error,) = lines_of(capsys.readouterr().err)
+    assert error["error"]["type"] == "ClientConnectorError"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main([]) == 2
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout", "nothing"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rollout: error: unknown command 'nothing'")
+
+
+# ---- generate
+
+
+def test_generate_gives_what_llm_gives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1, 2, 3], "task": "a"}, {"prompt_token_ids": [7]})
+    words = ["generate", f"model={directory()}", *SMALL, "seed=5", "num_tokens_to_generate=6"]
+    assert main([*words, "n=2", "--token-ids", "--logprobs", "--versions", "--json"]) == 0
+    shown = capsys.readouterr()
+    rows = lines_of(shown.out)
+    config = {"buffer_size_gb": 0.02, "block_size_tokens": 8, "num_threads": 1, "seed": 5}
+    with LLM(directory(), **config) as llm:
+        params = SamplingParams(num_tokens_to_generate=6, return_log_probs=True)
+        requests = llm.generate([[1, 2, 3], [7]], params, 2)
+    assert isinstance(requests, list)
+    assert [row["token_ids"] for row in rows] == [r.generated_tokens for r in requests]
+    for row, request in zip(rows, requests, strict=True):
+        assert row["log_probs"] == pytest.approx([float(x) for x in request.generated_log_probs])
+    assert [(row["index"], row["sample"], row.get("task")) for row in rows] == [
+        (0, 0, "a"),
+        (0, 1, "a"),
+        (1, 0, None),
+        (1, 1, None),
+    ]
+    assert rows[0]["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    assert rows[0]["policy_staleness"] == [0] * 6
+    (summary,) = lines_of(shown.err)
+    assert (summary["num_samples"], summary["num_generated_tokens"]) == (4, 24)
+
+
+def test_a_failed_request_has_its_error_and_the_exit_code_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1]}, {"prompt": [2] * 600})
+    assert main(["generate", f"model={directory()}", *SMALL, "num_tokens_to_generate=2"]) == 1
+    shown = capsys.readouterr()
+    good, bad = lines_of(shown.out)
+    assert good["finish_reason"] == "length"
+    assert "error" not in good
+    assert bad["finish_reason"] == "error"
+    assert "512" in bad["error"]
+    assert "1 of 2 failed" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (['{"prompt": [1]}', "oops"], "line 2 is no JSON"),
+        (['{"question": 1}'], "line 1 must be an object with one of prompt,"),
+        (['{"prompt": ["a"]}'], "line 1: prompt must be text or a list of token ids"),
+        (["hello"], "text prompts need a tokenizer"),
+    ],
+)
+def test_bad_prompts_are_named_before_anything_runs(
+    rows: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    give_stdin(monkeypatch, *rows)
+    assert main(["generate", f"model={directory()}", *SMALL]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_text_is_read_from_a_file_and_written_to_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({chr(i): i - 32 for i in range(32, 127)}, unk_token="?")
+    )
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}>"
+    tokenizer.save_pretrained(tmp_path)
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    base = ["generate", f"model={directory()}", f"tokenizer={tmp_path}", *SMALL]
+    files = ["--input", str(source), "--output", str(target), "--token-ids"]
+    source.write_text("ab\n\n{c\n")
+    assert main([*base, *files, "num_tokens_to_generate=3"]) == 0
+    rows = lines_of(target.read_text())
+    assert [row["prompt_token_ids"] for row in rows] == [[65, 66], [91, 67]]
+    assert all(isinstance(row["text"], str) for row in rows)
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    assert main([*base, *files, "num_tokens_to_generate=3"]) == 0
+    (row,) = lines_of(target.read_text())
+    assert row["prompt_token_ids"] == [65, 1, 30], "a, ! and > by the template"
+    capsys.readouterr()
+
+
+# ---- bench and explain
+
+
+def test_bench_counts_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["num_prompts=3", "prompt_tokens=5", "num_tokens=4", "n=2"]
+    assert main(["bench", f"model={directory()}", *SMALL, *load, "--json"]) == 0
+    (result,) = lines_of(capsys.readouterr().out)
+    assert (result["num_requests"], result["num_failed"]) == (6, 0)
+    assert (result["num_generated_tokens"], result["num_prompt_tokens"]) == (24, 30)
+    assert result["generated_tokens_per_s"] == pytest.approx(24 / result["seconds"])
+    for name in ("first_token_s", "per_token_s", "total_s"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"]
+    assert main(["bench", f"model={directory()}", *SMALL, *load]) == 0
+    assert "time to first token" in capsys.readouterr().out
+
+
+def test_explain_says_what_is_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"model={directory()}", *SMALL, "max_requests=4", "--json"]) == 0
+    (sections,) = lines_of(capsys.readouterr().out)
+    facts = {
+        fact["name"]: fact for name in sections if name != "products" for fact in sections[name]
+    }
+    assert facts["max_requests"] == {"name": "max_requests", "value": 4, "why": "as given"}
+    assert facts["block_size_tokens"]["value"] == 8
+    assert facts["num_blocks"]["why"] == "what buffer_size_gb=0.02 holds"
+    assert facts["max_sequence_length"]["value"] == 512
+    assert facts["max_sequence_length"]["why"] == "the model's longest"
+    assert facts["num_layers"]["value"] == 2
+    assert main(["explain", f"model={directory()}", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "KV blocks" in shown
+    assert "as given" in shown

@@ -1,0 +1,105 @@
+"""serve and top: commands over engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+
+from rollout import AsyncLLM
+from rollout.cli.main import main
+from rollout.cli.top import view_of
+from rollout.serve.page.fleet import FleetView
+from tests.apis.fleets import Load, directory, with_fleet
+
+pytestmark = pytest.mark.distributed
+
+
+def test_serve_prints_its_url_and_ends_with_0_at_sigterm() -> None:
+    words = [f"model={directory()}", "port=0", "buffer_size_gb=0.02", "num_threads=1", "--json"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "rollout", "serve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        url = json.loads(server.stdout.readline())["url"]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            (model,) = json.load(answer)["data"]
+        assert model["root"] == directory()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=100) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("prot=8000", "did you mean port?"),
+        ("host=0.0.0.0", "set api_key"),
+        ("port=x", "an integer"),
+    ],
+)
+def test_serve_refuses_before_it_starts_anything(
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", f"model={directory()}", word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_top_shows_what_the_engines_do(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        load = Load(llm, 4, 30)
+        await load.more(1)
+        words = ["top", llm.address, "interval_s=0.2"]
+        assert await asyncio.to_thread(main, [*words, "count=3", "--json"]) == 0
+        first, *_, last = map(json.loads, capsys.readouterr().out.splitlines())
+        assert [engine["rank"] for engine in last["engines"]] == [0, 1]
+        assert last["state"] == "RUNNING"
+        assert all(engine["generated_tokens_per_s"] == 0 for engine in first["engines"])
+        assert sum(engine["generated_tokens_per_s"] for engine in last["engines"]) > 0
+        assert await asyncio.to_thread(main, [*words, "count=1"]) == 0
+        assert "tokens/s" in capsys.readouterr().out
+        await load.end()
+
+    with_fleet(2, work)
+
+
+def test_top_wants_one_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "interval_s=1"]) == 2
+    assert "give one coordinator's address" in capsys.readouterr().err
+    assert main(["top", "ipc:///nowhere", "interval_s=0"]) == 2
+
+
+def report_of(**changes: Any) -> dict[str, Any]:
+    names = "waiting running paused blocks_used blocks_indexed blocks_total finished failed"
+    names += " evictions weight_updates sampled_tokens prefill_tokens steps"
+    counts = {f"num_{name}": 0 for name in names.split()}
+    return {"state": "RUNNING", "weights_version": 3, **counts, **changes}
+
+
+def results_of(**reports: Any) -> dict[str, Any]:
+    ranks = {rank.removeprefix("r"): report for rank, report in reports.items()}
+    return {"state": "RUNNING", "weights_version": 3, "ranks": ranks, "lost_ranks": []}
+
+
+def test_rates_are_differences_over_time_and_never_negative() -> None:
+    view = FleetView()
+    view.snapshot(results_of(r10=report_of(), r9=report_of(num_sampled_tokens=50)), 10.0)
+    later = results_of(r10=report_of(num_sampled_tokens=30), r9=report_of(num_sampled_tokens=1))
+    snapshot = view.snapshot(later, 12.0)
+    assert [engine["rank"] for engine in snapshot.engines] == [9, 10]
+    rates = [engine["generated_tokens_per_s"] for engine in snapshot.engines]
+    assert rates == [0.0, 15.0], "rank 9 was started again"
+    assert snapshot.total("generated_tokens_per_s") == 15.0
+    assert view_of(snapshot)

@@ -1,0 +1,93 @@
+"""Words of the form key=value: their types, and what is refused with which remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from rollout.cli.models import llm_kinds
+from rollout.cli.settings import Parser, UsageError, read_settings, value_of
+from rollout.config import CONFIG_HINTS, InferenceConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("8", int, 8),
+        ("8", float, 8.0),
+        ("0.5", float | None, 0.5),
+        ("none", int | None, None),
+        ("None", str | None, None),
+        ("true", bool, True),
+        ("False", bool, False),
+        ("12", str, "12"),
+        ("a=b", str, "a=b"),
+        ('["a", "b"]', str | list[str], ["a", "b"]),
+        ("[a", str | list[str], "[a"),
+        ("a,b", tuple[str, ...], ("a", "b")),
+        ('{"5": -1.5}', dict[int, float] | None, {"5": -1.5}),
+    ],
+)
+def test_a_value_has_the_type_of_its_field(text: str, kind: Any, value: object) -> None:
+    found = value_of("x", text, kind)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "wanted"),
+    [
+        ("many", int, "an integer"),
+        ("1.5", int | None, "an integer or none"),
+        ("yes", bool, "true or false"),
+        ("[1", list[int], "JSON"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(text: str, kind: Any, wanted: str) -> None:
+    with pytest.raises(UsageError, match=f"must be {wanted}$"):
+        value_of("x", text, kind)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("modle=3", r"modle=3 is unknown; did you mean model\?"),
+        ("max_model_len=5", "max_model_len is max_sequence_length here"),
+        ("zzz=1", "zzz=1 is unknown; see --help"),
+        ("model", "'model' is no setting: settings are written key=value"),
+    ],
+)
+def test_a_word_that_is_no_setting_is_refused_with_the_remedy(word: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_settings([word], llm_kinds(), hints=CONFIG_HINTS)
+
+
+def test_each_group_gets_its_own_settings() -> None:
+    found = read_settings(["a=1", "b=x", "c=2"], {"a": int, "c": float}, {"b": str, "c": int})
+    assert found == [{"a": 1, "c": 2.0}, {"b": "x", "c": 2}]
+    with pytest.raises(UsageError, match="a is given twice"):
+        read_settings(["a=1", "a=2"], {"a": int})
+
+
+def test_every_field_of_the_config_can_be_set() -> None:
+    not_text = {"metrics_writer", "pg_collection"}
+    names = {field.name for field in dataclasses.fields(InferenceConfig)}
+    assert names - not_text <= set(llm_kinds())
+    defaults = read_settings(
+        [
+            f"{field.name}={getattr(field.default, 'value', field.default)}"
+            for field in dataclasses.fields(InferenceConfig)
+            if field.name not in not_text
+        ],
+        llm_kinds(),
+    )
+    assert InferenceConfig(**defaults[0]) == InferenceConfig()
+
+
+def test_an_option_that_is_meant_as_a_setting_is_named_in_its_form() -> None:
+    with pytest.raises(UsageError, match=r"--max-tokens=5 is unknown; .* written max_tokens=5"):
+        Parser("x", "").parse(["--max-tokens=5"])
+    given = Parser("x", "").parse(["a=1", "--json", "b=2"])
+    assert (given.settings, given.json) == (["a=1", "b=2"], True)
