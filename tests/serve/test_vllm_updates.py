@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout import DynamicInferenceEngine, ServeConfig
+from rollout.errors import WeightUpdateError
+from rollout.serve.control.announcement import tensor_metadata
 from tests.apis.fleets import weights
 from tests.serve.served import CONFIG, Answer, Served, served_directory
 from tests.serve.trainer import Trainer, announced, packed
@@ -43,9 +46,9 @@ def served(roots: Path) -> Iterator[Served]:
         server.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(served: Served) -> Iterator[Trainer]:
-    """One that has made a group with the server."""
+    """One that has made a group with the server, which lasts through faults of rounds."""
     trainer = Trainer()
     try:
         assert joined(served, trainer).status == 200
@@ -120,35 +123,9 @@ def test_a_round_of_many_calls_is_one_update(served: Served, trainer: Trainer) -
     assert_next_round_works(served, trainer, 2)
 
 
-def test_packed_tensors_come_in_one_broadcast_and_may_be_of_another_dtype(
-    served: Served,
-) -> None:
-    trainer = Trainer()
-    try:
-        assert joined(served, trainer, packed=True, packed_buffer_size_bytes=4000).status == 200
-        served.post("/start_weight_update", {"is_checkpoint_format": True})
-        tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(1).items()}
-        chunks: list[list[Tensor]] = [[]]
-        for tensor in tensors.values():
-            if sum(other.nbytes for other in chunks[-1]) > 4000:
-                chunks.append([])
-            chunks[-1].append(tensor)
-        assert len(chunks) > 3
-        trainer.begin_broadcast([packed(chunk) for chunk in chunks])
-        answer = served.post("/update_weights", {"update_info": announced(tensors)})
-        assert trainer.end() == ""
-        assert answer.status == 200
-        assert served.post("/finish_weight_update", {"weight_version": "bf16"}).status == 200
-        assert served.get("/weight_info").json() == {"weight_version": "bf16"}
-    finally:
-        trainer.close()
-
-
-def test_tied_heads_may_be_left_out_and_names_be_repeated_by_empty_lists(
+def test_empty_lists_announce_the_tensors_of_the_call_before(
     served: Served, trainer: Trainer
 ) -> None:
-    """An empty list names the tensors of the call before."""
-    assert update(served, trainer, 1).status == 200
     tensors = tensors_of(2)
     served.post("/start_weight_update")
     assert send(served, trainer, tensors).status == 200
@@ -207,23 +184,57 @@ def test_verbs_out_of_order_are_faults(served: Served, trainer: Trainer) -> None
     assert_next_round_works(served, trainer, 1)
 
 
-def test_an_announcement_without_meaning_leaves_the_group(served: Served) -> None:
-    for info, because in (
+def test_packed_tensors_come_in_one_broadcast_and_may_be_of_another_dtype(
+    served: Served,
+) -> None:
+    trainer = Trainer()
+    try:
+        assert joined(served, trainer, packed=True, packed_buffer_size_bytes=4000).status == 200
+        served.post("/start_weight_update", {"is_checkpoint_format": True})
+        tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(1).items()}
+        chunks: list[list[Tensor]] = [[]]
+        for tensor in tensors.values():
+            if sum(other.nbytes for other in chunks[-1]) > 4000:
+                chunks.append([])
+            chunks[-1].append(tensor)
+        assert len(chunks) > 3
+        trainer.begin_broadcast([packed(chunk) for chunk in chunks])
+        answer = served.post("/update_weights", {"update_info": announced(tensors)})
+        assert trainer.end() == ""
+        assert answer.status == 200
+        assert served.post("/finish_weight_update", {"weight_version": "bf16"}).status == 200
+        assert served.get("/weight_info").json() == {"weight_version": "bf16"}
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("info", "because"),
+    [
         ({"names": ["a"], "dtype_names": ["float32"], "shapes": []}, "one of each"),
         ({"names": ["a"], "dtype_names": ["float7"], "shapes": [[1]]}, "float7"),
         ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]}, "shape [-1]"),
         ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**40, 2**40]]}, "shape"),
-    ):
-        trainer = Trainer()
-        try:
-            assert joined(served, trainer).status == 200
-            served.post("/start_weight_update")
-            assert_refused(served.post("/update_weights", {"update_info": info}), because=because)
-            one = announced({"model.norm.weight": torch.ones(48)})
-            answer = served.post("/update_weights", {"update_info": one})
-            assert_refused(answer, because="join it first")
-        finally:
-            trainer.close()
+    ],
+)
+def test_announcements_without_meaning_are_refused(info: dict[str, Any], because: str) -> None:
+    with pytest.raises(WeightUpdateError, match=re.escape(because)):
+        tensor_metadata(info["names"], info["dtype_names"], info["shapes"])
+
+
+def test_an_announcement_without_meaning_leaves_the_group(served: Served) -> None:
+    trainer, one = Trainer(), announced({"model.norm.weight": torch.ones(48)})
+    try:
+        assert joined(served, trainer).status == 200
+        served.post("/start_weight_update")
+        trainer.begin_broadcast([torch.ones(1000, 1000)])
+        answer = served.post("/update_weights", {"update_info": one | {"dtype_names": ["float7"]}})
+        assert_refused(answer, because="float7")
+        assert trainer.end() != "", "the trainer is told, too"
+        answer = served.post("/update_weights", {"update_info": one})
+        assert_refused(answer, because="join it first")
+    finally:
+        trainer.close()
 
 
 def test_a_trainer_that_dies_ends_the_round_and_another_one_may_come(served: Served) -> None:
@@ -248,14 +259,20 @@ def test_a_trainer_that_dies_ends_the_round_and_another_one_may_come(served: Ser
 
 
 def test_broadcasts_of_another_size_than_announced_leave_the_server_alive(
-    served: Served, trainer: Trainer
+    served: Served,
 ) -> None:
-    served.post("/start_weight_update")
-    trainer.begin_broadcast([torch.ones(4096)])
-    one = announced({"model.norm.weight": torch.ones(48)})
-    assert_refused(served.post("/update_weights", {"update_info": one}), because="another group")
-    assert served.get("/health").status == 200
-    assert_refused(served.post("/finish_weight_update"), because="no update is open")
+    trainer = Trainer()
+    try:
+        assert joined(served, trainer).status == 200
+        served.post("/start_weight_update")
+        trainer.begin_broadcast([torch.ones(4096)])
+        one = announced({"model.norm.weight": torch.ones(48)})
+        answer = served.post("/update_weights", {"update_info": one})
+        assert_refused(answer, because="another group")
+        assert served.get("/health").status == 200
+        assert_refused(served.post("/finish_weight_update"), because="no update is open")
+    finally:
+        trainer.close()
 
 
 def test_a_trainer_that_does_not_send_is_not_waited_for_forever(served: Served) -> None:
@@ -275,27 +292,22 @@ def test_a_trainer_that_does_not_send_is_not_waited_for_forever(served: Served) 
 def test_a_server_that_ends_answers_who_waits_for_a_broadcast() -> None:
     server = served_directory(ServeConfig(port=0, weight_transfer_backend="gloo"))
     trainer, answers = Trainer(), []
+    names = ("model.norm.weight", "model.embed_tokens.weight")
+    tensors = {name: tensors_of(1)[name] for name in names}
     try:
         assert joined(server, trainer).status == 200
         server.post("/start_weight_update")
-        one = announced({"model.norm.weight": torch.ones(48)})
+        body = {"update_info": announced(tensors)}
         waiting = threading.Thread(
-            target=lambda: answers.append(server.post("/update_weights", {"update_info": one}))
+            target=lambda: answers.append(server.post("/update_weights", body))
         )
         waiting.start()
-        trainer.begin_broadcast([torch.ones(48)])
-        assert trainer.end() == ""  # so the server waits for no more than it has got
-        waiting.join()
-        two = announced({"model.embed_tokens.weight": torch.ones(211, 48)})
-        waiting = threading.Thread(
-            target=lambda: answers.append(server.post("/update_weights", {"update_info": two}))
-        )
-        waiting.start()
-        while server.get("/server_info").status != 200:
-            pass
+        trainer.begin_broadcast([tensors[names[0]]])
+        assert trainer.end() == "", "the server has taken the first one, and waits for the second"
         server.do(server.llm.stop_serving(drain_timeout_s=0.0))
         waiting.join()
-        assert [answer.status for answer in answers] == [200, 400]
+        (answer,) = answers
+        assert_refused(answer, because="did not come")
     finally:
         server.close()
         trainer.close()

@@ -84,8 +84,8 @@ class ModelTensors:
     def of_directory(cls, directory: str | Path) -> ModelTensors:
         """Those of the model whose config.json lies there. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
-        views = CausalLM(spec, torch.device("meta")).weight_views()
-        return cls({name: tuple(view.shape) for name, view in views.items()}, spec.dtype)
+        slots = CausalLM(spec, torch.device("meta")).weight_slots()
+        return cls({name: tuple(slot.shape) for name, slot in slots.items()}, spec.dtype)
 
     @property
     def max_bytes(self) -> int:

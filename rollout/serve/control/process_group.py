@@ -133,6 +133,11 @@ def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
     return [[tensor] for tensor in tensors]
 
 
+def one_chunk(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
+    """Return the chunk of SGLang's flattened bucket."""
+    return [tensors]
+
+
 def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> list[Chunk]:
     """Return the chunks of vLLM's packed broadcasts: each ends with the tensor that makes it larger
     than the buffer.

@@ -52,3 +52,11 @@ def require_backend(name: str) -> None:
             "directory",
             param="backend",
         )
+
+
+def port_of(port: int | str) -> int:
+    """Return a port that a client may send as a text. Raises ApiError."""
+    try:
+        return int(port)
+    except ValueError:
+        raise ApiError(400, f"master_port={port!r} must be a number", param="master_port") from None

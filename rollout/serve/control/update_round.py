@@ -14,11 +14,13 @@ class UpdateRound:
     """Tensors of one update, kept on the host. Each is announced, then comes, once.
 
     Whether all of the model's tensors have come is for the engines, which take all or none.
+    label: the last one that came with tensors.
     """
 
     def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
         """model: None if it is not known; then the engines find wrong tensors at the end."""
         self._model, self._max_bytes = model, max_bytes
+        self.label: str | None = None
         self._num_bytes = 0
         self._tensors: dict[str, Tensor | None] = {}  # None: announced, not here yet
 
@@ -39,9 +41,10 @@ class UpdateRound:
                 )
             self._tensors[tensor.name] = None
 
-    def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def add(self, named_tensors: Iterable[tuple[str, Tensor]], label: str | None) -> None:
         """Keep tensors that were announced and have come."""
         self._tensors.update(named_tensors)
+        self.label = self.label if label is None else label
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors. Raises WeightUpdateError if there are none, or some are on their

@@ -11,7 +11,7 @@ from aiohttp import web
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
-from rollout.serve.control.state import CONTROL, require_backend
+from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.limits import Access
 from rollout.serve.state import STATE, Route
@@ -245,7 +245,7 @@ async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
     await request.app[CONTROL].transfer.join(
         GROUP,
         host=info.master_address,
-        port=int(info.master_port),
+        port=port_of(info.master_port),
         rank=info.rank_offset,
         world_size=info.world_size,
         packing=_packing(info.packed, info.packed_buffer_size_bytes),
@@ -270,7 +270,7 @@ async def _update(request: web.Request, body: UpdateBody) -> web.Response:
         packing = None
         if info.packed is not None:
             packing = _packing(info.packed, info.packed_buffer_size_bytes)
-        await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing)
+        await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing=packing)
         return json_response({"message": "the tensors have come"})
     if body.weight_dir is None:
         raise ApiError(400, "there is neither update_info nor weight_dir to update from")

@@ -106,10 +106,13 @@ class WeightTransfer:
         names: Sequence[str],
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
+        *,
         packing: Packing | None = None,
+        label: str | None = None,
     ) -> None:
         """Receive tensors that the trainer broadcasts now, and keep them in the open round. Empty
-        lists announce those of the call before. `packing`: None takes that of the group.
+        lists announce those of the call before. `packing`: None takes that of the group. `label`:
+        of the version that they belong to.
 
         Raises WeightUpdateError, and ends the round: at once if a tensor does not fit the model;
         its broadcasts are taken all the same, so that the group stays of use.
@@ -123,14 +126,15 @@ class WeightTransfer:
             tensors = self._announced(group, names, dtypes, shapes)
             chunks = (packing or group.packing)(tensors)
             try:
-                _require_open(round_).announce(tensors)
+                round_ = _require_open(round_)
+                round_.announce(tensors)
             except WeightUpdateError:
                 self._discard(group, chunks)
                 raise
             pairs = await group.receive(chunks, self._timeout_s)
             if self._round is not round_:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
-            _require_open(round_).add(pairs)
+            round_.add(pairs, label)
         except BaseException:  # a caller that goes away does not send the rest, either
             if self._round is round_:
                 self.roll_back()
@@ -161,13 +165,13 @@ class WeightTransfer:
         else:
             self.leave(group.name)
 
-    async def finish(self, label: str | None) -> WeightUpdateReport:
-        """End the round: the engines take all its tensors. Raises WeightUpdateError if they do not
-        fit, or no round is open.
+    async def finish(self, label: str | None = None) -> WeightUpdateReport:
+        """End the round: the engines take all its tensors, under `label` or the last one that came
+        with them. Raises WeightUpdateError if they do not fit, or no round is open.
         """
         round_ = _require_open(self._round)
         self.roll_back()
-        return await self.commit(round_.tensors(), label)
+        return await self.commit(round_.tensors(), round_.label if label is None else label)
 
     # ---- versions
 
