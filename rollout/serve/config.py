@@ -42,6 +42,7 @@ class ServeConfig:
     max_running_requests: most requests that generate at once; further ones wait.
     max_waiting_requests: most requests that wait so; further ones get 429 with Retry-After.
     max_connections_backlog: connections that the system holds until they are accepted.
+    keepalive_timeout_s: a connection without a whole request for so long is closed.
     request_timeout_s: after so long the rest of a request is aborted.
     body_timeout_s: a body that takes longer to arrive is refused.
     stalled_stream_timeout_s: a stream whose client takes nothing for so long is aborted.
@@ -70,6 +71,7 @@ class ServeConfig:
     max_running_requests: int = 4096
     max_waiting_requests: int = 4096
     max_connections_backlog: int = 4096
+    keepalive_timeout_s: float = 75.0
     request_timeout_s: float = 86400.0
     body_timeout_s: float = 60.0
     stalled_stream_timeout_s: float = 60.0
