@@ -21,6 +21,7 @@ from rollout.serve.limits import Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import load_template
+from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
 
@@ -49,12 +50,14 @@ class Server:
             live=LiveRequests(lambda request_id: llm.client.abort(request_id)),
             texts=TokenTexts(llm.tokenizer),
             template=load_template(directory, config.chat_template),
+            metrics=ServerMetrics(),
         )
         self._runner = web.AppRunner(
             make_app(self.state),
             handle_signals=False,
             handler_cancellation=True,  # a client that goes away ends its handler
             access_log=None,
+            keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_LAST_ANSWERS_S,
         )
         self._site: web.TCPSite | None = None

@@ -16,6 +16,7 @@ from rollout.serve.limits import Access, Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import ChatTemplate
+from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.token_texts import TokenTexts
 
 
@@ -34,6 +35,7 @@ class ServerState:
     live: LiveRequests
     texts: TokenTexts
     template: ChatTemplate | None
+    metrics: ServerMetrics
 
     @property
     def max_model_len(self) -> int | None:

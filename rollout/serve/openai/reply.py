@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -9,12 +10,14 @@ from typing import Any
 
 from rollout.generated_text import StreamedText, shown_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.serve.errors import ErrorForm, api_error_of
+from rollout.serve.errors import ApiError, ErrorForm, api_error_of
 from rollout.serve.event_stream import EventStream
 from rollout.serve.schemas import SamplingFields, StreamOptions
 from rollout.serve.state import ServerState
 
 Request = DynamicInferenceRequest
+
+_logger = logging.getLogger(__name__)
 
 
 def new_id(prefix: str, given: str | None) -> str:
@@ -106,10 +109,13 @@ def stop_reason(request: Request) -> Any:
 
 
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:
-    """Tell a client in mid-stream of an error. Raises `fault` if the stream has not begun, or if it
-    is a bug.
+    """Tell a client in mid-stream of an error. Raises `fault` if the stream has not begun, or if
+    its client has gone.
     """
-    error = api_error_of(fault)
-    if error is None or not events.has_begun:
+    if not events.has_begun or isinstance(fault, ConnectionError):
         raise fault
+    error = api_error_of(fault)
+    if error is None:
+        _logger.error("a stream failed", exc_info=fault)
+        error = ApiError(500, f"the server failed: {type(fault).__name__}")
     await events.send(form(error))

@@ -40,7 +40,7 @@ class ToolCallReader:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = set(names)
         self._held = ""
-        self._has_content = False
+        self._has_content = self._follows_call = False
         self.num_calls = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -48,6 +48,10 @@ class ToolCallReader:
         self._held += text
         content, calls = "", []
         while self._held:
+            if self._follows_call:  # white space after a call is no content
+                self._held = self._held.lstrip()
+                self._follows_call = not self._held
+                continue
             if not self._has_content and _may_be_bare(self._held):
                 break  # the whole text may be the call: `finish` decides
             start = self._held.find(_OPEN)
@@ -63,7 +67,7 @@ class ToolCallReader:
             found = self._calls_in(block[len(_OPEN) : -len(_CLOSE)])
             if found:
                 calls += found
-                self._held = self._held.lstrip()
+                self._follows_call = True
             else:
                 content += block
                 self._has_content = True
