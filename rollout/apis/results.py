@@ -109,12 +109,15 @@ def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport
 
 
 def engine_stats(results: Results) -> EngineStats:
-    """Sums over the engines; state and version are those of the fleet."""
+    """Sums over the engines, and the shortest of their longest sequences; state and version are
+    those of the fleet."""
     reports = _of_ranks(results)
-    counted = [f.name for f in fields(EngineStats) if f.name not in ("state", "weights_version")]
+    others = ("state", "weights_version", "max_sequence_length")
+    counted = [f.name for f in fields(EngineStats) if f.name not in others]
     return EngineStats(
         state=CoordinatorState[results["state"]].engine_state,
         weights_version=results["weights_version"],
+        max_sequence_length=min((r["max_sequence_length"] for r in reports), default=0),
         **{name: sum(report[name] for report in reports) for name in counted},
     )
 

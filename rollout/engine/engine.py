@@ -415,7 +415,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start."""
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
-        return self._counters.stats(self.state, self.weights_version, counts, num_captures)
+        return self._counters.stats(
+            self.state,
+            self.weights_version,
+            counts,
+            num_captures,
+            self._inputs.max_sequence_length,
+        )
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Return the address of every KV tensor, by name; empty while they are released."""

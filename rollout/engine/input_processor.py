@@ -73,6 +73,11 @@ class InputProcessor:
         # Not a request id: those may be used again while members of an old group still wait.
         self._num_groups = 0
 
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of prompt and output."""
+        return self._limits.max_sequence_length
+
     def process_groups(
         self,
         groups: Sequence[Group],

@@ -108,6 +108,7 @@ class EngineStats(SchedulerCounts):
 
     state: EngineState
     weights_version: int
+    max_sequence_length: int  # of prompt and output
     num_graph_captures: int  # 0 where steps run eagerly
     num_steps: int
     num_failed_steps: int  # forward passes that raised
@@ -196,12 +197,14 @@ class EngineCounters:
         weights_version: int,
         counts: SchedulerCounts,
         num_graph_captures: int,
+        max_sequence_length: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
         return EngineStats(
             state=state,
             weights_version=weights_version,
             num_graph_captures=num_graph_captures,
+            max_sequence_length=max_sequence_length,
             **asdict(counts),
             **asdict(self.steps),
             **asdict(self._others),

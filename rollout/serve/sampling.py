@@ -108,7 +108,7 @@ def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) ->
     """Raise ApiError for a prompt and an output that are longer than the context together."""
     longest = state.max_model_len
     wanted = max_tokens or 0
-    if longest is None or num_prompt + wanted <= longest - (max_tokens is None):
+    if num_prompt + wanted <= longest - (max_tokens is None):
         return
     raise ApiError(
         400,

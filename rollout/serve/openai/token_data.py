@@ -151,7 +151,7 @@ def token_logprobs(data: TokenData, num_top: int) -> dict[str, Any]:
         "content": [
             {
                 **_token_entry(token_id, lp),
-                "rank": rank,
+                "rank": rank or None,
                 "top_logprobs": [_token_entry(i, v) for i, v in list(top.items())[:num_top]],
             }
             for token_id, lp, rank, top in data.each(num_top)
