@@ -59,7 +59,6 @@ class AsyncLLM:
     """
 
     _fleet: FleetProcesses | None
-    max_sequence_length: int | None
     model_directory: str | None
 
     def __init__(
@@ -94,7 +93,6 @@ class AsyncLLM:
         )
         push = WeightPush(reject_non_finite=config.reject_non_finite_weights)
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
-        self.max_sequence_length = config.max_sequence_length
         self.model_directory = str(model) if isinstance(model, str | Path) else None
         for_engine = {
             "model": without_shards(model, config.dtype),
@@ -151,7 +149,7 @@ class AsyncLLM:
     ) -> None:
         self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
-        self.max_sequence_length = self.model_directory = None  # not known
+        self.model_directory = None
         self.serving = Serving(self)
         self._fleet = None
         self._push, self._start_turn = push, asyncio.Lock()

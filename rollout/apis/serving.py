@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rollout.errors import EngineStateError
 from rollout.serve.config import ServeConfig
 from rollout.serve.llm import ServedLLM
@@ -14,6 +16,7 @@ class Serving:
     def __init__(self, llm: ServedLLM) -> None:
         self._llm = llm
         self._server: Server | None = None
+        self._turn = asyncio.Lock()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -23,14 +26,13 @@ class Serving:
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
         """See AsyncLLM.serve."""
-        if self._server is not None:
-            raise EngineStateError("this AsyncLLM is serving already; await stop_serving() first")
-        self._server = server = Server(self._llm, config)
-        try:
+        async with self._turn:
+            if self._server is not None:
+                raise EngineStateError("this AsyncLLM serves already; await stop_serving() first")
+            stats = await self._llm.stats()
+            server = Server(self._llm, config, stats.max_sequence_length)
             await server.start()
-        except BaseException:
-            self._server = None
-            raise
+            self._server = server
         if blocking:
             try:
                 await server.run()

@@ -29,7 +29,7 @@ class ServeConfig:
     trust_request_chat_template: whether requests may bring a template of their own. It runs in a
         sandbox, but for as long as it likes.
     logprobs_mode: of log-probs in the openai door; see SamplingParams.
-    max_model_len: longest prompt and output that is announced and checked. None: the engines' own.
+    max_model_len: most tokens of prompt and output. None, or more: as many as the engines take.
     checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
         refuses such updates.
     weight_transfer_backend: of the group that trainers of the vllm door make, which do not name it:

@@ -20,12 +20,10 @@ from rollout.text import Tokenizer
 class ServedLLM(Protocol):
     """The verbs of AsyncLLM that doors call, all in its event loop.
 
-    max_sequence_length: most tokens of prompt and output, None if it is not known.
     model_directory: a directory with tokenizer files, None without one.
     """
 
     tokenizer: Tokenizer | None
-    max_sequence_length: int | None
     model_directory: str | None
 
     @property

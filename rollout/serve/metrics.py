@@ -19,7 +19,11 @@ from rollout.telemetry import SchedulerCounts
 
 _ANSWER_S = 5.0
 # Numbers of EngineStats that say how it is now; the others only grow.
-_GAUGES = {"weights_version", *(field.name for field in fields(SchedulerCounts))}
+_GAUGES = {
+    "weights_version",
+    "max_sequence_length",
+    *(field.name for field in fields(SchedulerCounts)),
+}
 
 
 def metrics_routes() -> list[Route]:

@@ -61,7 +61,7 @@ def sampling_params_of(
         skip_prompt_log_probs=num_prompt is None,
         top_n_logprobs=max(num_logprobs or 0, num_prompt or 0),
         logprobs_mode=state.config.logprobs_mode,
-        **({"return_ranks": with_ranks} if hasattr(SamplingParams, "return_ranks") else {}),
+        return_ranks=with_ranks,
     )
 
 
@@ -108,7 +108,7 @@ def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) ->
     """Raise ApiError for a prompt and an output that are longer than the context together."""
     longest = state.max_model_len
     wanted = max_tokens or 0
-    if longest is None or num_prompt + wanted <= longest - (max_tokens is None):
+    if num_prompt + wanted <= longest - (max_tokens is None):
         return
     raise ApiError(
         400,

@@ -34,7 +34,8 @@ _POLL_S = 0.02
 class Server:
     """Serves `llm`, which must be started, in its event loop."""
 
-    def __init__(self, llm: ServedLLM, config: ServeConfig) -> None:
+    def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
+        """max_sequence_length: of the engines."""
         self.config = config
         directory = llm.model_directory
         self.state = ServerState(
@@ -43,6 +44,7 @@ class Server:
             served_name=config.served_model_name
             or ("model" if directory is None else Path(directory).name),
             created=int(time.time()),
+            max_model_len=min(config.max_model_len or max_sequence_length, max_sequence_length),
             labels=VersionLabels(),
             turnstile=Turnstile(
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests

@@ -22,7 +22,8 @@ from rollout.serve.token_texts import TokenTexts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """created: seconds since 1970 at which the server started. template: of chats, None without
+    """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
+    and output. template: of chats, None without
     one.
     """
 
@@ -30,17 +31,13 @@ class ServerState:
     config: ServeConfig
     served_name: str
     created: int
+    max_model_len: int
     labels: VersionLabels
     turnstile: Turnstile
     live: LiveRequests
     texts: TokenTexts
     template: ChatTemplate | None
     metrics: ServerMetrics
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Most tokens of prompt and output; None if it is not known."""
-        return self.config.max_model_len or self.llm.max_sequence_length
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)

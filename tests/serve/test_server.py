@@ -37,7 +37,7 @@ def test_unknown_paths_verbs_and_models_are_answered_by_json(served: Served) -> 
 
 
 def test_a_second_server_is_refused_and_the_end_leaves_no_socket(served: Served) -> None:
-    with pytest.raises(EngineStateError, match="serving already"):
+    with pytest.raises(EngineStateError, match="serves already"):
         served.do(served.llm.serve(ServeConfig(port=0), blocking=False))
 
 
