@@ -61,7 +61,7 @@ def sampling_params_of(
         skip_prompt_log_probs=num_prompt is None,
         top_n_logprobs=max(num_logprobs or 0, num_prompt or 0),
         logprobs_mode=state.config.logprobs_mode,
-        **({"return_ranks": with_ranks} if hasattr(SamplingParams, "return_ranks") else {}),
+        return_ranks=with_ranks,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from aiohttp import web
 from rollout.cli.bench_serving import ServingLoad, measure_serving
 from rollout.cli.main import main
 from rollout.cli.settings import UsageError
+from tests.loopback_server import serving
 
 
 class FakeServer:
@@ -55,24 +55,9 @@ class FakeServer:
 
 @pytest.fixture
 def served() -> Iterator[tuple[FakeServer, str]]:
-    """The server in a thread of its own, since the command runs a loop itself."""
-    fake, loop = FakeServer(), asyncio.new_event_loop()
-
-    async def start() -> tuple[web.AppRunner, int]:
-        runner = web.AppRunner(fake.app())
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return runner, runner.addresses[0][1]
-
-    runner, port = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield fake, f"http://127.0.0.1:{port}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.run_until_complete(runner.cleanup())
-    loop.close()
+    fake = FakeServer()
+    with serving(fake.app()) as url:
+        yield fake, url
 
 
 def test_every_request_is_timed_within_the_concurrency(

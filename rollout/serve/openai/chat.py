@@ -23,7 +23,6 @@ from rollout.serve.openai.reply import (
     provenance,
     send_error,
     shows_special_tokens,
-    stop_reason,
     streamed_text,
     text_of,
     total_usage,
@@ -196,7 +195,7 @@ def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
     reason = request.finish_reason
     ending: dict[str, Any] = {
         "finish_reason": "tool_calls" if has_calls and reason == "stop" else reason,
-        "stop_reason": stop_reason(request),
+        "stop_reason": request.stop_reason,
     }
     if job.body.return_weight_versions:
         ending["weight_versions"] = weight_versions(job.state, request)

@@ -24,7 +24,6 @@ from rollout.serve.openai.reply import (
     provenance,
     send_error,
     shows_special_tokens,
-    stop_reason,
     streamed_text,
     text_of,
     total_usage,
@@ -243,7 +242,7 @@ def _piece(
 def _ending(job: _Job, request: Request) -> dict[str, Any]:
     ending: dict[str, Any] = {
         "finish_reason": request.finish_reason if job.max_tokens else "length",
-        "stop_reason": stop_reason(request) if job.max_tokens else None,
+        "stop_reason": request.stop_reason if job.max_tokens else None,
     }
     if job.body.return_weight_versions:
         ending["weight_versions"] = weight_versions(job.state, request)

@@ -103,11 +103,6 @@ def priority_of(given: int | None) -> int:
     return -(given or 0)
 
 
-def stop_reason(request: Request) -> Any:
-    """Return the id or the text that a request stopped at, None at an end token."""
-    return getattr(request, "stop_reason", None)
-
-
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:
     """Tell a client in mid-stream of an error. Raises `fault` if the stream has not begun, or if
     its client has gone.

@@ -69,7 +69,7 @@ def of_run(run: TokenRun) -> TokenData:
     return TokenData(
         token_ids=run.token_ids.tolist(),
         log_probs=None if run.log_probs is None else run.log_probs.tolist(),
-        ranks=None if (ranks := getattr(run, "ranks", None)) is None else ranks.tolist(),
+        ranks=None if run.ranks is None else run.ranks.tolist(),
         top=None if run.top_n is None else run.top_n.rows(),
     )
 
@@ -80,7 +80,7 @@ def of_generated(request: DynamicInferenceRequest) -> TokenData:
     return TokenData(
         token_ids=request.generated_tokens,
         log_probs=None if log_probs is None else list(map(float, log_probs)),
-        ranks=getattr(request, "generated_ranks", None),
+        ranks=request.generated_ranks,
         top=request.generated_top_n_logprobs,
     )
 
@@ -96,7 +96,7 @@ def of_prompt(request: DynamicInferenceRequest) -> TokenData:
     return TokenData(
         token_ids=ids,
         log_probs=None if log_probs is None else shifted(map(float, log_probs)),
-        ranks=shifted(getattr(request, "prompt_ranks", None)),
+        ranks=shifted(request.prompt_ranks),
         top=shifted(request.prompt_top_n_logprobs),
     )
 

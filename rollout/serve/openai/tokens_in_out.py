@@ -19,7 +19,6 @@ from rollout.serve.openai.reply import (
     priority_of,
     provenance,
     send_error,
-    stop_reason,
     total_usage,
     usage_of,
     wants_usage,
@@ -128,7 +127,7 @@ def _choice(body: GenerateBody, index: int, data: TokenData) -> dict[str, Any]:
 def _ending(state: ServerState, body: GenerateBody, request: Request) -> dict[str, Any]:
     return {
         "finish_reason": request.finish_reason,
-        "stop_reason": stop_reason(request),
+        "stop_reason": request.stop_reason,
         "weight_versions": weight_versions(state, request),
         **(provenance(request) if body.return_provenance else {}),
     }
