@@ -130,7 +130,7 @@ def measure() -> dict[str, Counter[str]]:
 
 def engine_weights(engine: DynamicInferenceEngine) -> dict[str, Any]:
     """The weights that a trainer of this model would push, by their Hugging Face names."""
-    return dict(CausalLM.random(SPEC).weight_views())
+    return dict(CausalLM.random(SPEC).read_weights())
 
 
 def as_text(counts: dict[str, Counter[str]], *, with_files: bool) -> str:

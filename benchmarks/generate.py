@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,9 +30,10 @@ from rich.progress import (
 
 from benchmarks.contestants import RolloutEngine, largest_logprob_error, transformers_contestants
 from benchmarks.floor import MatmulFloor, StepCost, StepTrace, decode_step_cost, total_seconds
-from benchmarks.machine import describe, kind
+from benchmarks.machine import describe
 from benchmarks.models import MODELS, num_parameters, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
 from benchmarks.report import ContestResult, Results, as_json, as_markdown
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Workload, workloads
@@ -137,16 +136,6 @@ def _decode_steps(
     return costs
 
 
-def write(results: Results, folder: Path) -> Path:
-    """Write both files; returns the path of the Markdown page."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{results.date}-{results.model}-{kind(results.machine)}"
-    (folder / f"{stem}.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
-    page = folder / f"{stem}.md"
-    page.write_text(as_markdown(results))
-    return page
-
-
 def main(argv: Sequence[str] | None = None) -> Results:
     """Measure, print and write. Returns what was measured."""
     arguments = parse_arguments(argv)
@@ -154,9 +143,7 @@ def main(argv: Sequence[str] | None = None) -> Results:
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)
     results = measure(arguments, console)
-    page = write(results, arguments.output)
-    Console().print(Markdown(as_markdown(results)))
-    console.print(f"written: {page} and {page.stem}.json", highlight=False)
+    publish(as_json(results), as_markdown(results), results.model, arguments.output, console)
     return results
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_parts import FAILED, INTERRUPTED, Deadline, Outcome, Part, run_parts
 from benchmarks.gpu_plan import FULL, Measurements, Plan
 from benchmarks.gpu_report import as_markdown
+from benchmarks.pages import write_page
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET_S = 215.0  # leaves what importing and the end of the last part take of four minutes
@@ -53,13 +53,6 @@ def page_path(date: str, device_name: str, out: str | None) -> Path:
         return Path(out) / "gpu.md"
     kind = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     return RESULTS / f"{date}-gpu-{kind}.md"
-
-
-def write(results: dict[str, Any], page: Path) -> None:
-    """Both files, replacing earlier ones."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    page.write_text(as_markdown(results), encoding="utf-8")
 
 
 def measure(
@@ -90,7 +83,7 @@ def measure(
             console.print(line, highlight=False, markup=False)
             progress.update(task, completed=len(outcomes))
             results["parts"] = [asdict(outcome) for outcome in outcomes]
-            write(results, page)
+            write_page(results, as_markdown(results), page)
 
         run_parts(
             parts, deadline, before=before, after=after, on_failure=measurements.engines.forget

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_shapes import BLOCK_TOKENS, PoolShape, kv_bytes_per_token
+from benchmarks.workloads import random_prompts
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.config import DEFAULT_MAX_TOKENS, GIB
 from rollout.models import CausalLM
@@ -23,11 +23,11 @@ def random_model(spec: ModelSpec, device: str, seed: int = 0) -> CausalLM:
     """Random weights drawn on the device; `CausalLM.random` draws on the host, minutes for 8B."""
     model = CausalLM(spec, device)
     generator = torch.Generator(device).manual_seed(seed)
-    for view in model.weight_views().values():
-        if view.dim() == 1:
-            view.fill_(1.0)
-        else:
-            view.normal_(std=INIT_STD, generator=generator)
+    for slot in model.weight_slots().values():
+        values = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+        if values.dim() > 1:
+            values.normal_(std=INIT_STD, generator=generator)
+        slot.write(values)
     return model
 
 
@@ -98,7 +98,7 @@ class DecodingRows:
         sampling = SamplingParams(
             num_tokens_to_generate=num_new, ignore_eos=True, return_log_probs=True, seed=0
         )
-        prompts = random_prompts(self.spec.vocab_size, self.num_rows, self.prompt_len)
+        prompts = random_prompts(self.spec.vocab_size, [self.prompt_len] * self.num_rows)
         before = self.engine.stats().num_prefill_tokens
         groups = self.engine.add_groups([(prompt, [sampling]) for prompt in prompts])
         self._ids = [request_id for ids in groups for request_id in ids]
@@ -119,13 +119,6 @@ class DecodingRows:
         """Take in all steps in flight."""
         self.engine.pause()
         self.engine.unpause()
-
-
-def random_prompts(vocab_size: int, num_prompts: int, prompt_len: int) -> list[list[int]]:
-    """The same on every call."""
-    ids = np.random.default_rng(0).integers(0, vocab_size, size=(num_prompts, prompt_len))
-    prompts: list[list[int]] = ids.tolist()
-    return prompts
 
 
 def ramp_steps(num_rows: int, prompt_len: int) -> int:

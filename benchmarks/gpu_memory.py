@@ -149,7 +149,7 @@ def measure_update(
     """Stage and commit of a trainer's tensors on the same device, medians without the first one,
     beside copies of these tensors into others there.
     """
-    source = random_model(spec, device.name, seed=1).weight_views()
+    source = random_model(spec, device.name, seed=1).read_weights()
     stages, commits = [], []
     for _ in range(num_updates + 1):
         stage_s, commit_s, report = _update_once(device, engine, source)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_device import MeasuredDevice
-from benchmarks.gpu_engines import DecodingRows, ramp_steps, random_prompts
+from benchmarks.gpu_engines import DecodingRows, ramp_steps
 from benchmarks.gpu_floors import Floors
 from benchmarks.gpu_shapes import kv_bytes_per_token, prefill_flops, weight_bytes_per_step
+from benchmarks.workloads import random_prompts
 from rollout import DynamicInferenceEngine, SamplingParams
 from rollout.models.spec import ModelSpec
 
@@ -145,7 +146,7 @@ def measure_prefill(
     """Seconds from queued prompts to their first tokens, the second time, beside the matrix units'
     peak. The operations are those of the prompts computed whole; leaving some out is fair.
     """
-    prompts = random_prompts(spec.vocab_size, sizes.num_prompts, sizes.prompt_len)
+    prompts = random_prompts(spec.vocab_size, [sizes.prompt_len] * sizes.num_prompts)
     sampling = SamplingParams(num_tokens_to_generate=1, ignore_eos=True, seed=0)
 
     def compute() -> None:

@@ -37,8 +37,12 @@ from rollout.coordinator.protocol.messages import (
     Sample,
 )
 from rollout.coordinator.protocol.packed import pack_params
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.pipeline import StepPipeline
+from rollout.engine.reports import EngineCounters
 from rollout.models import CausalLM
 from rollout.scheduling.planned_step import PlannedStep
+from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
@@ -108,6 +112,34 @@ class NoModel:
         return lambda: output
 
 
+class EngineWithoutModel(DynamicInferenceEngine):
+    """An engine whose steps compute nothing; its scheduler and its documents can be watched."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        pipeline: StepPipeline,
+        counters: EngineCounters,
+        **parts: Any,
+    ) -> None:
+        runner = cast(Any, NoModel())
+        pipeline = StepPipeline(
+            scheduler=scheduler, runner=runner, outputs=outputs, counters=counters
+        )
+        super().__init__(
+            scheduler=scheduler, outputs=outputs, pipeline=pipeline, counters=counters, **parts
+        )
+        self.scheduler, self.outputs = scheduler, outputs
+
+
+def engine_without_model(config: InferenceConfig) -> EngineWithoutModel:
+    engine = EngineWithoutModel.from_model(CausalLM.random(SPEC), config)
+    assert isinstance(engine, EngineWithoutModel)
+    return engine
+
+
 class DecodingEngine:
     """An engine with `num_rows` decoding rows and enough room for `num_steps` steps."""
 
@@ -117,8 +149,11 @@ class DecodingEngine:
             device="cpu", num_threads=1, max_requests=num_rows, max_sequence_length=length
         )
         self.num_rows, self.stopwatch = num_rows, Stopwatch()
-        self._engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
-        self._put_watch_in()
+        self._engine = engine_without_model(config)
+        self.stopwatch.watch(self._engine.scheduler, "schedule", "schedule")
+        self.stopwatch.watch(self._engine.scheduler, "update_from_output", "commit")
+        self.stopwatch.watch(self._engine.outputs, "process_outputs", "documents")
+        self.stopwatch.watch(self._engine, "step", "rest")
         params = SamplingParams(
             num_tokens_to_generate=num_steps + SLACK,
             ignore_eos=True,
@@ -129,15 +164,6 @@ class DecodingEngine:
         while self._engine.stats().num_running < num_rows:
             self._engine.step()
         self._engine.step()
-
-    def _put_watch_in(self) -> None:
-        watch, engine = self.stopwatch, self._engine
-        scheduler, outputs, pipeline = engine._scheduler, engine._outputs, engine._pipeline
-        pipeline._runner = cast(Any, NoModel())
-        watch.watch(scheduler, "schedule", "schedule")
-        watch.watch(scheduler, "update_from_output", "commit")
-        watch.watch(outputs, "process_outputs", "documents")
-        watch.watch(engine, "step", "rest")
 
     def step(self) -> None:
         """One more token for every row."""
@@ -202,8 +228,7 @@ class ReportingEngine:
             max_sequence_length=-(-(PROMPT_LEN + num_steps + SLACK) // 256) * 256,
         )
         self._watch = Stopwatch()
-        engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
-        engine._pipeline._runner = cast(Any, NoModel())
+        engine = engine_without_model(config)
         self._watch.watch(engine, "step", "rest")
         self._agent = EngineAgent(
             engine,

@@ -31,6 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.models import QWEN_05B
 from rollout import InferenceConfig
 from rollout.backends.select import create_backend
 from rollout.models import CausalLM, ModelSpec, save_hf_directory
@@ -39,19 +40,7 @@ from rollout.runner.weights import ServedWeights
 
 # A Qwen2.5 0.5B with fewer layers and a smaller vocabulary: 0.8 GB in float32, of which 28% are the
 # table of embeddings, which is also the head.
-LARGE = ModelSpec(
-    family="qwen2",
-    vocab_size=65_536,
-    hidden_size=896,
-    num_layers=10,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=4864,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-    attention_bias=True,
-)
+LARGE = replace(QWEN_05B, vocab_size=65_536, num_layers=10)
 SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  # 88 MB
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
 SOURCES = ("one file", "four files", "random", "CausalLM")
@@ -66,7 +55,7 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
     save_hf_directory(model, folder / "four files")
     single = folder / "four files" / "model.safetensors"
     single.unlink()
-    views = model.weight_views()
+    views = model.read_weights()
     del views["lm_head.weight"]
     names = sorted(views)
     weight_map: dict[str, str] = {}

@@ -32,8 +32,9 @@ def describe(config: InferenceConfig) -> dict[str, str | int]:
 
 
 def kind(machine: dict[str, str | int]) -> str:
-    """A short name for a file, such as "amd-epyc-avx2-1thread"."""
-    text = f"{machine['cpu']} {machine['instruction_set']} {machine['threads']}thread"
+    """A short name for a file, such as "amd-epyc-avx2-1thread"; "threads" may be left out."""
+    threads = f"{machine['threads']}thread" if "threads" in machine else ""
+    text = f"{machine['cpu']} {machine['instruction_set']} {threads}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 

@@ -22,8 +22,10 @@ import torch
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.memory.mapping import map_bytes
 from rollout.blocks.kv_cache_manager import BlockTable
+from rollout.kv.cache import KVCache
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
+from rollout.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MIB = 1 << 20
@@ -56,6 +58,14 @@ def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
     return Timing(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
+class OpenEngine(DynamicInferenceEngine):
+    """An engine whose scheduler and KV cache can be reached."""
+
+    def __init__(self, *, scheduler: Scheduler, kv: KVCache, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, kv=kv, **parts)
+        self.scheduler, self.kv = scheduler, kv
+
+
 class Cycles:
     """An engine whose pool is filled, and whose scheduler believes a part of it to be live.
 
@@ -70,9 +80,10 @@ class Cycles:
             buffer_size_gb=pool_mib / 1024 * 1.01,
             memory_kind=memory_kind,
         )
-        self._engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
-        self._kv = self._engine._kv
-        self._blocks = self._engine._scheduler.kv_cache_manager
+        engine = OpenEngine.from_model(CausalLM.random(spec), config)
+        assert isinstance(engine, OpenEngine)
+        self._engine, self._kv = engine, engine.kv
+        self._blocks = engine.scheduler.kv_cache_manager
         self._source = map_bytes("source", self._kv.num_bytes)
         self._warm = map_bytes("warm", self._kv.num_bytes).tensor.fill_(1)
         self._source.tensor.fill_(2)
@@ -97,7 +108,7 @@ class Cycles:
         engine.pause()
         if scenario.mode == "offload":
             self._foreign.max()
-            warm, live = self._warm[:num_bytes], self._kv._pool.flatten()[-num_bytes:]
+            warm, live = self._warm[:num_bytes], self._last_bytes(num_bytes)
             memcpy, _ = timed(lambda: warm.copy_(live))
             del live
         self._foreign.max()
@@ -117,6 +128,13 @@ class Cycles:
         samples["suspend"].append(suspend)
         samples["resume"].append(resume)
         samples["bytes"].append((given, restored, num_live))
+
+    def _last_bytes(self, num_bytes: int) -> torch.Tensor:
+        """The end of the pool, of which each layer is a view."""
+        layer = self._kv.layers[0]
+        pool = torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage())
+        start = layer.storage_offset() * layer.element_size()
+        return pool[start : start + self._kv.num_bytes][-num_bytes:]
 
     def result(self, scenario: Scenario) -> dict[str, Any]:
         """Medians; a ratio is the median over the rounds."""
@@ -199,7 +217,7 @@ def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
     """Stall of an in-flight update, beside one copy of the weights into weights that are there."""
     engine = _running_engine(spec)
-    source = CausalLM.random(spec, seed=1).weight_views()
+    source = CausalLM.random(spec, seed=1).read_weights()
     unique = {tensor.data_ptr(): tensor for tensor in source.values()}
     targets = [tensor.clone() for tensor in unique.values()]
     stalls, floors, totals, ratios = [], [], [], []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
 # Llama-shaped, because fewer operators per layer favour an engine without fused ones.
@@ -33,6 +34,21 @@ SMALL = ModelSpec(
     intermediate_size=128,
     max_position_embeddings=512,
     tie_word_embeddings=True,
+)
+# Qwen2.5-0.5B's.
+QWEN_05B = ModelSpec(
+    family="qwen2",
+    vocab_size=151_936,
+    hidden_size=896,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=4864,
+    max_position_embeddings=4096,
+    rope=RopeSpec(theta=1e6),
+    tie_word_embeddings=True,
+    attention_bias=True,
 )
 MODELS = {"m45": M45, "small": SMALL}
 

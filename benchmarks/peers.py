@@ -1,219 +1,280 @@
 """Generation beside OpenVINO GenAI, vLLM, llama.cpp and transformers on a CPU.
 
-    python -m benchmarks.peers                              # W1 to W4 of 44M, float32, five rounds
-    python -m benchmarks.peers --models 4M 44M 0.5B --dtypes float32 bfloat16 --int8
-    python -m benchmarks.peers --peers openvino llama.cpp --workloads W3 --threads 2
-    python -m benchmarks.peers --small --peers transformers  # shows that it runs
+    python -m benchmarks.peers                         # everything, more than an hour
+    python -m benchmarks.peers --models 4M --dtypes float32 --threads 1              # three minutes
+    python -m benchmarks.peers --peers openvino llama.cpp --workloads W3
+    python -m benchmarks.peers --merge A.json B.json   # one page of what was measured before
+    python -m benchmarks.peers --small --peers transformers                   # shows that it runs
 
 Each peer is installed once, in an environment of its own below --cache: minutes, and for llama.cpp
-a build of a quarter of an hour. Each contestant is a process with --threads computing threads.
-First all generate the same greedy tokens, then they take turns. A peer that cannot be installed or
-cannot run here is listed with its reason. Writes a page, JSON and a plot for each model and dtype.
+a build of a quarter of an hour. Each contestant is a process with as many computing threads. First
+all generate the same greedy tokens, then they take turns. Of a large model only one peer at a time
+is in memory beside ours. A peer that cannot be installed or cannot run here is listed with its
+reason. Page, JSON and plot of the day are written after each model and dtype: a selection that runs
+later replaces its own lines in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markdown import Markdown
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
-from benchmarks.machine import describe, kind
+from benchmarks.machine import describe
 from benchmarks.models import num_parameters
-from benchmarks.pages import publish
-from benchmarks.peers_environments import OURS, PEERS, PeerRecipe, python_of, run_environment
+from benchmarks.pages import page_path, write_page
+from benchmarks.peers_entries import Entry, entries, in_groups
+from benchmarks.peers_environments import PEERS
 from benchmarks.peers_models import MODELS, model_directory
-from benchmarks.peers_process import PeerError, WorkerProcess
-from benchmarks.peers_report import Comparison, as_json, as_markdown, draw
-from benchmarks.peers_rounds import Contestant, ContestRounds, Tournament
-from benchmarks.peers_workloads import contests
+from benchmarks.peers_process import PeerError
+from benchmarks.peers_report import as_markdown, draw, summary_lines
+from benchmarks.peers_results import Comparison, as_json, merged, read_json
+from benchmarks.peers_rounds import Contestant, Tournament
+from benchmarks.peers_workloads import Contest, Size, contests
 from rollout import InferenceConfig
 
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path.home() / ".cache" / "rollout-bench"
 WORKLOADS = ("W1", "W2", "W3", "W4")
 DTYPES = ("float32", "bfloat16")
+LARGE = "0.5B"
+_START_S = 30.0  # of a contestant: it loads, compiles and warms up
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     models = [name for name in MODELS if name != "small"]
-    parser.add_argument("--models", nargs="+", choices=models, default=["44M"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="2: by wall clock")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="default: as time allows")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--int8", action="store_true", help="int8 peers as well, shown apart")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="more than 1: wall clock counts")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one request")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measures nothing")
     parser.add_argument("--small", action="store_true", help="a tiny model and workloads")
     parser.add_argument("--cache", type=Path, default=CACHE, help="environments and models")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    for name in ("rounds", "threads", "timeout"):
-        value = getattr(arguments, name)
+    for path in arguments.merge or []:
+        if not path.is_file():
+            parser.error(f"--merge {path} is no file")
+    for name, value in (
+        ("rounds", arguments.rounds),
+        ("threads", min(arguments.threads)),
+        ("timeout", arguments.timeout),
+    ):
         if value < 1:
             parser.error(f"--{name} {value} must be at least 1")
     if arguments.small:
-        arguments.models = ["small"]
+        arguments.models, arguments.dtypes, arguments.threads = ["small"], ["float32"], [1]
     return arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A contestant that has not started: how it runs, and in which precision."""
+class Line:
+    """What is compared at once: one model in one dtype with a number of threads."""
 
-    recipe: PeerRecipe
-    precision: str
+    model: str
+    dtype: str
+    num_threads: int
+    contests: Sequence[Contest]
+    ours: Entry
+    groups: Sequence[Sequence[Entry]]  # peers by who is in memory at once
 
     @property
     def name(self) -> str:
-        suffix = " int8" if self.precision == "int8" else ""
-        return self.recipe.name + suffix
+        return f"{self.model} {self.dtype}, {self.num_threads} thread(s)"
 
-    def start(self, model: Path, arguments: argparse.Namespace, stack: ExitStack) -> Contestant:
-        """Install it, convert the model, load it; `stack` will end its process.
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(MODELS[self.model])
 
-        Raises PeerError.
-        """
-        logs = arguments.cache / "logs"
-        python = python_of(self.recipe, arguments.cache, logs)
-        environment = run_environment(self.recipe, arguments.threads)
-        command = [str(python), "-m", self.recipe.module]
-        log = logs / f"{self.name.lower().replace(' ', '-')}-{model.name}.log"
-        if self.recipe.is_converted:
-            with WorkerProcess(command, environment, log) as converter:
-                model = self._converted(model, arguments, converter)
-        worker = stack.enter_context(WorkerProcess(command, environment, log))
-        request = {"verb": "load", "model": str(model), "precision": self.precision}
-        worker.ask({**request, "num_threads": arguments.threads}, arguments.timeout)
-        is_int8 = self.precision == "int8"
-        return Contestant(
-            name=self.name, worker=worker, is_ours=self.recipe is OURS, is_int8=is_int8
+    def play_seconds(self, contest: Contest) -> float:
+        """The estimate for one contestant and round."""
+        return contest.estimated_seconds(self.num_parameters, self.num_threads)
+
+    def rounds_seconds(self, num_rounds: int) -> float:
+        """The estimate for all rounds, if nobody stops before the last."""
+        num_plays = num_rounds * sum(1 + len(group) for group in self.groups)
+        return num_plays * sum(self.play_seconds(contest) for contest in self.contests)
+
+    def total_seconds(self, num_rounds: int) -> float:
+        """The estimate with the starts of all contestants."""
+        num_starts = 1 + sum(len(group) for group in self.groups)
+        return self.rounds_seconds(num_rounds) + _START_S * num_starts
+
+
+def lines(arguments: argparse.Namespace) -> list[Line]:
+    """Everything that was asked for. Without --workloads, those that say most for their time."""
+    chosen = []
+    for num_threads, model, dtype in product(arguments.threads, arguments.models, arguments.dtypes):
+        names = arguments.workloads
+        if names is None:
+            names = ("W1", "W3") if model == LARGE else WORKLOADS
+            names = names if num_threads == 1 else [name for name in names if name in ("W1", "W2")]
+        size: Size = "reduced" if model == LARGE else "full"
+        known = contests(MODELS[model].vocab_size, "small" if arguments.small else size)
+        ours, *peers = entries(arguments.peers, dtype, has_int8=arguments.int8)
+        chosen.append(
+            Line(
+                model=model,
+                dtype=dtype,
+                num_threads=num_threads,
+                contests=[known[name] for name in names],
+                ours=ours,
+                groups=in_groups(peers, num_parameters(MODELS[model])),
+            )
         )
-
-    def _converted(
-        self, model: Path, arguments: argparse.Namespace, converter: WorkerProcess
-    ) -> Path:
-        """The model in the peer's own form, made unless it is there."""
-        folder = f"{model.name}-{self.precision}-{self.recipe.name}-{self.recipe.version}"
-        target: Path = arguments.cache / "converted" / folder.lower().replace(" ", "-")
-        complete = target / "complete"
-        if not complete.is_file():
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-            folders = {"model": str(model), "target": str(target)}
-            request = {"verb": "convert", **folders, "precision": self.precision}
-            converter.ask(request, arguments.timeout)
-            complete.touch()
-        return target
+    return chosen
 
 
-def entries(arguments: argparse.Namespace, dtype: str) -> list[Entry]:
-    """Ours first, then the peers, then those with weights of int8."""
-    recipes = [PEERS[name] for name in arguments.peers]
-    exact = [Entry(recipe=recipe, precision=dtype) for recipe in (OURS, *recipes)]
-    narrow = [Entry(recipe=r, precision="int8") for r in recipes if r.is_converted]
-    return exact + (narrow if arguments.int8 else [])
+class LineDisplay:
+    """A bar that goes on by the estimated seconds of each play."""
+
+    def __init__(self, progress: Progress, line: Line, num_rounds: int) -> None:
+        self._progress, self._line = progress, line
+        total = line.rounds_seconds(num_rounds)
+        self._task: TaskID = progress.add_task(line.name, total=total)
+
+    def show(self, text: str) -> None:
+        self._progress.update(self._task, description=f"{self._line.name}: {text}")
+
+    def advance(self, contest: Contest, num_plays: int) -> None:
+        self._progress.advance(self._task, num_plays * self._line.play_seconds(contest))
 
 
-def compare(
-    model: str, dtype: str, arguments: argparse.Namespace, progress: Progress
-) -> Comparison:
-    """All rounds of one model in one dtype. Raises PeerError if ours or every peer fails."""
-    spec = MODELS[model]
-    folder = model_directory(model, dtype, arguments.cache)
-    task = progress.add_task(f"{model} {dtype}", total=arguments.rounds * len(arguments.workloads))
-    left_out: dict[str, str] = {}
-    all_contests = contests(spec.vocab_size, is_small=arguments.small)
-    played = [ContestRounds(contest=all_contests[name]) for name in arguments.workloads]
-
-    def announce(what: str) -> None:
-        progress.update(task, description=f"{model} {dtype} {what}")
-
-    with ExitStack() as stack:
-        chosen = entries(arguments, dtype)
-        started = _started(chosen, folder, arguments, stack, left_out, announce)
-        tournament = Tournament(started, left_out, arguments.timeout, announce)
-        shares = tournament.compare_greedy(all_contests["W1"], is_exact=dtype == "float32")
-        for each in played:
-            tournament.warm_up(each.contest)
-            for _ in range(arguments.rounds):
-                tournament.play_round(each)
-                progress.advance(task)
-    config = InferenceConfig(num_threads=arguments.threads, dtype=dtype)
+def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Comparison:
+    """All rounds. Raises PeerError if ours fails, or a workload has no peer to compare with."""
+    torch.set_num_threads(line.num_threads)
+    tournament = _play(line, arguments, LineDisplay(progress, line, arguments.rounds))
+    for name, result in tournament.results.items():
+        if not result.groups:
+            raise PeerError(f"{name}: no peer is left to compare with: {tournament.left_out}")
+    played = {name for result in tournament.results.values() for name in result.peers}
+    peers = [entry for group in line.groups for entry in group]
     return Comparison(
         date=datetime.date.today().isoformat(),
-        machine=describe(config),
-        model=model,
-        num_parameters=num_parameters(spec),
-        dtype=dtype,
-        clock="cpu" if arguments.threads == 1 else "wall",
-        versions={e.name: e.recipe.version for e in chosen if e.name in {c.name for c in started}},
-        left_out=left_out,
-        equal_greedy_share=shares,
-        contests=played,
+        machine=describe(InferenceConfig(num_threads=line.num_threads, dtype=line.dtype)),
+        model=line.model,
+        num_parameters=line.num_parameters,
+        dtype=line.dtype,
+        versions={peer.name: peer.recipe.version for peer in peers if peer.name in played},
+        left_out=tournament.left_out,
+        equal_greedy_share=tournament.equal_greedy_share,
+        load_averages=tournament.load_averages,
+        workloads=tournament.results,
     )
 
 
-def _started(
-    chosen: Sequence[Entry],
-    model: Path,
-    arguments: argparse.Namespace,
-    stack: ExitStack,
-    left_out: dict[str, str],
-    announce: Callable[[str], None],
-) -> list[Contestant]:
-    """Those that can run here. Raises PeerError if ours cannot."""
-    started = []
-    for entry in chosen:
-        announce(f"starts {entry.name}")
+def _play(line: Line, arguments: argparse.Namespace, display: LineDisplay) -> Tournament:
+    """Start ours, and group after group of peers; each process runs until its last round."""
+    folder = model_directory(line.model, line.dtype, arguments.cache)
+
+    def start(entry: Entry, stack: ExitStack) -> Contestant:
+        display.show(f"starts {entry.name}")
+        return entry.start(folder, line.num_threads, arguments, stack)
+
+    with ExitStack() as stack:
+        tournament = Tournament(
+            start(line.ours, stack),
+            line.contests,
+            num_rounds=arguments.rounds,
+            is_exact=line.dtype == "float32",
+            timeout_s=arguments.timeout,
+            display=display,
+        )
+        for group in line.groups:
+            with ExitStack() as group_stack:
+                started = []
+                for entry in group:
+                    try:
+                        started.append(start(entry, group_stack))
+                    except PeerError as error:
+                        tournament.left_out[entry.name] = str(error)
+                tournament.play(started)
+    return tournament
+
+
+def write(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> Path:
+    """Merge them into the page of their day, with its JSON and plot; returns the page's path."""
+    name = "peers-small" if arguments.small else "peers"
+    path = page_path(as_json(comparisons), name, arguments.output)
+    earlier = read_json(path.with_suffix(".json")) if path.with_suffix(".json").is_file() else []
+    together = merged(earlier, comparisons)
+    plot = path.with_suffix(".png")
+    write_page(as_json(together), as_markdown(together, plot.name), path)
+    draw(together, plot)
+    return path
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Comparison], int]:
+    """Compare and write line by line; returns what was measured and the number of failures."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    comparisons, num_failed = [], 0
+    for line in lines(arguments):
         try:
-            started.append(entry.start(model, arguments, stack))
+            with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+                comparison = compare(line, arguments, progress)
         except PeerError as error:
-            if entry.recipe is OURS:
-                raise PeerError(f"{entry.name}: {error}") from None
-            left_out[entry.name] = str(error)
-    return started
+            console.print(f"error: {line.name}: {error}", style="red", highlight=False)
+            num_failed += 1
+            continue
+        comparisons.append(comparison)
+        path = write([comparison], arguments)
+        console.print(f"written: {path}, its JSON and plot", highlight=False)
+    return comparisons, num_failed
 
 
-def write(comparison: Comparison, folder: Path, console: Console) -> Path:
-    """Write and print it; returns the path of the page."""
-    name = f"peers-{comparison.model}-{comparison.dtype}"
-    plot = f"{comparison.date}-{name}-{kind(comparison.machine)}.png"
-    page = publish(as_json(comparison), as_markdown(comparison, plot), name, folder, console)
-    draw(comparison, folder / plot)
-    return page
+def estimate_table(arguments: argparse.Namespace) -> Table:
+    """Lines and their minutes at most: peers far behind stop early."""
+    table = Table("model, dtype, threads", "workloads", "minutes, about")
+    minutes = [line.total_seconds(arguments.rounds) / 60 for line in lines(arguments)]
+    for line, each in zip(lines(arguments), minutes, strict=True):
+        names = " ".join(contest.name for contest in line.contests)
+        table.add_row(line.name, names, f"{each:.0f}")
+    table.add_row("all", "", f"{sum(minutes):.0f}")
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write. Returns the exit code."""
     arguments = parse_arguments(argv)
-    torch.set_num_threads(arguments.threads)
     # As an exception it ends the contestants' processes too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    exit_code = 0
-    for model in arguments.models:
-        for dtype in arguments.dtypes:
-            try:
-                with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-                    comparison = compare(model, dtype, arguments, progress)
-                write(comparison, arguments.output, console)
-            except PeerError as error:
-                console.print(f"error: {model} {dtype}: {error}", style="red", highlight=False)
-                exit_code = 1
-    return exit_code
+    num_failed = 0
+    if arguments.merge:
+        comparisons: list[Comparison] = []
+        for path in arguments.merge:
+            comparisons = merged(comparisons, read_json(path))
+        console.print(f"written: {write(comparisons, arguments)}", highlight=False)
+    else:
+        console.print(estimate_table(arguments))
+        comparisons, num_failed = measure(arguments, console)
+    if comparisons:
+        Console().print(Markdown("\n".join(summary_lines(comparisons))))
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

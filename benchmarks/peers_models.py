@@ -11,9 +11,8 @@ import tokenizers
 import torch
 import transformers
 
-from benchmarks.models import M45, SMALL, transformers_model
-from rollout.layers.rope import RopeSpec
-from rollout.models.spec import ModelSpec, parse_dtype
+from benchmarks.models import M45, QWEN_05B, SMALL, transformers_model
+from rollout.models.spec import parse_dtype
 
 # Positions for a prompt of 2,048 tokens and what follows it.
 _MAX_POSITIONS = 4096
@@ -29,21 +28,7 @@ _SHAPES = {
         intermediate_size=704,
     ),
     "44M": M45,
-    # Qwen2.5-0.5B's.
-    "0.5B": ModelSpec(
-        family="qwen2",
-        vocab_size=151_936,
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
-        intermediate_size=4864,
-        max_position_embeddings=_MAX_POSITIONS,
-        rope=RopeSpec(theta=1e6),
-        tie_word_embeddings=True,
-        attention_bias=True,
-    ),
+    "0.5B": QWEN_05B,
 }
 # Of the usual initial weights. Without it the greedy tokens of random weights repeat one token,
 # whatever attention does; with it nearly all of them differ.

@@ -19,6 +19,7 @@ _FILE = "openvino_model.xml"
 
 def convert(model: Path, target: Path, precision: str) -> None:
     """Export it; matrices of int8 have a scale per row."""
+    _require_instructions(precision)
     # Both import torch, which the process that is measured must not.
     import nncf
     from optimum.exporters.openvino import main_export
@@ -35,16 +36,20 @@ def convert(model: Path, target: Path, precision: str) -> None:
             shutil.copy(path, target)
 
 
+def _require_instructions(precision: str) -> None:
+    """Raises RuntimeError for bfloat16 on a processor without its instructions: OpenVINO would
+    compute in float32 there.
+    """
+    able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if precision == "bfloat16" and "BF16" not in able:
+        raise RuntimeError(f"no bfloat16 on this processor, only {', '.join(able)}")
+
+
 class OpenVino:
     """Reads OpenVINO's own form of a model, in float32 or with weights of int8."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
-        """Raises RuntimeError for bfloat16 on a processor without its instructions: it would
-        compute in float32 there.
-        """
-        able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        if precision == "bfloat16" and "BF16" not in able:
-            raise RuntimeError(f"no bfloat16 on this processor, only {', '.join(able)}")
+        _require_instructions(precision)
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.cache_size = KV_CACHE_GIB
         scheduling.max_num_batched_tokens = _MAX_BATCHED_TOKENS

@@ -1,191 +1,166 @@
-"""The comparison as JSON for programs, as a page for people, and as a plot."""
+"""The comparisons as a page for people, and as a plot."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers_rounds import CLOCKS, ContestRounds
+from benchmarks.peers_results import CLOCKS, OUR_NAME, Comparison, WorkloadResult, as_json
+from benchmarks.peers_rounds import FAR_BEHIND
 from benchmarks.peers_workloads import GREEDY_TOKENS
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One model in one dtype. `versions` and `equal_greedy_share` are by contestant; `clock` is
-    the one that counts: CPU seconds with one thread, wall with more.
-    """
-
-    date: str
-    machine: dict[str, str | int]
-    model: str
-    num_parameters: int
-    dtype: str
-    clock: str
-    versions: dict[str, str]
-    left_out: dict[str, str]
-    equal_greedy_share: dict[str, float]
-    contests: Sequence[ContestRounds]
+_CLOCK_TITLES = {"cpu": "CPU", "wall": "wall"}
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Plain values; every figure of the page is among them."""
-    return {
-        "date": comparison.date,
-        "machine": comparison.machine,
-        "model": comparison.model,
-        "num_parameters": comparison.num_parameters,
-        "dtype": comparison.dtype,
-        "clock": comparison.clock,
-        "versions": comparison.versions,
-        "left_out": comparison.left_out,
-        "equal_greedy_share": comparison.equal_greedy_share,
-        "workloads": {played.contest.name: _contest_json(played) for played in comparison.contests},
-    }
-
-
-def _contest_json(played: ContestRounds) -> dict[str, Any]:
-    return {
-        "summary": played.contest.workload.summary,
-        "num_counted_tokens": played.contest.num_counted,
-        "rounds": [asdict(each) for each in played.rounds],
-        "median_ratio": {clock: statistics.median(played.ratios(clock)) for clock in CLOCKS},
-        "smallest_ratio": {clock: min(played.ratios(clock)) for clock in CLOCKS},
-        "largest_ratio": {clock: max(played.ratios(clock)) for clock in CLOCKS},
-    }
-
-
-def as_markdown(comparison: Comparison, plot: str) -> str:
-    """A page: the machine, the ratios, a table per workload, who was left out."""
-    machine = comparison.machine
+def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
+    """A page: the machine, all ratios at a glance, then each comparison with its rounds."""
+    machine, date = comparisons[0].machine, as_json(comparisons)["date"]
     lines = [
-        f"# Generation beside other engines, {comparison.date}",
+        f"# Generation beside other engines, {date}",
         "",
         f"{machine['cpu']} (family/model {machine['cpu_family_model']}, "
-        f"{machine['instruction_set']}, {machine['num_cores']} cores), "
-        f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}, "
-        f"torch {machine['torch']}, Python {machine['python']}; "
-        f"{machine['ops']}, {machine['attention']}.",
+        f"{machine['instruction_set']}, {machine['num_cores']} cores), torch {machine['torch']}, "
+        f"Python {machine['python']}; {machine['ops']}, {machine['attention']}. Random weights.",
         "",
-        f"Model {comparison.model}: {comparison.num_parameters / 1e6:.1f}M parameters, random, "
-        f"{comparison.dtype}. Peers: {_versions(comparison)}. Every round runs each contestant "
-        f"once, in a process of its own, on prompts of its own; a ratio is to the best peer of "
-        f"its round. CPU seconds are those of all threads and processes of a contestant; wall "
-        f"clock favours helper threads, and suffers from whatever else the machine does.",
+        "Every round runs each contestant once, in a process of its own, on prompts of its own; a "
+        "ratio is our speed over that of the best peer of its round. A peer more than "
+        f"{FAR_BEHIND} times slower than the best one plays the first round only. Of a model of "
+        "more than 200M parameters, one peer at a time is in memory beside ours, and each has "
+        "rounds of its own with ours. CPU seconds are those of all threads and processes of a "
+        "contestant; wall clock favours helper threads, and suffers from whatever else the "
+        "machine does. The clock that counts is CPU with one thread, wall with more.",
         "",
-        _greedy_line(comparison),
+        f"![Our speed over that of each peer]({plot})",
         "",
-        f"![Tokens per second and ratios]({plot})",
-        "",
-        *_summary_lines(comparison),
+        *summary_lines(comparisons),
     ]
-    for played in comparison.contests:
-        lines += ["", *_contest_lines(played)]
+    for comparison in comparisons:
+        lines += ["", *_comparison_lines(comparison)]
+    return "\n".join(lines) + "\n"
+
+
+def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
+    """A table: the ratio to the best peer, per workload and comparison."""
+    lines = [
+        "| model | dtype | threads | | ours / best peer, CPU | range | wall | range | best peer |",
+        "|---|---|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for comparison in comparisons:
+        model, dtype, num_threads = comparison.key
+        for name, result in comparison.workloads.items():
+            cells = [dtype, str(num_threads), name]
+            for clock in CLOCKS:
+                ratios = result.ratios(clock)
+                median = f"{statistics.median(ratios):.2f}"
+                cells.append(f"**{median}**" if clock == comparison.clock else median)
+                cells.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
+            best = [peer for _, peer in result.best_peers(comparison.clock)]
+            cells.append(", ".join(sorted(set(best), key=best.count, reverse=True)))
+            lines.append(_row(model, cells))
+    return lines
+
+
+def _comparison_lines(comparison: Comparison) -> list[str]:
+    model, dtype, num_threads = comparison.key
+    versions = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    shares = comparison.equal_greedy_share.items()
+    loads = comparison.load_averages
+    lines = [
+        f"## {model}, {dtype}, {num_threads} thread{'' if num_threads == 1 else 's'}",
+        "",
+        f"{comparison.num_parameters / 1e6:.1f}M parameters. Peers: {versions}. Load average of "
+        f"the machine {min(loads):.1f} to {max(loads):.1f}. Of the first {GREEDY_TOKENS} greedy "
+        "tokens per prompt, equal to ours up to the first other one: "
+        + ", ".join(f"{name} {share:.0%}" for name, share in shares)
+        + ".",
+    ]
+    for name, result in comparison.workloads.items():
+        lines += ["", f"**{name}**: {result.summary}.", "", *_workload_lines(result)]
     if comparison.left_out:
-        lines += ["", "## Left out", "", "| peer | reason |", "|---|---|"]
+        lines += ["", "| left out | reason |", "|---|---|"]
         lines += [
             _row(name, [reason.replace("|", "/").replace("\n", " ")])
             for name, reason in comparison.left_out.items()
         ]
-    return "\n".join(lines) + "\n"
-
-
-def _versions(comparison: Comparison) -> str:
-    peers = list(comparison.versions.items())[1:]
-    return ", ".join(f"{name} {version}" for name, version in peers)
-
-
-def _greedy_line(comparison: Comparison) -> str:
-    shares = comparison.equal_greedy_share
-    text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return (
-        f"Of the first {GREEDY_TOKENS} greedy tokens per prompt, equal to ours up to the first "
-        f"other one: {text}."
-    )
-
-
-def _summary_lines(comparison: Comparison) -> list[str]:
-    lines = [
-        "| ours / best peer of the round | median, CPU | range | median, wall | range | "
-        f"best peer ({comparison.clock}) |",
-        "|---|---:|---:|---:|---:|---|",
-    ]
-    for played in comparison.contests:
-        cells = []
-        for clock in CLOCKS:
-            ratios = played.ratios(clock)
-            cells += [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}"]
-        best = [each.best_peer[comparison.clock] for each in played.rounds]
-        cells.append(", ".join(sorted(set(best), key=best.count, reverse=True)))
-        lines.append(_row(played.contest.name, cells))
     return lines
 
 
-def _contest_lines(played: ContestRounds) -> list[str]:
-    contest = played.contest
-    numbers = [f"round {index + 1}" for index in range(len(played.rounds))]
-    lines = [f"## {contest.name}: {contest.workload.summary}"]
+def _workload_lines(result: WorkloadResult) -> list[str]:
+    """Ratios by peer and round, with the median of the rounds and of the speed."""
+    num_rounds = len(result.ratios("cpu"))
+    numbers = [f"round {index + 1}" for index in range(num_rounds)]
+    header = ["clock", *numbers, "median", f"{result.counted} tokens/s"]
+    lines = [_row("ours over", header), "|---|---|" + "---:|" * (num_rounds + 2)]
     for clock in CLOCKS:
-        label = "CPU" if clock == "cpu" else "wall"
-        lines += [
-            "",
-            f"| {contest.counted} tokens per {label} second | {' | '.join(numbers)} | median |",
-            "|---|" + "---:|" * (len(numbers) + 1),
-        ]
-        for name in played.rounds[0].tokens_per_second[clock]:
-            speeds = [each.tokens_per_second[clock].get(name) for each in played.rounds]
-            speeds.append(played.speed(name, clock))
-            lines.append(_row(name, ["-" if s is None else f"{s:.1f}" for s in speeds]))
-        ratios = played.ratios(clock)
-        ratios.append(statistics.median(ratios))
-        lines.append(_row("**ratio**", [f"**{ratio:.2f}**" for ratio in ratios]))
+        title = _CLOCK_TITLES[clock]
+        for peer in result.peers:
+            cells = _ratio_cells(result.ratios_to(peer, clock), num_rounds)
+            lines.append(_row(peer, [title, *cells, f"{result.speed(peer, clock):.1f}"]))
+        cells = [f"**{cell}**" for cell in _ratio_cells(result.ratios(clock), num_rounds)]
+        speed = f"ours: {result.speed(OUR_NAME, clock):.1f}"
+        lines.append(_row("**the best**", [title, *cells, speed]))
     return lines
+
+
+def _ratio_cells(ratios: Sequence[float], num_rounds: int) -> list[str]:
+    """A cell per round, empty ones for those that were not played, and the median."""
+    cells = [f"{ratio:.2f}" for ratio in ratios] + [""] * (num_rounds - len(ratios))
+    return [*cells, f"{statistics.median(ratios):.2f}"]
 
 
 def _row(first: str, cells: Sequence[str]) -> str:
     return f"| {first} | {' | '.join(cells)} |"
 
 
-def draw(comparison: Comparison, path: Path) -> None:
-    """Median speeds per workload, over ours, with the range of the rounds of the ratio."""
+def draw(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Our speed over that of each peer, by the clock that counts: the median and the range."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(1, len(CLOCKS), figsize=(11, 4), sharey=True)
-    names = list(comparison.versions)
-    width = 0.8 / len(names)
-    for axis, clock in zip(axes, CLOCKS, strict=True):
-        for place, name in enumerate(names):
-            heights = [
-                _relative_speed(played, name, names[0], clock) for played in comparison.contests
-            ]
-            spots = [
-                index + (place - len(names) / 2 + 0.5) * width for index in range(len(heights))
-            ]
-            axis.bar(spots, heights, width, label=name, color=f"C{place}")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xticks(
-            range(len(comparison.contests)), [p.contest.name for p in comparison.contests]
-        )
-        axis.set_title(f"by {'CPU' if clock == 'cpu' else 'wall'} time")
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].set_ylabel("tokens per second / those of rollout")
-    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    threads = comparison.machine["threads"]
-    figure.suptitle(
-        f"{comparison.model}, {comparison.dtype}, {threads} thread(s), medians of rounds"
-    )
+    rows = [list(group) for _, group in groupby(comparisons, key=lambda c: c.key[1:])]
+    figure, axes = pyplot.subplots(len(rows), 1, figsize=(11, 3.2 * len(rows)), squeeze=False)
+    results = [result for c in comparisons for result in c.workloads.values()]
+    peers = list(dict.fromkeys(peer for result in results for peer in result.peers))
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        _draw_row(axis, row, peers)
+    colors = [Patch(color=f"C{place}", label=peer) for place, peer in enumerate(peers)]
+    axes[0, 0].legend(handles=colors, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
-def _relative_speed(played: ContestRounds, name: str, ours: str, clock: str) -> float:
-    """The median over rounds of a contestant's speed over ours; 0 for one that has none."""
-    speeds = [each.tokens_per_second[clock] for each in played.rounds]
-    ratios = [speed[name] / speed[ours] for speed in speeds if name in speed]
-    return statistics.median(ratios) if ratios else 0.0
+def _draw_row(axis: Any, row: Sequence[Comparison], peers: Sequence[str]) -> None:
+    """The comparisons of one dtype and number of threads side by side."""
+    _, dtype, num_threads = row[0].key
+    spots = [
+        (f"{comparison.model} {name}", comparison.clock, result)
+        for comparison in row
+        for name, result in comparison.workloads.items()
+    ]
+    width = 0.8 / len(peers)
+    for place, peer in enumerate(peers):
+        for spot, (_, clock, result) in enumerate(spots):
+            ratios = result.ratios_to(peer, clock)
+            if not ratios:
+                continue
+            middle = statistics.median(ratios)
+            axis.bar(
+                spot + (place - len(peers) / 2 + 0.5) * width,
+                middle,
+                width,
+                yerr=[[middle - min(ratios)], [max(ratios) - middle]],
+                ecolor="gray",
+                color=f"C{place}",
+            )
+    axis.set_xticks(range(len(spots)), [title for title, _, _ in spots])
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_ylabel("ours / peer")
+    axis.set_title(f"{dtype}, {num_threads} thread(s), by {_CLOCK_TITLES[row[0].clock]} time")

@@ -1,25 +1,27 @@
-"""Interleaved rounds of contestants in processes of their own, and the ratios within a round."""
+"""Interleaved rounds of contestants in processes of their own."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from benchmarks.peers_process import PeerError, WorkerProcess
+from benchmarks.peers_results import CLOCKS, Seconds, WorkloadResult
 from benchmarks.peers_workloads import Contest, greedy_workload
 from benchmarks.workloads import Workload
 
-CLOCKS = ("cpu", "wall")
+# A peer so many times slower than the best one, by both clocks, plays one round of a workload.
+FAR_BEHIND = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """`is_int8` peers are shown beside the others and are never the best peer of a round."""
+    """A process that has loaded the model. Weights of int8 owe nobody the same tokens."""
 
     name: str
     worker: WorkerProcess
-    is_ours: bool = False
     is_int8: bool = False
 
     def generate(self, workload: Workload, seed: int, timeout_s: float) -> Answer:
@@ -42,116 +44,120 @@ class Answer:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """Tokens per second by clock and contestant; of ours over those of the best peer by clock."""
+class Display(Protocol):
+    """Who is told how far the rounds are."""
 
-    tokens_per_second: dict[str, dict[str, float]]
-    best_peer: dict[str, str]
-    ratio: dict[str, float]
+    def show(self, text: str) -> None:
+        """What starts now."""
+        ...
 
-
-@dataclass(slots=True, kw_only=True)
-class ContestRounds:
-    """The rounds of one contest."""
-
-    contest: Contest
-    rounds: list[Round] = field(default_factory=list)
-
-    def ratios(self, clock: str) -> list[float]:
-        return [played.ratio[clock] for played in self.rounds]
-
-    def speed(self, name: str, clock: str) -> float | None:
-        """The median of a contestant; None if it left before the first round's end."""
-        speeds = [played.tokens_per_second[clock].get(name) for played in self.rounds]
-        known = [speed for speed in speeds if speed is not None]
-        return statistics.median(known) if known else None
-
-
-def judged(
-    contestants: Sequence[Contestant], num_counted: int, seconds: Mapping[str, Mapping[str, float]]
-) -> Round:
-    """A round of `seconds` by contestant and clock."""
-    speeds = {
-        clock: {name: num_counted / taken[clock] for name, taken in seconds.items()}
-        for clock in CLOCKS
-    }
-    ours = next(c.name for c in contestants if c.is_ours)
-    peers = [c.name for c in contestants if not (c.is_ours or c.is_int8) and c.name in seconds]
-    if not peers:
-        raise PeerError("no peer is left to compare with")
-    best = {clock: max(peers, key=speeds[clock].__getitem__) for clock in CLOCKS}
-    return Round(
-        tokens_per_second=speeds,
-        best_peer=best,
-        ratio={clock: speeds[clock][ours] / speeds[clock][best[clock]] for clock in CLOCKS},
-    )
+    def advance(self, contest: Contest, num_plays: int) -> None:
+        """Plays of one contestant that have ended, or that will not take place."""
+        ...
 
 
 class Tournament:
-    """Contestants that have loaded the model. A peer that fails leaves, and `left_out` says why.
-
-    Raises PeerError if ours fails, or the last peer has left.
-    """
+    """Ours against group after group of peers. A peer that fails leaves; `left_out` says why."""
 
     def __init__(
         self,
-        contestants: Sequence[Contestant],
-        left_out: dict[str, str],
+        ours: Contestant,
+        contests: Sequence[Contest],
+        *,
+        num_rounds: int,
+        is_exact: bool,
         timeout_s: float,
-        announce: Callable[[str], None],
+        display: Display,
     ) -> None:
-        self.contestants = list(contestants)
-        self.left_out = left_out
-        self._timeout_s = timeout_s
-        self._announce = announce
-
-    def compare_greedy(self, contest: Contest, *, is_exact: bool) -> dict[str, float]:
-        """The share of tokens equal to ours, by peer, up to the first other one of each prompt.
-
-        Where results are exact, a peer whose tokens differ computes something else, and leaves.
-        """
-        tokens = {
-            name: answer.tokens
-            for name, answer in self._everyone("greedy", greedy_workload(contest), 0).items()
+        self.left_out: dict[str, str] = {}
+        self.equal_greedy_share: dict[str, float] = {}
+        self.load_averages: list[float] = []
+        self.results = {
+            contest.name: WorkloadResult(
+                summary=contest.workload.summary,
+                counted=contest.counted,
+                num_counted=contest.num_counted,
+                groups=[],
+            )
+            for contest in contests
         }
-        ours = tokens.pop(next(c.name for c in self.contestants if c.is_ours))
-        shares = {name: equal_share(theirs, ours) for name, theirs in tokens.items()}
-        for contestant in list(self.contestants):
-            share = shares.get(contestant.name, 1.0)
-            if is_exact and not contestant.is_int8 and share < 1:
-                self._leave(contestant, f"only {share:.0%} of its greedy tokens are ours")
-        return shares
+        self._ours, self._contests, self._num_rounds = ours, contests, num_rounds
+        self._is_exact, self._timeout_s, self._display = is_exact, timeout_s, display
 
-    def warm_up(self, contest: Contest) -> None:
-        """Everyone, so that nothing is built in the first round."""
-        self._everyone(f"{contest.name}: warm-up", contest.warm_up(), 0)
+    def play(self, group: Sequence[Contestant]) -> None:
+        """All rounds of these peers. Raises PeerError if ours fails."""
+        peers = self._with_equal_tokens(group) if group else []
+        for contest in self._contests:
+            num_plays = self._play_rounds(contest, peers) if peers else 0
+            self._display.advance(contest, self._num_rounds * (1 + len(group)) - num_plays)
+            peers = self._remaining(peers)
 
-    def play_round(self, played: ContestRounds) -> None:
-        """One more round, in an order turned round each time."""
-        index = len(played.rounds)
-        title = f"{played.contest.name}, round {index + 1}"
-        answers = self._everyone(title, played.contest.of_round(index), index)
-        seconds = {name: answer.seconds for name, answer in answers.items()}
-        played.rounds.append(judged(self.contestants, played.contest.num_counted, seconds))
+    def _with_equal_tokens(self, group: Sequence[Contestant]) -> list[Contestant]:
+        """Where results are exact, a peer whose tokens differ computes something else, and leaves.
 
-    def _everyone(self, title: str, workload: Workload, seed: int) -> dict[str, Answer]:
+        Otherwise rounding may decide between two likely tokens.
+        """
+        answers = self._everyone("greedy", greedy_workload(self._contests[0]), 0, group)
+        ours = answers[self._ours.name].tokens
+        for peer in self._remaining(group):
+            share = equal_share(answers[peer.name].tokens, ours)
+            self.equal_greedy_share[peer.name] = share
+            if self._is_exact and not peer.is_int8 and share < 1:
+                self.left_out[peer.name] = f"only {share:.0%} of its greedy tokens are ours"
+        return self._remaining(group)
+
+    def _play_rounds(self, contest: Contest, peers: Sequence[Contestant]) -> int:
+        """Rounds of those that are left; returns the number of plays.
+
+        Peers far behind the best one of all groups play the first round only.
+        """
+        result, num_plays = self.results[contest.name], 0
+        rounds: list[Seconds] = []
+        # So that nothing is built in the first round.
+        self._everyone(f"{contest.name}: warm-up", contest.warm_up(), 0, peers)
+        peers = self._remaining(peers)
+        for index in range(self._num_rounds):
+            if not peers:
+                break
+            self.load_averages.append(round(os.getloadavg()[0], 2))
+            title = f"{contest.name}, round {index + 1}"
+            answers = self._everyone(title, contest.of_round(index), index, peers)
+            self._display.advance(contest, len(answers))
+            num_plays += len(answers)
+            peers = self._remaining(peers)
+            if peers:
+                rounds.append({name: answer.seconds for name, answer in answers.items()})
+            if peers and index == 0:
+                result.groups.append(rounds)
+                peers = [peer for peer in peers if peer.is_int8 or _is_near(result, peer.name)]
+        return num_plays
+
+    def _everyone(
+        self, title: str, workload: Workload, seed: int, peers: Sequence[Contestant]
+    ) -> dict[str, Answer]:
         """Answers by name; every second seed turns the order round."""
         answers = {}
-        order = list(self.contestants)
+        order = [self._ours, *peers]
         for contestant in order if seed % 2 == 0 else reversed(order):
-            self._announce(f"{title}: {contestant.name}")
+            self._display.show(f"{title}: {contestant.name}")
             try:
                 answers[contestant.name] = contestant.generate(workload, seed, self._timeout_s)
             except PeerError as error:
-                self._leave(contestant, f"{workload.name}: {error}")
+                reason = f"{workload.name}: {error}"
+                if contestant is self._ours:
+                    raise PeerError(f"{contestant.name}: {reason}") from None
+                self.left_out[contestant.name] = reason
         return answers
 
-    def _leave(self, contestant: Contestant, reason: str) -> None:
-        if contestant.is_ours:
-            raise PeerError(f"{contestant.name}: {reason}")
-        self.left_out[contestant.name] = reason
-        self.contestants.remove(contestant)
+    def _remaining(self, peers: Sequence[Contestant]) -> list[Contestant]:
+        return [peer for peer in peers if peer.name not in self.left_out]
+
+
+def _is_near(result: WorkloadResult, peer: str) -> bool:
+    """Whether a peer is near the best of the first rounds, by one clock or the other."""
+    return any(
+        result.ratios_to(peer, clock)[0] <= FAR_BEHIND * result.ratios(clock)[0] for clock in CLOCKS
+    )
 
 
 def equal_share(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import vllm
 
 from benchmarks.peers_worker import MAX_NUM_SEQUENCES, MAX_SEQUENCE_LENGTH, serve
@@ -25,12 +26,13 @@ class VLLM:
         )
 
     def generate(self, workload: Workload, seed: int) -> Generated:
+        # A seed per request would be drawn from row by row.
+        torch.manual_seed(seed)
         params = [
             vllm.SamplingParams(
                 n=workload.num_samples,
                 max_tokens=length,
                 temperature=workload.temperature,
-                seed=seed,
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if workload.wants_logprobs else None,

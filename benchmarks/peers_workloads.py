@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-import numpy as np
-
-from benchmarks.workloads import Workload, workloads
+from benchmarks.workloads import (
+    Workload,
+    group_workload,
+    ragged_workload,
+    random_prompts,
+    workloads,
+)
 
 GREEDY_TOKENS = 16
 _WARM_UP_TOKENS = 3
+# What the estimate of the seconds of a contestant assumes of a core and of its memory.
+_FLOPS = 25e9
+_BYTES_PER_SECOND = 8e9
+_STEP_OVERHEAD_S = 5e-3
+
+Size = Literal["small", "reduced", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,37 +38,40 @@ class Contest:
 
     def of_round(self, index: int) -> Workload:
         """With other prompts of the same lengths, so that no cache knows them from before."""
-        return replace(
-            self.workload,
-            prompts=_prompts(self.vocab_size, self.workload.prompts, seed=1 + index),
-        )
+        lengths = [len(prompt) for prompt in self.workload.prompts]
+        prompts = random_prompts(self.vocab_size, lengths, seed=1 + index)
+        return replace(self.workload, prompts=prompts)
 
     def warm_up(self) -> Workload:
         """Everything that a round does, a few times only."""
         return self.workload.shortened(_WARM_UP_TOKENS)
 
+    def estimated_seconds(self, num_parameters: int, num_threads: int) -> float:
+        """Of one contestant: its products, or reading its weights in each step, whichever is more
+        on some processor.
+        """
+        num_tokens = sum(map(len, self.workload.prompts)) + self.workload.num_tokens
+        products_s = num_tokens * 2 * num_parameters / _FLOPS
+        step_s = _STEP_OVERHEAD_S + 4 * num_parameters / _BYTES_PER_SECOND
+        return (products_s + max(self.workload.output_lens) * step_s) / num_threads
 
-def contests(vocab_size: int, *, is_small: bool) -> dict[str, Contest]:
-    """All of them by name. Small ones show nothing but that they run."""
-    sampled = workloads(vocab_size, is_small=is_small)
-    one_stream = _single(
-        sampled["W2"],
-        name="W3",
-        prompt_len=8 if is_small else 64,
-        output_len=6 if is_small else 128,
-        vocab_size=vocab_size,
-    )
-    prefill = _single(
-        sampled["W2"],
-        name="W4",
-        prompt_len=32 if is_small else 2048,
-        output_len=1,
-        vocab_size=vocab_size,
-    )
+
+def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
+    """All of them by name. Small ones show nothing but that they run; reduced ones have as many
+    streams as full ones and fewer tokens, for models that take minutes a round.
+    """
+    if size == "reduced":
+        sampled = _reduced(vocab_size)
+        stream_lens, prefill_len = (32, 16), 512
+    else:
+        sampled = workloads(vocab_size, is_small=size == "small")
+        stream_lens, prefill_len = ((8, 6), 32) if size == "small" else ((64, 128), 2048)
+    one_stream = _single("W3", vocab_size, *stream_lens)
+    prefill = _single("W4", vocab_size, prefill_len, 1)
     return {
         workload.name: Contest(
             workload=workload,
-            num_counted=len(workload.prompts[0]) if workload is prefill else workload.num_tokens,
+            num_counted=prefill_len if workload is prefill else workload.num_tokens,
             counted="prompt" if workload is prefill else "output",
             vocab_size=vocab_size,
         )
@@ -67,29 +80,33 @@ def contests(vocab_size: int, *, is_small: bool) -> dict[str, Contest]:
 
 
 def greedy_workload(contest: Contest) -> Workload:
-    """The first tokens of each prompt of a contest without chance."""
-    workload = replace(
-        contest.workload, name="greedy", num_samples=1, wants_logprobs=False, temperature=0.0
-    )
-    return workload.shortened(GREEDY_TOKENS)
-
-
-def _single(
-    like: Workload, *, name: str, prompt_len: int, output_len: int, vocab_size: int
-) -> Workload:
-    new = "1 new token" if output_len == 1 else f"{output_len} new tokens"
+    """The likeliest tokens after each prompt of a contest."""
+    workload = contest.workload
     return replace(
-        like,
+        workload,
+        name="greedy",
+        num_samples=1,
+        wants_logprobs=False,
+        temperature=0.0,
+        output_lens=(GREEDY_TOKENS,) * len(workload.prompts),
+    )
+
+
+def _reduced(vocab_size: int) -> dict[str, Workload]:
+    group = group_workload(vocab_size, num_prompts=8, num_samples=8, prompt_len=32, output_len=8)
+    ragged = ragged_workload(
+        vocab_size, num_prompts=32, prompt_len=16, shortest=2, mean=16, longest=64
+    )
+    return {"W1": group, "W2": ragged}
+
+
+def _single(name: str, vocab_size: int, prompt_len: int, output_len: int) -> Workload:
+    new = "1 new token" if output_len == 1 else f"{output_len} new tokens"
+    return Workload(
         name=name,
         summary=f"one request, a prompt of {prompt_len} tokens, {new}, temperature 1",
-        prompts=_prompts(vocab_size, [range(prompt_len)], seed=0),
+        prompts=random_prompts(vocab_size, [prompt_len]),
         output_lens=(output_len,),
+        num_samples=1,
+        wants_logprobs=False,
     )
-
-
-def _prompts(
-    vocab_size: int, like: Sequence[Sequence[int]], *, seed: int
-) -> tuple[tuple[int, ...], ...]:
-    """Random prompts with the lengths of `like`."""
-    random = np.random.default_rng(seed)
-    return tuple(tuple(random.integers(0, vocab_size, len(prompt)).tolist()) for prompt in like)

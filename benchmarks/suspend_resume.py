@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.machine import describe, kind
+from benchmarks.machine import describe
 from benchmarks.memory_cycles import (
     Cycles,
     Scenario,
@@ -31,6 +29,7 @@ from benchmarks.memory_cycles import (
 from benchmarks.memory_report import as_markdown, draw
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
 from benchmarks.update_gaps import measure_gaps
 from rollout import InferenceConfig
 
@@ -88,27 +87,15 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def write(results: dict[str, Any], arguments: argparse.Namespace) -> Path:
-    """Write page, JSON and plot; returns the path of the page."""
-    folder: Path = arguments.output
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{results['date']}-suspend-resume-{kind(results['machine'])}"
-    page = folder / f"{stem}.md"
-    page.write_text(as_markdown(results))
-    page.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    draw(results, arguments.plot)
-    return page
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was measured."""
     arguments = parse_arguments(argv)
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)
     results = measure(arguments, console)
-    page = write(results, arguments)
-    Console().print(Markdown(as_markdown(results)))
-    console.print(f"written: {page}, its JSON and {arguments.plot}", highlight=False)
+    draw(results, arguments.plot)
+    publish(results, as_markdown(results), "suspend-resume", arguments.output, console)
+    console.print(f"written: {arguments.plot}", highlight=False)
     return results
 
 

@@ -30,7 +30,7 @@ _PROMPT = list(range(1, 33))
 
 def measure_gaps(spec: ModelSpec, num_updates: int, tokens_per_update: int) -> dict[str, Any]:
     """Seconds by place: "in_process" and "engine_process"."""
-    weights = [CausalLM.random(spec, seed=seed).weight_views() for seed in (1, 2)]
+    weights = [CausalLM.random(spec, seed=seed).read_weights() for seed in (1, 2)]
     num_tokens = (num_updates + 1) * tokens_per_update
     length = -(-(len(_PROMPT) + num_tokens) // 256) * 256
     config = InferenceConfig(num_threads=1, max_sequence_length=length, buffer_size_gb=0.25)

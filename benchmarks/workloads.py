@@ -59,7 +59,7 @@ def group_workload(
         name="W1",
         summary=f"{num_prompts} prompts of {prompt_len} tokens x {num_samples} samples, "
         f"{output_len} new tokens each, temperature 1, with log-probs",
-        prompts=_prompts(vocab_size, num_prompts, prompt_len),
+        prompts=random_prompts(vocab_size, [prompt_len] * num_prompts),
         output_lens=(output_len,) * num_prompts,
         num_samples=num_samples,
         wants_logprobs=True,
@@ -76,7 +76,7 @@ def ragged_workload(
         name="W2",
         summary=f"{num_prompts} requests, prompts of {prompt_len} tokens, {min(lengths)} to "
         f"{max(lengths)} new tokens (mean {np.mean(lengths):.0f}), temperature 1",
-        prompts=_prompts(vocab_size, num_prompts, prompt_len),
+        prompts=random_prompts(vocab_size, [prompt_len] * num_prompts),
         output_lens=lengths,
         num_samples=1,
         wants_logprobs=False,
@@ -102,6 +102,9 @@ def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
     return {workload.name: workload for workload in (grouped, ragged)}
 
 
-def _prompts(vocab_size: int, num_prompts: int, prompt_len: int) -> tuple[tuple[int, ...], ...]:
-    ids = np.random.default_rng(0).integers(0, vocab_size, size=(num_prompts, prompt_len))
-    return tuple(tuple(row) for row in ids.tolist())
+def random_prompts(
+    vocab_size: int, prompt_lens: Sequence[int], seed: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Random tokens, the same on every call with the same seed."""
+    random = np.random.default_rng(seed)
+    return tuple(tuple(random.integers(0, vocab_size, size=n).tolist()) for n in prompt_lens)

@@ -23,18 +23,19 @@ class StopStrings:
         self._tail = ""  # the last characters, in which a stop string may have begun
         self._num_read = 0
 
-    def end_with(self, tokens: Sequence[int], start: int) -> bool:
-        """Whether the last token completes a stop string in the text of `tokens[start:]`.
+    def word_at_end(self, tokens: Sequence[int], start: int) -> str | None:
+        """Return the stop string that the last token completes in the text of `tokens[start:]`.
 
+        Of several it is the one that begins first, as the text is cut there; None without any.
         Each call brings tokens that follow those of the call before. Raises DetokenizeError.
         """
-        is_found = False
+        found = None
         for token in tokens[start + self._num_read :]:
             text = self._tail + _pushed(self._detokenizer, token)
-            is_found = _find_stop(text, self._words, len(self._tail)) is not None
+            found = _find_stop(text, self._words, len(self._tail))
             self._tail = text[max(0, len(text) - self._num_kept) :]
             self._num_read += 1
-        return is_found
+        return None if found is None else found[1]
 
 
 class StreamedText:
@@ -80,7 +81,8 @@ class StreamedText:
             self._has_ended = True
             return ""
         start = self._word_matches.push(token_id, self._num_decided + len(self._held))
-        end = _find_stop(text, self._words, len(self._held)) if may_stop else None
+        found = _find_stop(text, self._words, len(self._held)) if may_stop else None
+        end = None if found is None else found[0]
         if end is None and may_stop and start is not None:
             end = start - self._num_decided
         self._has_ended = end is not None
@@ -139,9 +141,9 @@ def generated_text(
     if stop_words:
         # Earlier tokens may hold one, too: they were kept by min_tokens.
         num_before = complete_length(_decoded(tokenizer, tokens[:-1]))
-        start = _find_stop(text, stop_words, num_before)
-        if start is not None:
-            return text[:start]
+        found = _find_stop(text, stop_words, num_before)
+        if found is not None:
+            return text[: found[0]]
     for word in stop_word_ids:
         if list(tokens[-len(word) :]) == list(word):
             return _decoded(tokenizer, tokens[: -len(word)])
@@ -173,10 +175,16 @@ def shown_text(
     )
 
 
-def _find_stop(text: str, words: Sequence[str], num_before: int) -> int | None:
-    """Where the first stop string begins that ends beyond the first `num_before` characters."""
+def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, str] | None:
+    """Where the first stop string begins that ends beyond the first `num_before` characters, and
+    which one it is: of those that begin there the first in `words`.
+    """
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
-    return min((start for start in starts if start >= 0), default=None)
+    found = [(start, index) for index, start in enumerate(starts) if start >= 0]
+    if not found:
+        return None
+    start, index = min(found)
+    return start, words[index]
 
 
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

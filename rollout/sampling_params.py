@@ -17,10 +17,12 @@ MIN_TEMPERATURE = 1e-5
 # Far above any vocabulary, and what all arrays of it can hold.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
 _MAX_BIAS = 100.0
+_MAX_STOP_TOKEN_IDS = 1024  # each drawn token is looked up among them
 _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 _SWITCHES = (
     "ignore_eos",
     "return_log_probs",
+    "return_ranks",
     "skip_prompt_log_probs",
     "add_BOS",
     "detokenize_stop_sequence",
@@ -51,7 +53,8 @@ class SamplingParams:
     top_k: only the k most likely tokens are drawn; 0 switches it off.
     top_p: only the most likely tokens that make up this probability are drawn; 0 switches it off.
     min_p: only tokens of this share of the highest probability are drawn; 0 switches it off.
-    num_tokens_to_generate: limit on new tokens.
+    num_tokens_to_generate: limit on new tokens, at least 1. A caller that only scores a prompt
+        generates one token and drops it.
     num_tokens_total: limit on prompt and new tokens. Neither: up to the engine's longest sequence.
     termination_id: the end token. None takes the tokenizer's, -1 matches none.
     stop_words: a string or strings, which are looked for in the generated text and among its
@@ -68,7 +71,8 @@ class SamplingParams:
     return_prompt_tokens: False leaves the prompt out of the finished request.
     streaming: tokens are reported while the request runs.
     streaming_interval: tokens between two such reports.
-    stop_token_ids: further ids that end the request, also with `ignore_eos`.
+    stop_token_ids: further ids that end the request, at most 1024, also with `ignore_eos`. The
+        request's `stop_reason` says which one did, or which stop word.
     min_tokens: so many tokens are generated before anything but the length may end the request.
     logit_bias: {token id: what is added to its logit}; it is kept as pairs, by id.
     allowed_token_ids: no other ids are drawn.
@@ -76,6 +80,9 @@ class SamplingParams:
         multiplied otherwise; 1 is off. As vLLM defines it, like the next two.
     presence_penalty: taken once from the logits of tokens in the output; 0 is off.
     frequency_penalty: taken once per occurrence from the logits of tokens in the output; 0 is off.
+    return_ranks: each generated token brings its rank, and each prompt token whose log-prob is
+        asked for: 1 + the number of tokens to which the model gave a larger logit. What is done to
+        the logits before the draw does not change it.
     """
 
     temperature: float = 1.0
@@ -104,6 +111,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    return_ranks: bool = False
 
     def __post_init__(self) -> None:
         self._check_float("temperature", 0.0, math.inf)
@@ -145,6 +153,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_words", _stop_words_as_tuple(self.stop_words))
         for name in ("stop_token_ids", "allowed_token_ids"):
             object.__setattr__(self, name, _ids_as_tuple(name, getattr(self, name)))
+        if len(self.stop_token_ids or ()) > _MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids names {len(self.stop_token_ids or ())} ids; at most "
+                f"{_MAX_STOP_TOKEN_IDS} are allowed"
+            )
         if self.allowed_token_ids == ():
             raise InvalidRequestError("allowed_token_ids=[] allows no token; None allows all")
         object.__setattr__(self, "logit_bias", _bias_as_pairs(self.logit_bias))

@@ -83,16 +83,17 @@ class HFTokenizer:
             return len(self._tokenizer)
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without adding special tokens."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of `text`, without adding special tokens unless it is asked for."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(encoded) if self._is_transformers else list(encoded.ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens left out."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`, special tokens left out unless they are asked for."""
         # Cleaning up spaces would change text that has been streamed already.
         options = {"clean_up_tokenization_spaces": False} if self._is_transformers else {}
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, **options))
+        options["skip_special_tokens"] = skip_special_tokens
+        return str(self._tokenizer.decode(list(ids), **options))
 
 
 def as_tokenizer(source: Any) -> Tokenizer:

@@ -53,11 +53,16 @@ def first_stop(ids: Sequence[int], words: Sequence[str], min_tokens: int) -> int
 def test_a_stop_string_is_found_with_the_token_that_completes_it(ids, words, min_tokens):
     strings = StopStrings(TOKENIZER, words)
     found = (
-        count
+        (count, word)
         for count in range(1, len(ids) + 1)
-        if count > min_tokens and strings.end_with([99, 99, *ids[:count]], 2)
+        if count > min_tokens and (word := strings.word_at_end([99, 99, *ids[:count]], 2))
     )
-    assert next(found, None) == first_stop(ids, words, min_tokens)
+    count, word = next(found, (None, ""))
+    assert count == first_stop(ids, words, min_tokens)
+    if count is not None:
+        assert word in words
+        cut = generated_text(TOKENIZER, ids[:count], stop_words=words)
+        assert TOKENIZER.decode(ids[:count]).startswith(cut + word)
 
 
 @given(ids_lists, words_lists, st.integers(0, 3), st.booleans())
@@ -141,7 +146,7 @@ def test_a_tokenizer_that_raises_says_on_what_and_ends_a_stream_only():
     with pytest.raises(DetokenizeError, match=r"2 tokens.*no 11"):
         generated_text(TOKENIZER, [0, 11])
     with pytest.raises(DetokenizeError, match="token 11"):
-        StopStrings(TOKENIZER, ["b"]).end_with([0, 11], 0)
+        StopStrings(TOKENIZER, ["b"]).word_at_end([0, 11], 0)
     stream = StreamedText(TOKENIZER, SamplingParams(stop_words=["b"]))
     assert [stream.push([i]) for i in (0, 11, 0)] == ["a", "", ""]
     assert stream.finish(None) == ""

@@ -165,3 +165,9 @@ def test_a_keyword_of_another_engine_is_refused_with_ours(keyword: str, ours: st
 
 def test_every_hint_is_for_a_keyword_that_does_not_exist() -> None:
     assert not set(SAMPLING_HINTS) & {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_so_many_stop_token_ids_are_refused_that_each_token_would_take_long():
+    assert len(SamplingParams(stop_token_ids=list(range(1024))).stop_token_ids) == 1024
+    with pytest.raises(InvalidRequestError, match="stop_token_ids names 1025 ids; at most 1024"):
+        SamplingParams(stop_token_ids=list(range(1025)))

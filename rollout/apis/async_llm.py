@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from rollout.apis.results import (
     suspend_report,
 )
 from rollout.apis.serving import Serving
+from rollout.apis.streaming import abort_requests, streamed_items
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
@@ -29,12 +30,10 @@ from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
-from rollout.generated_text import StreamedText
 from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
@@ -310,23 +309,21 @@ class AsyncLLM:
         `as_text`: pieces of its text instead; what may begin a stop string waits until it is none.
         """
         client, params = await self.start(), sampling_params or SamplingParams()
-        text = None
-        if as_text:
-            if self.tokenizer is None:
-                raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
-            text = StreamedText(self.tokenizer, params)
-        items = client.stream(prompt, params, priority=priority)
+        if as_text and self.tokenizer is None:
+            raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
+        stream = client.stream(prompt, params, priority=priority)
+        items = streamed_items(stream, prompt, params, self.tokenizer, as_text=as_text)
         async with aclosing(items), self._named_errors():
             async for item in items:
-                if isinstance(item, TokenRun):
-                    ids = item.token_ids.tolist()
-                    if piece := ids if text is None else text.push(ids):
-                        yield piece
-                    continue
-                request = finished_request(item, self.tokenizer)
-                if text is not None and (rest := text.finish(request.generated_text)):
-                    yield rest
-                yield request
+                yield item
+
+    async def abort(self, request_ids: Iterable[int] | None = None) -> int:
+        """End unfinished requests of this object now, in any state; None ends all of them.
+
+        Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
+        with the finish reason "abort". Ids of other requests are ignored.
+        """
+        return await abort_requests(await self.start(), request_ids)
 
     # ---- HTTP
 

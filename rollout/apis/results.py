@@ -13,6 +13,7 @@ import torch
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.errors import RequestAbortedError
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -45,7 +46,10 @@ def failed_request(
     error: Exception,
     tokenizer: Tokenizer | None,
 ) -> DynamicInferenceRequest:
-    """Return a FAILED request with the error, in place of one without a record."""
+    """Return a FAILED request with the error, in place of one without a record.
+
+    A request that is aborted before an engine has it has no record.
+    """
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -53,7 +57,7 @@ def failed_request(
         sampling_params=params,
         status=Status.FAILED,
     )
-    request.finish_reason = "error"
+    request.finish_reason = "abort" if isinstance(error, RequestAbortedError) else "error"
     request.add_event_error_nontransient(error)
     request.add_event_fail()
     return request

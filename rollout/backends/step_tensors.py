@@ -28,6 +28,7 @@ class SamplingFlags:
     any_greedy: bool
     any_truncation: bool
     any_logprobs: bool
+    any_ranks: bool
     top_n: int
 
 
@@ -91,6 +92,7 @@ class StepInputs(Generic[Array]):
     draws_in_order: bool  # sample i is drawn from logit row i
     flags: SamplingFlags
     score_top_n: int
+    score_ranks: bool
     processing: LogitsInputs[Array] | None = None
 
 

@@ -16,7 +16,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
-from rollout.scheduling.stopping import StopRule
+from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
 
@@ -130,6 +130,7 @@ class InputProcessor:
                 block_size_tokens=self._block_size,
                 enable_prefix_caching=self._enable_prefix_caching,
                 generated_log_probs=[] if params.return_log_probs else None,
+                generated_ranks=[] if params.return_ranks else None,
                 generated_top_n_logprobs=[] if params.top_n_logprobs else None,
                 tpot=[],
             )
@@ -195,7 +196,8 @@ class InputProcessor:
         num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
         assert seed is not None
         admission = admit(record.request_id, num_prompt, params, self._limits)
-        end_ids, strings = end_ids_of(params, self._default_end_ids), None
+        eos_ids, stop_token_ids = self._eos_ids(params), params.stop_token_ids or ()
+        strings = None
         if params.stop_words and self._tokenizer is not None:
             strings = StopStrings(self._tokenizer, params.stop_words)
         return ProcessedRequest(
@@ -208,8 +210,11 @@ class InputProcessor:
             seed=seed,
             stop_rule=StopRule(
                 # A config may name an end token that the model cannot draw.
-                end_ids=tuple(i for i in end_ids if 0 <= i < self._limits.vocab_size),
-                stop_words=stop_words,
+                end_ids=tuple(
+                    i for i in (*eos_ids, *stop_token_ids) if 0 <= i < self._limits.vocab_size
+                ),
+                stop_token_ids=tuple(i for i in stop_token_ids if i not in eos_ids),
+                stop_words=tuple(map(StopWord, params.stop_words or (), stop_words)),
                 stop_strings=strings,
                 min_tokens=params.min_tokens,
                 max_length=admission.max_length,
@@ -289,12 +294,18 @@ class InputProcessor:
                     f"[0, {vocab_size})"
                 )
         allowed = set(params.allowed_token_ids or ())
-        end_ids = end_ids_of(params, self._default_end_ids)
-        if params.min_tokens and allowed and allowed <= set(end_ids):
+        end_ids = {*self._eos_ids(params), *(params.stop_token_ids or ())}
+        if params.min_tokens and allowed and allowed <= end_ids:
             raise InvalidRequestError(
                 f"allowed_token_ids={params.allowed_token_ids} are all end tokens, and "
                 f"min_tokens={params.min_tokens} allows none of those at first"
             )
+
+    def _eos_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the end tokens of a request, apart from the stop token ids that it names."""
+        if params.ignore_eos:
+            return ()
+        return self._default_end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
         """Return the stop words as the tokenizer encodes them."""
@@ -311,15 +322,6 @@ class InputProcessor:
                 f"stop word {word!r} has no token in this tokenizer and would never match; drop it"
             )
         return encoded
-
-
-def end_ids_of(params: SamplingParams, default_end_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids that end a request; `default_end_ids` count unless it names its own."""
-    stops = tuple(params.stop_token_ids or ())
-    if params.ignore_eos:
-        return stops
-    ends = default_end_ids if params.termination_id is None else (params.termination_id,)
-    return (*ends, *stops)
 
 
 def _id_lists(stop_words: StopWordIds) -> list[list[int]] | None:

@@ -50,6 +50,7 @@ class RequestState:
     policy_spans: VersionSpans = field(init=False)
     token_ids: array[int] = field(init=False)
     log_probs: array[float] | None = field(init=False)
+    ranks: array[int] | None = field(init=False)
     top_n: TopN | None = field(init=False)
     tpot: array[float] | None = field(init=False)
 
@@ -64,6 +65,7 @@ class RequestState:
         self.policy_spans = segment.policy_spans
         self.token_ids = segment.generated_tokens = array("i")
         self.log_probs = segment.generated_log_probs = _empty("f", segment.generated_log_probs)
+        self.ranks = segment.generated_ranks = _empty("i", segment.generated_ranks)
         self.tpot = segment.tpot = _empty("d", segment.tpot)
         self.top_n = segment.generated_top_n_logprobs
 
@@ -155,7 +157,7 @@ class OutputProcessor:
         changed among them or the request was queued again: those few are put in afterwards.
         """
         rows: list[int] = []
-        token_ids, log_probs = array("i"), array("f")
+        token_ids, log_probs, ranks = array("i"), array("f"), array("i")
         top_n: TopN = []
         others: list[tuple[int, GeneratedTokens]] = []  # and where their tokens start
         for request_id, offset in wanted:
@@ -167,9 +169,11 @@ class OutputProcessor:
             policy_start, policy_version, _, _ = state.policy_spans.last_run
             kv_run = state.segment.kv_spans.last_run
             new_log_probs: Iterable[float] | None
+            new_ranks: Iterable[int] | None
             if start >= 0 and policy_start <= first and kv_run[0] < first:
                 token_ids.extend(state.token_ids[start:])
                 new_log_probs = None if state.log_probs is None else state.log_probs[start:]
+                new_ranks = None if state.ranks is None else state.ranks[start:]
                 new_top_n = None if state.top_n is None else state.top_n[start:]
             else:
                 tokens = GeneratedTokens.of(state.record, offset)
@@ -177,7 +181,9 @@ class OutputProcessor:
                 others.append((len(token_ids), tokens))
                 token_ids.extend(tokens.token_ids)
                 new_log_probs, new_top_n = tokens.log_probs, tokens.top_n
+                new_ranks = tokens.ranks
             log_probs.extend(new_log_probs if new_log_probs is not None else ())
+            ranks.extend(new_ranks if new_ranks is not None else ())
             top_n += new_top_n or ()
             rows += (
                 request_id,
@@ -185,9 +191,9 @@ class OutputProcessor:
                 len(state.token_ids) - start,
                 state.record[0].weights_version,
             )
-            rows += (new_log_probs is not None, new_top_n is not None, first, policy_version)
-            rows += kv_run
-        columns = GeneratedColumns.of_rows(rows, token_ids, log_probs, top_n)
+            rows += (new_log_probs is not None, new_ranks is not None, new_top_n is not None)
+            rows += (first, policy_version, *kv_run)
+        columns = GeneratedColumns.of_rows(rows, token_ids, log_probs, ranks, top_n)
         for start, tokens in others:
             columns.set_versions(start, tokens)
         return columns
@@ -245,6 +251,8 @@ class OutputProcessor:
         self._append_tokens(update, now)
         if output.logprobs is not None:
             self._append_log_probs(update, output)
+        if output.ranks is not None:
+            self._append_ranks(update, output.ranks.tolist())
         if self._track_generated_tokens:
             for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
                 self._unfinished[request_id].segment.add_event_generated_token(token_id)
@@ -282,11 +290,20 @@ class OutputProcessor:
                 top_n = _params(state.segment).top_n_logprobs
                 state.top_n.append(_top_n(output.top_ids[index], output.top_logprobs[index], top_n))
 
+    def _append_ranks(self, update: StepUpdate, ranks: list[int]) -> None:
+        for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
+            state = self._unfinished[request_id]
+            if state.ranks is not None:
+                state.ranks.append(ranks[index])
+
     def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
         segment = segment_of_prompt(self._unfinished[scored.request_id].record.requests)
         assert output.score_logprobs is not None
         assert isinstance(segment.prompt_log_probs, array)
         segment.prompt_log_probs.extend(output.score_logprobs[scored.start : scored.end].tolist())
+        if isinstance(segment.prompt_ranks, array):
+            assert output.score_ranks is not None
+            segment.prompt_ranks.extend(output.score_ranks[scored.start : scored.end].tolist())
         if segment.prompt_top_n_logprobs is not None:
             assert output.score_top_ids is not None
             assert output.score_top_logprobs is not None
@@ -305,6 +322,7 @@ class OutputProcessor:
             return
         segment = self._unfinished[request_id].segment
         segment.status, segment.finish_reason = Status.COMPLETED, reason
+        segment.stop_reason = finished.stop_reason
         segment.add_event_finish()
         self._end(request_id, finished.kv_spans, version, now)
 
@@ -367,9 +385,12 @@ def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int |
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) -> None:
     """Put empty columns where scores are to come, and None where there will be none."""
-    values: Any = array("f")  # a list for everybody else, as in RequestState
+    values: Any = array("f")  # lists for everybody else, as in RequestState
+    ranks: Any = array("i")
+    params = _params(segment)
     segment.prompt_log_probs = values if are_wanted else None
-    has_top_n = are_wanted and _params(segment).top_n_logprobs
+    segment.prompt_ranks = ranks if are_wanted and params.return_ranks else None
+    has_top_n = are_wanted and params.top_n_logprobs
     segment.prompt_top_n_logprobs = [] if has_top_n else None
 
 
@@ -382,6 +403,6 @@ def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) ->
     return dict(zip(ids[:top_n].tolist(), logprobs[:top_n].tolist(), strict=True))
 
 
-def _empty(typecode: str, values: object) -> array[float] | None:
+def _empty(typecode: Any, values: object) -> Any:
     """Return an array if values are kept, None if they were not asked for."""
     return None if values is None else array(typecode)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from rollout.backends.base import Backend
 from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.weight_slot import TensorSlot, WeightSlot
 
 
 class Linear(BackendLayer):
     """y_TN = x_TK @ weight_NK.T + bias_N, where the rows of `weight` belong to named parts.
 
     Fusing spares operators: query, key and value become one matrix product. The parts keep the
-    names they have in a checkpoint, and `weight_views` gives each as a view of the fused parameter.
+    names they have in a checkpoint, and `weight_slots` has a slot for each.
     """
 
     handle: Any
@@ -73,17 +74,14 @@ class Linear(BackendLayer):
     def forward(self, x_TK: Tensor) -> Tensor:
         return self.ops.linear(x_TK, self.handle)
 
-    def part_weights(self) -> list[Tensor]:
-        """Each part's weight in row order, as a contiguous view of the fused parameter."""
-        return list(torch.split(self.weight.detach(), list(self.parts.values())))
-
-    def weight_views(self) -> dict[str, Tensor]:
-        """Each part's weight (and bias) by name, as a contiguous view of the fused parameter."""
-        views: dict[str, Tensor] = {}
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Each part's weight (and bias) by name: rows of the fused parameter."""
+        slots: dict[str, WeightSlot] = {}
         start = 0
         for part, num_rows in self.parts.items():
-            views[f"{part}.weight"] = self.weight.detach()[start : start + num_rows]
+            end = start + num_rows
+            slots[f"{part}.weight"] = TensorSlot(self.weight[start:end])
             if self.bias is not None:
-                views[f"{part}.bias"] = self.bias.detach()[start : start + num_rows]
-            start += num_rows
-        return views
+                slots[f"{part}.bias"] = TensorSlot(self.bias[start:end])
+            start = end
+        return slots

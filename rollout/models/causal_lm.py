@@ -18,6 +18,7 @@ from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
+from rollout.layers.weight_slot import TensorSlot, WeightSlot
 from rollout.models.decoder import Decoder
 from rollout.models.spec import ModelSpec
 
@@ -28,7 +29,7 @@ _DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of 
 class CausalLM(nn.Module):
     """A decoder with its language-model head, for inference: no parameter has a gradient.
 
-    Life: build (weights undefined), fill through `weight_views`, `prepare`, then run. After an
+    Life: build (weights undefined), fill through `weight_slots`, `prepare`, then run. After an
     in-place change of weights call `refresh`.
     """
 
@@ -67,14 +68,17 @@ class CausalLM(nn.Module):
         1, biases 0.
         """
         generator = torch.Generator().manual_seed(seed)
-        for name, view in self.weight_views().items():
+        for name, slot in self.weight_slots().items():
             is_norm = name.endswith("norm.weight")
-            if view.dim() == 1:
-                view.fill_(1.0 if is_norm else 0.0)
+            if len(slot.shape) == 1:
+                slot.write(torch.full(slot.shape, 1.0 if is_norm else 0.0))
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
-                for chunk in torch.split(view.view(-1), _DRAWN_AT_ONCE):
-                    drawn = torch.empty(chunk.shape, dtype=torch.float32)
-                    chunk.copy_(drawn.normal_(std=INIT_STD, generator=generator))
+                num_rows, num_inputs = slot.shape
+                rows_at_once = max(1, _DRAWN_AT_ONCE // num_inputs)
+                for row in range(0, num_rows, rows_at_once):
+                    shape = min(rows_at_once, num_rows - row), num_inputs
+                    drawn = torch.empty(shape, dtype=torch.float32)
+                    slot.write(drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
         """Bind the backend into every layer. The weights must be there: tuning may pack them."""
@@ -110,23 +114,27 @@ class CausalLM(nn.Module):
         logits_LV: Tensor = self.lm_head(hidden_LE)
         return logits_LV.float()
 
-    def weight_views(self) -> dict[str, Tensor]:
-        """Every weight by its Hugging Face name, as a view to read from and copy into.
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """A slot for every weight by its Hugging Face name, to read from and to write to.
 
-        Tied weights appear under both names and share their memory. Persistent buffers are weights,
-        too. Follow writes with `refresh`.
+        Tied weights appear under both names and have equal addresses. Persistent buffers are
+        weights, too. Follow writes with `refresh`.
         """
-        views: dict[str, Tensor] = {}
+        slots: dict[str, WeightSlot] = {}
         for path, module in self.named_modules():
             if isinstance(module, Linear):
                 parent = path.rpartition(".")[0]
-                named = module.weight_views()
+                named = module.weight_slots()
             else:
                 parent = path
-                named = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+                named = {n: TensorSlot(p) for n, p in module.named_parameters(recurse=False)}
             prefix = f"{parent}." if parent else ""
-            views |= {prefix + name: view for name, view in named.items()}
-        return views | self.persistent_buffers()
+            slots |= {prefix + name: slot for name, slot in named.items()}
+        return slots | {n: TensorSlot(buffer) for n, buffer in self.persistent_buffers().items()}
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them."""
+        return {name: slot.read() for name, slot in self.weight_slots().items()}
 
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Buffers that checkpoints hold, by name; not the tables that a model computes."""

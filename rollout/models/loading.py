@@ -88,10 +88,10 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
 
     Tied weights are written once. Raises ModelError if the spec has no Hugging Face config.
     """
-    views = model.weight_views()
+    weights = model.read_weights()
     if model.spec.tie_word_embeddings:
-        del views["lm_head.weight"]
-    write_directory(Path(path), model.spec.to_hf_config(), views)
+        del weights["lm_head.weight"]
+    write_directory(Path(path), model.spec.to_hf_config(), weights)
 
 
 def _open_directory(
@@ -113,7 +113,7 @@ def _recast(
     spec = _with_dtype(replace(model.spec, dtype=weight.dtype), dtype)
     if spec.dtype == weight.dtype and device == weight.device:
         return model, None
-    return _open_with(spec, model.weight_views(), "the given CausalLM", device)
+    return _open_with(spec, model.read_weights(), "the given CausalLM", device)
 
 
 def _copy_transformers(
@@ -143,7 +143,7 @@ def _open_with(
 ) -> tuple[CausalLM, Fill]:
     """Return a model whose weights are undefined, and the call that copies `tensors` into them."""
     model = CausalLM(spec, device)
-    return model, lambda: copy_weights(model.weight_views(), tensors, origin)
+    return model, lambda: copy_weights(model.weight_slots(), tensors, origin)
 
 
 def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ModelError
+from rollout.layers.weight_slot import WeightSlot
 from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.spec import DTYPES
 
@@ -30,51 +31,51 @@ class NamedTensors(Protocol):
 
 
 @torch.no_grad()
-def copy_weights(views: Mapping[str, Tensor], tensors: NamedTensors, origin: str) -> None:
-    """Fill `views` from `tensors`, casting floating dtypes.
+def copy_weights(slots: Mapping[str, WeightSlot], tensors: NamedTensors, origin: str) -> None:
+    """Fill `slots` from `tensors`, casting floating dtypes.
 
     Tied weights may come under either name, or equal under both. `origin` names the source
     in errors. Sharded tensors are gathered when their turn comes, which is a collective. Raises
     ModelError for missing, unknown, misshaped or quantized tensors and for tied ones that differ;
-    `views` may then be partly written.
+    `slots` may then be partly written.
     """
-    _check_names(views, tensors.keys(), origin)
+    _check_names(slots, tensors.keys(), origin)
     written: dict[int, str] = {}
     for name, tensor in tensors.items():
         if is_computed(name):
             continue
-        view = views[name]
-        _check_tensor(name, tensor, view, origin)
+        slot = slots[name]
+        _check_tensor(name, tensor, slot, origin)
         tensor = full_tensor(tensor)
-        tied_name = written.setdefault(view.data_ptr(), name)
+        tied_name = written.setdefault(slot.address, name)
         if tied_name == name:
-            view.copy_(tensor)
-        elif not torch.equal(view, tensor.to(view)):
+            slot.write(tensor)
+        elif not torch.equal(values := slot.read(), tensor.to(values)):
             raise ModelError(
                 f"{name!r} and {tied_name!r} differ in {origin}, but its config ties them; "
                 "set tie_word_embeddings to false"
             )
 
 
-def _check_names(views: Mapping[str, Tensor], names: Collection[str], origin: str) -> None:
+def _check_names(slots: Mapping[str, WeightSlot], names: Collection[str], origin: str) -> None:
     given = {name for name in names if not is_computed(name)}
-    if extra := sorted(given - views.keys()):
+    if extra := sorted(given - slots.keys()):
         raise ModelError(
             f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"
         )
-    filled = {views[name].data_ptr() for name in given}
-    missing = [name for name, view in views.items() if view.data_ptr() not in filled]
+    filled = {slots[name].address for name in given}
+    missing = [name for name, slot in slots.items() if slot.address not in filled]
     if missing:
         raise ModelError(f"{origin} lacks {_listing(missing)}; save the whole model again")
 
 
-def _check_tensor(name: str, tensor: Tensor, view: Tensor, origin: str) -> None:
+def _check_tensor(name: str, tensor: Tensor, slot: WeightSlot, origin: str) -> None:
     if reason := refusal(tensor):
         raise ModelError(f"{name!r} in {origin} {reason}")
-    if tensor.shape != view.shape:
+    if tensor.shape != slot.shape:
         raise ModelError(
             f"{name!r} in {origin} has shape {list(tensor.shape)}, but the config gives "
-            f"{list(view.shape)}; does its config belong to it?"
+            f"{list(slot.shape)}; does its config belong to it?"
         )
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise ModelError(

@@ -21,6 +21,8 @@ ColumnName = Literal[
     "generated_tokens",
     "generated_log_probs",
     "prompt_log_probs",
+    "generated_ranks",
+    "prompt_ranks",
     "tpot",
     "context_kv_version_min",
     "context_kv_version_mean",

@@ -64,6 +64,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
         unless it has one dimension.
     finish_reason: stop | length | abort | error, or None while unfinished.
+    stop_reason: the id of `stop_token_ids`, or the stop word, that ended the request; None if an
+        end token, the length or anything else did.
     seed: the request seed. weights_version: the version under which the request entered.
     policy_spans: the version that sampled each position; the prompt carries `weights_version`.
     kv_spans: the version that wrote each position's KV; positions after its end are not written.
@@ -77,6 +79,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     prompt_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     generated_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     priority: int = 0
     seed: int | None = None
     stop_word_ids: list[list[int]] | None = None

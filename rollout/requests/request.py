@@ -40,6 +40,7 @@ class InferenceRequest:
     arrival_time, and seconds in `tpot` (one per generated token), are floats.
     inference_parameters: former name of `sampling_params`, used if that is None.
     *_log_probs: float32, one per token; prompt positions start at the second token.
+    *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 where it is unknown.
     *_top_n_logprobs: one dictionary {token id: log-prob} per token, None where there is no value.
     """
 
@@ -58,6 +59,8 @@ class InferenceRequest:
     generated_tokens: torch.Tensor | list[int] | None = None
     prompt_log_probs: torch.Tensor | list[float] | None = None
     generated_log_probs: torch.Tensor | list[float] | None = None
+    prompt_ranks: list[int] | None = None
+    generated_ranks: list[int] | None = None
     prompt_top_n_logprobs: TopN | None = None
     generated_top_n_logprobs: TopN | None = None
     generated_length: int | None = None

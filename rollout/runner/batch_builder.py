@@ -34,6 +34,7 @@ class BatchBuilder:
         self._min_p = np.zeros(self.num_rows, dtype=np.float32)
         self._mode = np.zeros(self.num_rows, dtype=np.int8)
         self._wants_logprobs = np.zeros(self.num_rows, dtype=np.bool_)
+        self._wants_ranks = np.zeros(self.num_rows, dtype=np.bool_)
         self._top_n = np.zeros(self.num_rows, dtype=np.int64)
         self._logits = LogitsBuilder(self.num_rows)
 
@@ -49,6 +50,7 @@ class BatchBuilder:
             score_targets_P=plan.score_targets.astype(np.int64),
             num_decode_rows=plan.num_decode_rows,
             score_top_n=plan.score_top_n,
+            score_ranks=plan.score_ranks,
         )
 
     def _apply_changes(self, plan: StepPlan) -> None:
@@ -62,6 +64,7 @@ class BatchBuilder:
             self._min_p[row] = params.min_p
             self._mode[row] = MODE_CODES[params.logprobs_mode if wants_logprobs else "raw"]
             self._wants_logprobs[row] = wants_logprobs
+            self._wants_ranks[row] = params.return_ranks
             self._top_n[row] = params.top_n_logprobs
             self._logits.set_row(new)
         self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
@@ -108,6 +111,7 @@ class BatchBuilder:
             any_greedy=bool((temperature == 0).any()),
             any_truncation=bool((truncates & (temperature > 0)).any()),
             any_logprobs=bool(self._wants_logprobs[rows].any()),
+            any_ranks=bool(self._wants_ranks[rows].any()),
             top_n=int(self._top_n[rows].max(initial=0)),
         )
         mode, processing = self._mode[rows], None

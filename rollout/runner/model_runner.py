@@ -18,6 +18,7 @@ from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.token_histories import TokenHistories
+from rollout.runner.token_ranks import token_ranks
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 
@@ -80,17 +81,19 @@ class ModelRunner:
         token_ids_T = torch.where(inputs.input_rows_T > 0, last_T, inputs.token_ids_T)
         batch = self._forward_batch(host, inputs, token_ids_T)
         hidden_LE = self._model(batch)
-        sampled = self._sample(host, inputs, hidden_LE[: inputs.num_drawn_logits])
+        sampled, ranks_S = self._sample(host, inputs, hidden_LE[: inputs.num_drawn_logits])
         scores = self._score(inputs, hidden_LE[inputs.num_drawn_logits :])
         return StepOutput(
             token_ids=sampled.token_ids_S,
             is_finite=sampled.is_finite_S,
             logprobs=sampled.logprobs_S,
+            ranks=ranks_S,
             top_ids=sampled.top_ids_SN,
             top_logprobs=sampled.top_logprobs_SN,
             score_logprobs=scores[0],
             score_top_ids=scores[1],
             score_top_logprobs=scores[2],
+            score_ranks=scores[3],
         )
 
     def _forward_batch(
@@ -113,17 +116,12 @@ class ModelRunner:
 
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
-    ) -> SampleResult:
-        """Draw the samples; each becomes its row's last token."""
+    ) -> tuple[SampleResult, Tensor | None]:
+        """Draw the samples; each becomes its row's last token. Returns them and, if any row wants
+        them, their ranks.
+        """
         if not hidden_LE.shape[0]:
-            no_ids = inputs.sample_rows_S
-            return SampleResult(
-                token_ids_S=no_ids,
-                is_finite_S=no_ids > 0,
-                logprobs_S=None,
-                top_ids_SN=None,
-                top_logprobs_SN=None,
-            )
+            return _no_samples(inputs), None
         logits_SV = self._model.compute_logits(hidden_LE)
         if not inputs.draws_in_order:
             logits_SV = logits_SV.index_select(0, inputs.draws_S)
@@ -136,23 +134,37 @@ class ModelRunner:
             )
             self._histories.append(inputs.processing, sampled.token_ids_S)
         self._last_tokens.index_copy_(0, inputs.sample_rows_S, sampled.token_ids_S)
-        return sampled
+        ranks_S = token_ranks(logits_SV, sampled.token_ids_S) if inputs.flags.any_ranks else None
+        return sampled, ranks_S
 
     def _score(self, inputs: StepInputs[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
-        """Return log-probs, top ids and top log-probs of the scored tokens. Outputs that no request
-        of the step wants are None.
+        """Return log-probs, top ids, top log-probs and ranks of the scored tokens. Outputs that no
+        request of the step wants are None.
         """
-        parts = []
+        parts: list[tuple[Tensor | None, ...]] = []
         for start in range(0, hidden_PE.shape[0], SCORE_CHUNK):
             part = slice(start, start + SCORE_CHUNK)
             logits_PV = self._model.compute_logits(hidden_PE[part])
             targets_P = inputs.score_targets_P[part]
-            parts.append(self._backend.ops.score(logits_PV, targets_P, inputs.score_top_n))
+            ranks_P = token_ranks(logits_PV, targets_P) if inputs.score_ranks else None
+            scores = self._backend.ops.score(logits_PV, targets_P, inputs.score_top_n)
+            parts.append((*scores, ranks_P))
         if not parts:
-            return [None, None, None]
+            return [None] * 4
         return [
             None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
         ]
+
+
+def _no_samples(inputs: StepInputs[Tensor]) -> SampleResult:
+    no_ids = inputs.sample_rows_S
+    return SampleResult(
+        token_ids_S=no_ids,
+        is_finite_S=no_ids > 0,
+        logprobs_S=None,
+        top_ids_SN=None,
+        top_logprobs_SN=None,
+    )
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
+from rollout.layers.weight_slot import WeightSlot
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
 from rollout.models.weights import is_computed
 
@@ -82,18 +83,20 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
 
 
-def checked_source(named_tensors: NamedTensors, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `views`.
+def checked_source(
+    named_tensors: NamedTensors, slots: Mapping[str, WeightSlot]
+) -> dict[str, Tensor]:
+    """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `slots`.
 
     Sharded tensors are gathered in the order of their names: a collective of all ranks that hold a
     part. Tables that a model computes are left out. Raises WeightUpdateError naming the tensor.
     """
     given = by_name(named_tensors)
     source = {name: tensor for name, tensor in given.items() if not is_computed(name)}
-    _check_names(source, views)
+    _check_names(source, slots)
     for name, tensor in source.items():
         with blaming(f"checking {name!r}"):
-            _check_form(name, tensor, views[name])
+            _check_form(name, tensor, slots[name])
     full: dict[str, Tensor] = {}
     for name in sorted(source):
         with blaming(f"gathering {name!r}"):
@@ -101,15 +104,15 @@ def checked_source(named_tensors: NamedTensors, views: Mapping[str, Tensor]) -> 
     return {name: full[name] for name in source}
 
 
-def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
-    if extra := sorted(source.keys() - views.keys()):
+def _check_names(source: Mapping[str, Tensor], slots: Mapping[str, WeightSlot]) -> None:
+    if extra := sorted(source.keys() - slots.keys()):
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
             "send the parameters of the same architecture under their Hugging Face names. A buffer "
             "that is the trainer's own: leave it out, pushing a mapping instead of the module"
         )
-    given = {views[name].data_ptr() for name in source}
-    missing = [name for name, view in views.items() if view.data_ptr() not in given]
+    given = {slots[name].address for name in source}
+    missing = [name for name, slot in slots.items() if slot.address not in given]
     if missing:
         raise WeightUpdateError(
             f"the update lacks {len(missing)} of the model's tensors ({_listing(missing)}); "
@@ -117,17 +120,17 @@ def _check_names(source: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> N
         )
 
 
-def _check_form(name: str, tensor: Tensor, view: Tensor) -> None:
-    """Refuse a tensor that cannot become the view's values, whatever its own values are."""
+def _check_form(name: str, tensor: Tensor, slot: WeightSlot) -> None:
+    """Refuse a tensor that cannot become the slot's values, whatever its own values are."""
     if reason := refusal(tensor):
         raise WeightUpdateError(f"{name!r} {reason}")
-    if tensor.shape != view.shape:
+    if tensor.shape != slot.shape:
         raise WeightUpdateError(
-            f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(view.shape)}"
+            f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(slot.shape)}"
         )
-    if tensor.dtype != view.dtype and not tensor.is_floating_point():
+    if tensor.dtype != slot.dtype and not tensor.is_floating_point():
         raise WeightUpdateError(
-            f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {view.dtype}; "
+            f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {slot.dtype}; "
             "send a floating dtype"
         )
 
@@ -149,7 +152,7 @@ def blaming(culprit: str) -> Iterator[None]:
 
 
 def checked_origins(
-    views: Mapping[str, Tensor],
+    slots: Mapping[str, WeightSlot],
     fingerprints: Mapping[str, Fingerprint],
     *,
     reject_non_finite: bool,
@@ -162,10 +165,10 @@ def checked_origins(
     """
     chosen: dict[int, str] = {}
     for name, fingerprint in fingerprints.items():
-        first = chosen.setdefault(views[name].data_ptr(), name)
+        first = chosen.setdefault(slots[name].address, name)
         if reject_non_finite and fingerprint[1]:
             raise WeightUpdateError(
-                f"{name!r} holds NaN or infinity (as {views[name].dtype}); the serving weights are "
+                f"{name!r} holds NaN or infinity (as {slots[name].dtype}); the serving weights are "
                 "kept. reject_non_finite_weights=False would let it pass"
             )
         if fingerprint != fingerprints[first]:
@@ -173,7 +176,7 @@ def checked_origins(
                 f"{name!r} and {first!r} are tied in this model, but the update gives them "
                 "different values; send one of them, or equal ones"
             )
-    return {name: chosen[view.data_ptr()] for name, view in views.items()}
+    return {name: chosen[slot.address] for name, slot in slots.items()}
 
 
 def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> None:

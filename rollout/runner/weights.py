@@ -138,13 +138,12 @@ class ServedWeights:
         """
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
-        views = self._model.weight_views()
-        dtypes = {name: view.dtype for name, view in views.items()}
-        return checksum_of(self._fingerprints(views, dtypes))
+        slots = self._model.weight_slots()
+        return checksum_of(_fetch({n: slot.fingerprint(self._ops) for n, slot in slots.items()}))
 
     def data_ptrs(self) -> dict[str, int]:
         """Return the address of each weight by its Hugging Face name."""
-        return {name: view.data_ptr() for name, view in self._model.weight_views().items()}
+        return {name: slot.address for name, slot in self._model.weight_slots().items()}
 
     # ---- versions and updates
 
@@ -172,20 +171,20 @@ class ServedWeights:
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        views = self._model.weight_views()
-        source = checked_source(named_tensors, views)
-        dtypes = {name: view.dtype for name, view in views.items()}
+        slots = self._model.weight_slots()
+        source = checked_source(named_tensors, slots)
+        dtypes = {name: slot.dtype for name, slot in slots.items()}
         fingerprints = self._fingerprints(source, dtypes, check)
         if source_checksum:
             # Only tensors that the model casts to another dtype are read again.
             own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
             cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
             check_checksum(fingerprints | self._fingerprints(cast, own, check), source_checksum)
-        origins = checked_origins(views, fingerprints, reject_non_finite=self._reject_non_finite)
+        origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
         return StagedWeights(
             tensors={name: source[name] for name in dict.fromkeys(origins.values())},
             packed=self._pack(
-                {views[name].data_ptr(): source[o] for name, o in origins.items()}, check
+                {slots[name].address: source[o] for name, o in origins.items()}, check
             ),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
@@ -220,24 +219,26 @@ class ServedWeights:
     def _write(self, staged: StagedWeights) -> int:
         """Copy in place and swap in the packed copies. Returns the number of bytes written."""
         self._num_writes += 1
-        views = self._model.weight_views()
+        slots = self._model.weight_slots()
         for name, tensor in staged.tensors.items():
             with blaming(f"copying {name!r}"):
-                views[name].copy_(tensor)
+                slots[name].write(tensor)
         with blaming("taking the packed copies"):
             self._model.refresh(staged.packed)
-        return sum(views[name].nbytes for name in staged.tensors)
+        written = (slots[name] for name in staged.tensors)
+        return sum(slot.shape.numel() * slot.dtype.itemsize for slot in written)
 
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
 
-        `by_address` has the tensor for each address of a weight view.
+        `by_address` has the tensor for each address of a weight slot.
         """
         packed = []
         for path, layer in self._model.linear_layers().items():
             check()
             with blaming(f"packing {path!r}"):
-                parts = [by_address[view.data_ptr()] for view in layer.part_weights()]
+                slots = layer.weight_slots()
+                parts = [by_address[slots[f"{part}.weight"].address] for part in layer.parts]
                 packed.append(layer.stage(parts))
         return packed
 
@@ -249,21 +250,15 @@ class ServedWeights:
     ) -> dict[str, Fingerprint]:
         """Return the fingerprint of each tensor, cast to its dtype in `dtypes`.
 
-        Each is computed on the tensor's device, which need not be the model's, and fetched with one
-        copy per device. Raises WeightUpdateError naming the tensor.
+        Each is computed on the tensor's device, which need not be the model's. Raises
+        WeightUpdateError naming the tensor.
         """
-        queued: dict[torch.device, dict[str, Tensor]] = {}
+        queued: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             check()
             with blaming(f"checking {name!r}"):
-                fingerprint = self._ops.fingerprint(tensor, dtypes[name])
-                queued.setdefault(tensor.device, {})[name] = fingerprint
-        fetched: dict[str, Fingerprint] = {}
-        for device, rows in queued.items():
-            with blaming(f"checking the tensors on {device}"):
-                values = torch.stack([*rows.values()]).cpu().tolist()
-            fetched |= zip(rows, values, strict=True)
-        return fetched
+                queued[name] = self._ops.fingerprint(tensor, dtypes[name])
+        return _fetch(queued)
 
     # ---- memory
 
@@ -316,6 +311,19 @@ class ServedWeights:
             if keeps_values:
                 place.copy_(parameter.data)
             parameter.data = place
+
+
+def _fetch(queued: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+    """Return the numbers of fingerprints, with one copy to the host for each device."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, fingerprint in queued.items():
+        by_device.setdefault(fingerprint.device, {})[name] = fingerprint
+    fetched: dict[str, Fingerprint] = {}
+    for device, rows in by_device.items():
+        with blaming(f"checking the tensors on {device}"):
+            values = torch.stack([*rows.values()]).cpu().tolist()
+        fetched |= zip(rows, values, strict=True)
+    return fetched
 
 
 def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -37,11 +37,13 @@ class SchedulerOutput:
 class FinishedRequest:
     """A request that ends with this step: by "stop" or "length", or by `error` with "error".
 
+    stop_reason: the stop token id or the stop word that ended it, None if another thing did.
     kv_spans: the version that wrote the KV of each position.
     """
 
     request_id: int
     finish_reason: str
+    stop_reason: int | str | None
     kv_spans: VersionSpans
     error: Exception | None = None
 

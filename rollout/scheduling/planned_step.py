@@ -14,7 +14,7 @@ from rollout.scheduling.output import (
     StepUpdate,
 )
 from rollout.scheduling.sequence import Phase, Sequence, order_of, request_id_of
-from rollout.scheduling.stopping import finish_reason
+from rollout.scheduling.stopping import Stop, check_stop
 from rollout.step.output import StepOutput
 from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 
@@ -61,7 +61,7 @@ class PlannedStep:
         self._sample_positions: list[int] = []
         self._score_sources: list[int] = []
         self._score_targets: list[int] = []
-        self._score_top_n = 0
+        self._score_top_n, self._score_ranks = 0, False
 
     def sequences(self) -> list[Sequence]:
         """Return the sequences that compute or sample in the step, each once."""
@@ -166,7 +166,9 @@ class PlannedStep:
         self._score_sources.extend(range(first_source, first_source + last - start))
         self._score_targets.extend(sequence.tokens[start + 1 : last + 1])
         self.scored.append((sequence, last - start))
-        self._score_top_n = max(self._score_top_n, sequence.sampling_params.top_n_logprobs)
+        params = sequence.sampling_params
+        self._score_top_n = max(self._score_top_n, params.top_n_logprobs)
+        self._score_ranks |= params.return_ranks
 
     def build_plan(self) -> StepPlan:
         """Pack the rows into arrays."""
@@ -195,6 +197,7 @@ class PlannedStep:
             num_decode_rows=self._num_decode_rows,
             new_rows=tuple(self._new_rows),
             score_top_n=self._score_top_n,
+            score_ranks=self._score_ranks,
             **arrays,
         )
 
@@ -274,7 +277,7 @@ class PlannedStep:
             f"weights version {self.weights_version}; check the weights for NaN, infinity or "
             "overflow"
         )
-        return _finished(sequence, "error", error)
+        return _finished(sequence, Stop("error"), error)
 
     def _scored_prompts(self) -> list[ScoredPrompt]:
         scored, start = [], 0
@@ -297,21 +300,22 @@ def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedReque
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
         if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
-            reason: str | None = "error"
+            stop: Stop | None
             error: Exception | None = None
             try:
-                reason = finish_reason(tokens, sequence.num_prompt, rule)
+                stop = check_stop(tokens, sequence.num_prompt, rule)
             except DetokenizeError as fault:  # ends its own request only
-                error = fault
-            if reason is not None:
-                finished.append(_finished(sequence, reason, error))
+                stop, error = Stop("error"), fault
+            if stop is not None:
+                finished.append(_finished(sequence, stop, error))
     return finished
 
 
-def _finished(sequence: Sequence, reason: str, error: Exception | None) -> FinishedRequest:
+def _finished(sequence: Sequence, stop: Stop, error: Exception | None) -> FinishedRequest:
     return FinishedRequest(
         request_id=sequence.request_id,
-        finish_reason=reason,
+        finish_reason=stop.finish_reason,
+        stop_reason=stop.stop_reason,
         kv_spans=sequence.kv_spans.copy(),
         error=error,
     )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from rollout.serve.errors import ApiError, api_error_of, error_response, openai_form
+from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Keys
+from rollout.serve.metrics import metrics_routes
+from rollout.serve.openai.chat import chat_routes
+from rollout.serve.openai.completions import completion_routes
 from rollout.serve.openai.models import model_routes
+from rollout.serve.openai.tokenizer import tokenizer_routes
+from rollout.serve.openai.tokens_in_out import generate_routes
+from rollout.serve.openapi import document
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
@@ -33,10 +41,23 @@ def make_app(state: ServerState) -> web.Application:
 
 def routes_of(doors: Sequence[str]) -> list[Route]:
     """Return the routes of all doors."""
-    routes = health_routes()
+    routes = [*health_routes(), *metrics_routes()]
     if "openai" in doors:
         routes += model_routes()
-    return routes
+        routes += completion_routes()
+        routes += chat_routes()
+        routes += generate_routes()
+        routes += tokenizer_routes()
+    return [*routes, _openapi_route(routes)]
+
+
+def _openapi_route(routes: Sequence[Route]) -> Route:
+    content = document(routes)
+
+    async def answer(request: web.Request, body: Any) -> web.Response:
+        return json_response(content)
+
+    return Route(method="GET", path="/openapi.json", handler=answer, summary="This document")
 
 
 def _guarded(route: Route, keys: Keys) -> _Handler:
@@ -44,23 +65,34 @@ def _guarded(route: Route, keys: Keys) -> _Handler:
     answers every fault in the door's form."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        start, status = time.monotonic(), 499  # as proxies count a client that went away
         try:
-            keys.check(request.headers.get("Authorization"), route.access)
-            body = None
-            if route.body is not None:
-                body = decoded(await _read(request), route.body)
-            if not route.generates:
-                return await route.handler(request, body)
-            async with request.app[STATE].turnstile.turn():
-                return await route.handler(request, body)
-        except Exception as fault:
-            error = api_error_of(fault)
-            if error is None:
-                _logger.exception("%s %s failed", request.method, request.path)
-                error = ApiError(500, f"the server failed: {type(fault).__name__}")
-            return error_response(error, route.errors)
+            response = await _answered(route, keys, request)
+            status = response.status
+            return response
+        finally:
+            metrics = request.app[STATE].metrics
+            metrics.add(route.method, route.path, status, time.monotonic() - start)
 
     return handle
+
+
+async def _answered(route: Route, keys: Keys, request: web.Request) -> web.StreamResponse:
+    try:
+        keys.check(request.headers.get("Authorization"), route.access)
+        body = None if route.body is None else decoded(await _read(request), route.body)
+        if not route.generates:
+            return await route.handler(request, body)
+        async with request.app[STATE].turnstile.turn():
+            return await route.handler(request, body)
+    except ConnectionError:
+        raise  # the client has gone
+    except Exception as fault:
+        error = api_error_of(fault)
+        if error is None:
+            _logger.exception("%s %s failed", request.method, request.path)
+            error = ApiError(500, f"the server failed: {type(fault).__name__}")
+        return error_response(error, route.errors)
 
 
 async def _read(request: web.Request) -> bytes:

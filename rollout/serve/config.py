@@ -25,14 +25,18 @@ class ServeConfig:
     doors: protocols that are served: openai (completions, chat, tokens in and out), vllm and sglang
         (their control verbs, and SGLang's generate).
     served_model_name: what clients call the model. None: the name of its directory.
+    chat_template: a file with the Jinja template of chats, or its text. None: the model's own.
+    trust_request_chat_template: whether requests may bring a template of their own. It runs in a
+        sandbox, but for as long as it likes.
     logprobs_mode: of log-probs in the openai door; see SamplingParams.
     max_model_len: longest prompt and output that is announced and checked. None: the engines' own.
     checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
         refuses such updates.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one.
-    max_prompts: most prompts of one request.
     max_n: most samples of one prompt.
+    max_samples: most samples of all prompts of one request.
+    max_logprobs: most alternatives that a request may ask for with each token.
     max_running_requests: most requests that generate at once; further ones wait.
     max_waiting_requests: most requests that wait so; further ones get 429 with Retry-After.
     max_connections_backlog: connections that the system holds until they are accepted.
@@ -49,13 +53,16 @@ class ServeConfig:
     admin_key: str | None = None
     doors: tuple[str, ...] = DOORS
     served_model_name: str | None = None
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
     logprobs_mode: str = "raw"
     max_model_len: int | None = None
     checkpoint_roots: tuple[str, ...] = ()
 
     max_body_bytes: int = 2**30
-    max_prompts: int = 16384
     max_n: int = 4096
+    max_samples: int = 2**16
+    max_logprobs: int = 256
     max_running_requests: int = 4096
     max_waiting_requests: int = 4096
     max_connections_backlog: int = 4096
@@ -88,6 +95,9 @@ class ServeConfig:
             low = 0 if name in ("port", "max_waiting_requests") else 1
             if not (isinstance(value, int) and is_number and value >= low):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+        elif kind == "bool":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False")
         elif kind == "float":
             if not (is_number and math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}={value!r} must be a number of seconds, 0 or more")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 
@@ -21,12 +20,15 @@ class VersionLabels:
         """Return the label of `version`."""
         return self._labels.get(version, str(version))
 
-    def runs(self, versions: Iterable[int]) -> list[dict[str, Any]]:
-        """Return [{"version", "start", "end"}] of the versions of generated tokens, one run for
-        neighbours of the same label. `start` and `end` count generated tokens from 0.
+    def runs(self, spans: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+        """Return [{"version", "start", "end"}] of (start, end, version) spans: neighbours of the
+        same label become one.
         """
-        runs, end = [], 0
-        for label, same in groupby(versions, key=self.of):
-            start, end = end, end + sum(1 for _ in same)
-            runs.append({"version": label, "start": start, "end": end})
+        runs: list[dict[str, Any]] = []
+        for start, end, version in spans:
+            label = self.of(version)
+            if runs and runs[-1]["version"] == label:
+                runs[-1]["end"] = end
+            else:
+                runs.append({"version": label, "start": start, "end": end})
         return runs

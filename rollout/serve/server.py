@@ -20,7 +20,10 @@ from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
+from rollout.serve.openai.chat_template import load_template
+from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
+from rollout.serve.token_texts import TokenTexts
 
 _logger = logging.getLogger(__name__)
 # How long aborted requests may take to be answered once the drain is over.
@@ -45,6 +48,9 @@ class Server:
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
             ),
             live=LiveRequests(lambda request_id: llm.client.abort(request_id)),
+            texts=TokenTexts(llm.tokenizer),
+            template=load_template(directory, config.chat_template),
+            metrics=ServerMetrics(),
         )
         self._runner = web.AppRunner(
             make_app(self.state),

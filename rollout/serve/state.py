@@ -15,11 +15,16 @@ from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Access, Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
+from rollout.serve.openai.chat_template import ChatTemplate
+from rollout.serve.server_metrics import ServerMetrics
+from rollout.serve.token_texts import TokenTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """created: seconds since 1970 at which the server started."""
+    """created: seconds since 1970 at which the server started. template: of chats, None without
+    one.
+    """
 
     llm: ServedLLM
     config: ServeConfig
@@ -28,6 +33,9 @@ class ServerState:
     labels: VersionLabels
     turnstile: Turnstile
     live: LiveRequests
+    texts: TokenTexts
+    template: ChatTemplate | None
+    metrics: ServerMetrics
 
     @property
     def max_model_len(self) -> int | None:

@@ -24,8 +24,10 @@ class StepOutput(Generic[Array]):
     token_ids: Array  # [S] int64
     is_finite: Array  # [S] bool
     logprobs: Array | None = None  # [S] float32
+    ranks: Array | None = None  # [S] int32
     top_ids: Array | None = None  # [S, N] int64
     top_logprobs: Array | None = None  # [S, N] float32
     score_logprobs: Array | None = None  # [P] float32
+    score_ranks: Array | None = None  # [P] int32
     score_top_ids: Array | None = None  # [P, N] int64
     score_top_logprobs: Array | None = None  # [P, N] float32

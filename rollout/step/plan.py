@@ -61,6 +61,8 @@ class StepPlan:
         from, the row that gets the drawn token, and the absolute position of that.
     score_sources, score_targets: [P] the token of this step whose logits score a prompt token, and
         the id of that.
+    score_top_n, score_ranks: how many of the best tokens are reported with each, and whether ranks
+        are.
     """
 
     step_id: int
@@ -82,6 +84,7 @@ class StepPlan:
     score_sources: IntArray = field(default_factory=_empty)
     score_targets: IntArray = field(default_factory=_empty)
     score_top_n: int = 0
+    score_ranks: bool = False
 
     @property
     def num_tokens(self) -> int:

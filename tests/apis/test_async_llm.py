@@ -26,7 +26,7 @@ from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
 from tests.apis.fake_fleet import memory_files
-from tests.apis.fleets import CONFIG, directory, params, until, weights, with_fleet
+from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights, with_fleet
 from tests.apis.history_oracle import HistoryOracle
 from tests.apis.leftovers import fleet_pids
 from tests.tiny_models import VOCAB_SIZE, prompt_of
@@ -103,6 +103,51 @@ def test_tokens_stream_as_they_come_and_what_nobody_waits_for_is_aborted() -> No
         await until(is_idle, "they are aborted")
 
     with_fleet(1, work)
+
+
+def test_aborted_requests_come_back_at_once_with_their_tokens() -> None:
+    """Two run, others wait in the engine, in the coordinator and in the client."""
+
+    async def work() -> None:
+        limits = {"limits": CoordinatorLimits(max_client_requests=14)}
+        config = CONFIG.replace(max_requests=2)
+        async with AsyncLLM(directory(), None, config, coordinator_options=limits) as llm:
+            for mode in (None, "persist", "offload", "recompute"):
+                await check_abort(llm, mode)
+            check_all(await llm.generate(prompt_of(9), params(1)))
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+async def check_abort(llm: AsyncLLM, mode: str | None) -> None:
+    wanted = params(1, 400, return_log_probs=True, return_ranks=True)
+    stream = llm.stream(prompt_of(9), wanted)
+    first = await anext(stream)
+    others = [asyncio.ensure_future(llm.generate(prompt_of(4 + i), wanted)) for i in range(16)]
+    late = asyncio.ensure_future(anext(llm.stream(prompt_of(9), wanted)))
+    await until(lambda: num_is(llm, 10), "the engine has as many as it takes")
+    if mode is not None:
+        await llm.pause()
+        await llm.suspend(mode)
+    ids = sorted(llm.client.completion_futures)
+    assert await llm.abort([ids[-1], 10**6, ids[-1]]) == 1
+    assert (await late).finish_reason == "abort"
+    assert await llm.abort() == 17
+    assert await llm.abort() == 0
+    parts = [first, *[piece async for piece in stream]]
+    streamed = parts.pop()
+    assert [token for part in parts for token in part] == streamed.generated_tokens
+    for request in (streamed, *await asyncio.gather(*others)):
+        assert (request.finish_reason, request.stop_reason) == ("abort", None)
+        num_tokens = len(request.generated_tokens)
+        assert len(request.policy_versions) == num_tokens < 400
+        for values in (request.generated_log_probs, request.generated_ranks):
+            assert (0 if values is None else len(values)) == num_tokens
+    assert len(streamed.generated_tokens) > 0
+    assert await num_running(llm) == 0
+    if mode is not None:
+        await llm.resume()
+        await llm.unpause()
 
 
 async def num_is(llm: AsyncLLM, count: int) -> bool:
@@ -209,10 +254,10 @@ def test_each_engine_has_weights_of_its_own() -> None:
 
     given = build_model(directory())
     assert isinstance(given, CausalLM)
-    before = {name: tensor.clone() for name, tensor in given.weight_views().items()}
+    before = {name: tensor.clone() for name, tensor in given.read_weights().items()}
     asyncio.run(work())
-    assert all(tensor.equal(before[name]) for name, tensor in given.weight_views().items())
-    assert not any(tensor.is_shared() for tensor in given.weight_views().values())
+    assert all(tensor.equal(before[name]) for name, tensor in given.read_weights().items())
+    assert not any(tensor.is_shared() for tensor in given.read_weights().values())
 
 
 def test_what_cannot_start_says_why_and_leaves_nothing() -> None:

@@ -68,6 +68,7 @@ def test_a_fleet_does_with_texts_and_logits_what_one_process_does(tmp_path: Path
     plain, *processed = expected[: 1 + len(PROCESSED)]
     assert all(request.generated_tokens != plain.generated_tokens for request in processed)
     assert all(request.finish_reason == "stop" for request in expected[-len(forced) :])
+    assert (processed[0].stop_reason, expected[-1].stop_reason) == (7, None)
 
     async def work() -> None:
         async with AsyncLLM(model, LetterTokenizer(), CONFIG) as llm:
@@ -77,6 +78,7 @@ def test_a_fleet_does_with_texts_and_logits_what_one_process_does(tmp_path: Path
                 assert own.generated_tokens == other.generated_tokens
                 assert own.generated_text == other.generated_text
                 assert own.finish_reason == other.finish_reason
+                assert own.stop_reason == other.stop_reason
                 assert own.generated_log_probs.tolist() == pytest.approx(
                     other.generated_log_probs.tolist(), abs=1e-4
                 )
@@ -97,6 +99,7 @@ async def check_stream(llm: AsyncLLM) -> None:
     assert "".join(pieces) == request.generated_text == text[:end]
     *runs, request = [item async for item in llm.stream(PROMPT, params)]
     told = [token for run in runs for token in run]
+    assert request.stop_reason == word
     assert told == request.generated_tokens == LetterTokenizer().encode(text[: end + 3])
 
 

@@ -72,7 +72,12 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
         "score_targets_P": np.empty(0, dtype=np.int64),
     }
     flags = SamplingFlags(
-        all_greedy=False, any_greedy=True, any_truncation=True, any_logprobs=True, top_n=0
+        all_greedy=False,
+        any_greedy=True,
+        any_truncation=True,
+        any_logprobs=True,
+        any_ranks=False,
+        top_n=0,
     )
     return StepInputs(
         **arrays,
@@ -81,6 +86,7 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
         draws_in_order=len(sources) == len(draws),
         flags=flags,
         score_top_n=0,
+        score_ranks=False,
     )
 
 

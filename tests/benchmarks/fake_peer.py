@@ -22,11 +22,15 @@ class FakePeer:
 
     def generate(self, workload: Workload, seed: int) -> Generated:
         print("what an engine prints is no reply")
-        if self.habit == "dies":
+        if self.habit == "dies" or self.habit == f"dies at {workload.name}":
             print("a last word", file=sys.stderr)
             sys.exit(3)
         if self.habit == "hangs":
             time.sleep(1000)
+        if self.habit == "dawdles":
+            end = time.process_time() + 0.3
+            while time.process_time() < end:
+                pass
         extra = 1 if self.habit == "says more" else 0
         step = 1 if self.habit == "counts" else 0
         rows = [

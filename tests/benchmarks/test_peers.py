@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,18 +13,32 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import num_parameters
-from benchmarks.peers import parse_arguments
+from benchmarks.peers import lines, parse_arguments
 from benchmarks.peers_environments import OURS, run_environment
 from benchmarks.peers_models import MODELS
 from benchmarks.peers_process import PeerError, WorkerProcess, run_logged
-from benchmarks.peers_report import Comparison, as_json, as_markdown, draw
-from benchmarks.peers_rounds import Contestant, ContestRounds, Tournament, equal_share, judged
+from benchmarks.peers_rounds import Contestant, Display, Tournament, equal_share
 from benchmarks.peers_worker import cpu_seconds
-from benchmarks.peers_workloads import contests
+from benchmarks.peers_workloads import Contest, contests
 
 TIMEOUT_S = 60.0
-CONTESTS = contests(100, is_small=True)
+NUM_ROUNDS = 3
+CONTESTS = contests(100, "small")
 Start = Callable[..., Contestant]
+
+
+class Heard:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.num_plays: Counter[str] = Counter()
+
+    def show(self, text: str) -> None:
+        self.texts.append(text)
+
+    def advance(self, contest: Contest, num_plays: int) -> None:
+        self.num_plays[contest.name] += num_plays
 
 
 @pytest.fixture
@@ -36,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             command = [sys.executable, "-m", "tests.benchmarks.fake_peer", habit or "repeats"]
             worker = WorkerProcess(command, run_environment(OURS, 1), tmp_path / f"{name}.log")
             stack.enter_context(worker)
-            return Contestant(name=name, worker=worker, is_ours=name == "rollout", is_int8=is_int8)
+            return Contestant(name=name + " int8" * is_int8, worker=worker, is_int8=is_int8)
 
         yield started
 
@@ -45,8 +59,15 @@ def generate(contestant: Contestant, timeout_s: float = TIMEOUT_S) -> list[list[
     return contestant.generate(CONTESTS["W2"].workload, 0, timeout_s).tokens
 
 
-def tournament(*contestants: Contestant) -> Tournament:
-    return Tournament(contestants, {}, TIMEOUT_S, lambda what: None)
+def tournament(ours: Contestant, *names: str, display: Display | None = None) -> Tournament:
+    return Tournament(
+        ours,
+        [CONTESTS[name] for name in names],
+        num_rounds=NUM_ROUNDS,
+        is_exact=True,
+        timeout_s=TIMEOUT_S,
+        display=display or Heard(),
+    )
 
 
 def test_reply_has_the_tokens_and_both_clocks(start: Start) -> None:
@@ -132,36 +153,17 @@ def test_cpu_seconds_contain_those_of_running_children() -> None:
         os.close(write_fd)
 
 
-def test_ratio_is_to_the_best_peer_of_the_round_by_each_clock() -> None:
-    names = ("rollout", "quick", "threaded", "narrow")
-    contestants = [
-        Contestant(
-            name=name,
-            worker=None,  # type: ignore[arg-type]
-            is_ours=name == "rollout",
-            is_int8=name == "narrow",
-        )
-        for name in names
-    ]
-    seconds = {
-        "rollout": {"cpu": 2.0, "wall": 4.0},
-        "quick": {"cpu": 3.0, "wall": 6.0},
-        "threaded": {"cpu": 4.0, "wall": 2.0},
-        "narrow": {"cpu": 1.0, "wall": 1.0},
-    }
-    played = judged(contestants, 12, seconds)
-    assert played.best_peer == {"cpu": "quick", "wall": "threaded"}
-    assert played.ratio == {"cpu": pytest.approx(1.5), "wall": pytest.approx(0.5)}
-    assert played.tokens_per_second["cpu"]["narrow"] == 12
-
-
 def test_peer_with_other_greedy_tokens_leaves_unless_its_weights_are_int8(start: Start) -> None:
     peers = [start("same"), start("other", "counts"), start("narrow", "counts", is_int8=True)]
-    contest = tournament(start("rollout"), *peers)
-    shares = contest.compare_greedy(CONTESTS["W1"], is_exact=True)
-    assert shares == {"same": 1.0, "other": pytest.approx(1 / 5), "narrow": pytest.approx(1 / 5)}
-    assert contest.left_out == {"other": "only 20% of its greedy tokens are ours"}
-    assert [c.name for c in contest.contestants] == ["rollout", "same", "narrow"]
+    contest = tournament(start("rollout"), "W1")
+    contest.play(peers)
+    assert contest.equal_greedy_share == {
+        "same": 1.0,
+        "other": pytest.approx(1 / 16),
+        "narrow int8": pytest.approx(1 / 16),
+    }
+    assert contest.left_out == {"other": "only 6% of its greedy tokens are ours"}
+    assert contest.results["W1"].peers == ["same", "narrow int8"]
 
 
 def test_tokens_after_the_first_other_one_do_not_count() -> None:
@@ -169,19 +171,50 @@ def test_tokens_after_the_first_other_one_do_not_count() -> None:
 
 
 def test_peer_that_fails_leaves_and_the_rounds_go_on(start: Start) -> None:
-    contest = tournament(start("rollout"), start("good"), start("bad", "dies"))
-    played = ContestRounds(contest=CONTESTS["W3"])
-    contest.play_round(played)
-    contest.play_round(played)
-    assert [sorted(r.tokens_per_second["cpu"]) for r in played.rounds] == [["good", "rollout"]] * 2
+    contest = tournament(start("rollout"), "W2", "W3")
+    contest.play([start("good"), start("bad", "dies at W3")])
     assert contest.left_out["bad"].startswith("W3: its process ended (3)")
+    first, second = contest.results["W2"].groups[0], contest.results["W3"].groups[0]
+    assert sorted(first[0]) == ["bad", "good", "rollout"]
+    assert [sorted(seconds) for seconds in second] == [["good", "rollout"]] * NUM_ROUNDS
+    assert len(contest.load_averages) == len(first) + len(second)
 
 
-def test_nothing_is_compared_without_ours_or_without_a_peer(start: Start) -> None:
-    with pytest.raises(PeerError, match="rollout: W3: its process ended"):
-        tournament(start("rollout", "dies"), start("peer")).warm_up(CONTESTS["W3"])
-    with pytest.raises(PeerError, match="no peer is left"):
-        tournament(start("rollout")).play_round(ContestRounds(contest=CONTESTS["W3"]))
+def test_peer_far_behind_the_best_plays_one_round(start: Start) -> None:
+    contest = tournament(start("rollout"), "W3")
+    contest.play(
+        [start("good"), start("slow", "dawdles"), start("narrow", "dawdles", is_int8=True)]
+    )
+    result = contest.results["W3"]
+    assert len(result.ratios_to("slow", "wall")) == 1
+    assert len(result.ratios_to("narrow int8", "wall")) == NUM_ROUNDS
+
+
+def test_peer_of_a_later_group_is_compared_with_those_of_earlier_ones(start: Start) -> None:
+    contest = tournament(start("rollout"), "W3")
+    contest.play([start("good")])
+    contest.play([start("slow", "dawdles")])
+    assert [len(group) for group in contest.results["W3"].groups] == [NUM_ROUNDS, 1]
+    assert contest.results["W3"].best_peers("wall")[0][1] == "good"
+
+
+def test_display_hears_of_all_plays_whether_they_take_place_or_not(start: Start) -> None:
+    display = Heard()
+    contest = tournament(start("rollout"), "W2", "W3", display=display)
+    contest.play([start("good"), start("slow", "dawdles"), start("bad", "dies at W3")])
+    assert display.num_plays == {"W2": 4 * NUM_ROUNDS, "W3": 4 * NUM_ROUNDS}
+    assert "W3, round 1: good" in display.texts
+
+
+def test_nothing_is_compared_without_ours(start: Start) -> None:
+    with pytest.raises(PeerError, match="rollout: greedy: its process ended"):
+        tournament(start("rollout", "dies"), "W3").play([start("peer")])
+
+
+def test_without_a_peer_there_are_no_rounds(start: Start) -> None:
+    contest = tournament(start("rollout"), "W3")
+    contest.play([start("bad", "dies")])
+    assert contest.results["W3"].groups == []
 
 
 def test_every_round_has_prompts_of_its_own() -> None:
@@ -192,43 +225,6 @@ def test_every_round_has_prompts_of_its_own() -> None:
         assert [*map(len, first.prompts)] == [*map(len, second.prompts)]
     assert CONTESTS["W4"].num_counted == 32
     assert CONTESTS["W3"].num_counted == 6
-
-
-def test_page_names_everyone_and_every_reason(start: Start, tmp_path: Path) -> None:
-    contest = tournament(start("rollout"), start("good"), start("bad", "dies"))
-    played = [ContestRounds(contest=CONTESTS[name]) for name in ("W1", "W4")]
-    for each in played:
-        contest.play_round(each)
-    comparison = Comparison(
-        date="2026-01-01",
-        machine={
-            "cpu": "CPU",
-            "cpu_family_model": "1/2",
-            "instruction_set": "AVX2",
-            "num_cores": 2,
-            "threads": 1,
-            "torch": "2",
-            "python": "3",
-            "ops": "Ops",
-            "attention": "Attention",
-        },
-        model="small",
-        num_parameters=1000,
-        dtype="float32",
-        clock="cpu",
-        versions={"rollout": "this tree", "good": "1.0", "bad": "2.0"},
-        left_out=contest.left_out,
-        equal_greedy_share={"good": 1.0},
-        contests=played,
-    )
-    page = as_markdown(comparison, "plot.png")
-    assert "| bad | W1: its process ended (3)" in page
-    assert page.count("\n| good |") == 4
-    assert str(tmp_path) not in page
-    written = json.loads(json.dumps(as_json(comparison)))
-    assert written["workloads"]["W4"]["median_ratio"]["cpu"] == played[1].ratios("cpu")[0]
-    draw(comparison, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_models_have_the_sizes_of_their_names_and_room_for_the_prefill() -> None:
@@ -244,3 +240,23 @@ def test_arguments_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) 
         parse_arguments(["--threads", "0"])
     assert "--threads 0 must be at least 1" in capsys.readouterr().err
     assert parse_arguments(["--small"]).models == ["small"]
+
+
+def test_large_model_has_the_same_streams_with_fewer_tokens_and_no_second_peer_in_memory() -> None:
+    arguments = parse_arguments(["--threads", "1", "--dtypes", "float32"])
+    by_model = {line.model: line for line in lines(arguments)}
+    assert [contest.name for contest in by_model["0.5B"].contests] == ["W1", "W3"]
+    assert [contest.name for contest in by_model["44M"].contests] == ["W1", "W2", "W3", "W4"]
+    full, reduced = (by_model[name].contests[0].workload for name in ("44M", "0.5B"))
+    assert len(full.prompts) * full.num_samples == len(reduced.prompts) * reduced.num_samples
+    assert full.num_tokens > reduced.num_tokens
+    assert [len(group) for group in by_model["0.5B"].groups] == [1] * 4
+    assert [len(group) for group in by_model["44M"].groups] == [4]
+
+
+def test_everything_is_estimated_to_take_as_long_as_its_lines() -> None:
+    arguments = parse_arguments([])
+    small, large = (
+        next(line for line in lines(arguments) if line.model == model) for model in ("4M", "44M")
+    )
+    assert 30 < small.total_seconds(5) < large.total_seconds(5) < 3600

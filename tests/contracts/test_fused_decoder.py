@@ -51,11 +51,9 @@ def native_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 def prepared(spec: ModelSpec, backend: Backend) -> CausalLM:
     model = CausalLM.random(spec, seed=3)
     generator = torch.Generator().manual_seed(5)
-    for name, view in model.weight_views().items():
-        if view.dim() == 1:
-            view.normal_(float(name.endswith("norm.weight")), 0.3, generator=generator)
-        else:
-            view.normal_(0, 0.3, generator=generator)
+    for name, slot in model.weight_slots().items():
+        values, mean = torch.empty(slot.shape, dtype=slot.dtype), name.endswith("norm.weight")
+        slot.write(values.normal_(float(mean), 0.3, generator=generator))
     model.prepare(backend)
     return model
 
@@ -166,8 +164,8 @@ def test_bfloat16_agrees_with_the_layers_in_float32(
     backend = native_backend(monkeypatch)
     model = prepared(replace(spec, dtype=torch.bfloat16), backend)
     exact = prepared(spec, backend)
-    for name, view in exact.weight_views().items():
-        view.copy_(model.weight_views()[name])
+    for name, slot in exact.weight_slots().items():
+        slot.write(model.read_weights()[name])
     exact.refresh()
     rows, kept = [(3, 1), (40, 1), (0, 17), (5, 30)], [0, 1, 18, 48]
     for each in (model, exact):
@@ -205,8 +203,8 @@ def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_follows_new_weights_and_caches_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(SPEC, native_backend(monkeypatch))
     assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
-    for view in model.weight_views().values():
-        view.mul_(1.25)
+    for slot in model.weight_slots().values():
+        slot.write(slot.read() * 1.25)
     model.refresh()
     assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
 

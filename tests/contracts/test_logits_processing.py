@@ -131,6 +131,10 @@ def test_each_row_draws_from_its_own_processed_logits_and_reports_in_its_mode(
         assert result.top_logprobs_SN is not None
         best_N = np.sort(expected_V)[::-1][:TOP_N]
         np.testing.assert_allclose(result.top_logprobs_SN[row], best_N, **LOGPROB)
+        assert result.top_ids_SN is not None
+        named = result.top_ids_SN[row].tolist()
+        if token in named:
+            assert result.logprobs_S[row] == result.top_logprobs_SN[row, named.index(token)]
 
 
 def test_a_row_that_processing_leaves_nothing_to_draw_or_that_was_not_finite_says_so() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.base import Ops
+from rollout.runner.token_ranks import token_ranks
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
 
@@ -168,6 +169,39 @@ def test_top_n_is_in_the_rows_mode(ops: Ops, mode: str) -> None:
         result.top_logprobs_SN[0, :visible], expected[order[:visible]], **LOGPROB
     )
     assert (result.top_logprobs_SN[0, visible:] == -torch.inf).all()
+
+
+@all_ops
+@given(
+    rows=st.lists(draws, min_size=1, max_size=4),
+    vocabulary=st.sampled_from([5, 129, 3000]),
+    seed=st.integers(0, 10_000),
+    levels=st.sampled_from([3, 1000]),
+)
+def test_a_token_has_the_very_log_prob_and_the_place_that_the_top_n_gives_it(
+    name: str, rows: list[Draw], vocabulary: int, seed: int, levels: int
+) -> None:
+    """To the last bit: that they are equal is how clients tell a greedy token."""
+    rows = rows[:2] if is_interpreted(name) else rows
+    ops, top_n = OPS[name](), min(40, vocabulary)
+    logits = (random_logits(len(rows), vocabulary, seed) * levels / 10).round() * 10 / levels
+    drawn = ops.sample(logits, batch_of(rows, top_n=top_n))
+    targets = logits.argsort(descending=True)[:, seed % top_n]
+    scores = ops.score(logits, targets, top_n)
+    results = (
+        (drawn.token_ids_S, drawn.logprobs_S, drawn.top_ids_SN, drawn.top_logprobs_SN),
+        (targets, *scores),
+    )
+    for ids, logprobs_S, top_ids_SN, top_logprobs_SN in results:
+        ranks = token_ranks(logits, ids).tolist()
+        for row, (token, rank) in enumerate(zip(ids.tolist(), ranks, strict=True)):
+            top = dict(zip(top_ids_SN[row].tolist(), top_logprobs_SN[row].tolist(), strict=True))
+            if token in top:
+                assert top[token] == float(logprobs_S[row])
+                num_equal = int((logits[row] == logits[row, token]).sum())
+                assert rank <= list(top).index(token) + 1 < rank + num_equal
+            else:
+                assert rank + int((logits[row] == logits[row, token]).sum()) > top_n
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

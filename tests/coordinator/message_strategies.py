@@ -83,6 +83,7 @@ sampling_params = st.builds(
     temperature=st.just(0.0) | st.floats(0.01, 2),
     num_tokens_to_generate=st.none() | st.integers(1, 9),
     return_log_probs=st.booleans(),
+    return_ranks=st.booleans(),
     stop_words=st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=2),
     stop_token_ids=st.none() | st.lists(st.integers(0, 9), max_size=2),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=2),
@@ -167,6 +168,7 @@ def token_runs(offset: st.SearchStrategy[int] | None = None) -> st.SearchStrateg
             "context_kv_version_min": array("<i4", size),
             "context_kv_version_mean": array("<f8", size),
             "log_probs": st.none() | array("<f4", size),
+            "ranks": st.none() | array("<i4", size, low=0),
             "top_n": st.none() | top_n_runs(size),
         }
         return built(TokenRun, **given, **({} if offset is None else {"offset": offset}))
@@ -202,11 +204,12 @@ def engine_replies() -> st.SearchStrategy[EngineReply]:
 
 
 def token_runs_of_many() -> st.SearchStrategy[TokenRuns]:
-    def of_counts(shape: list[tuple[int, bool, bool]]) -> st.SearchStrategy[TokenRuns]:
-        counts, has_log_probs, has_top_n = ([row[i] for row in shape] for i in range(3))
+    def of_counts(shape: list[tuple[int, bool, bool, bool]]) -> st.SearchStrategy[TokenRuns]:
+        counts, has_log_probs, has_ranks, has_top_n = ([row[i] for row in shape] for i in range(4))
         ids = array("<i8", len(shape), low=0)
         size = sum(counts)
         num_log_probs = sum(c for c, has in zip(counts, has_log_probs, strict=True) if has)
+        num_ranks = sum(c for c, has in zip(counts, has_ranks, strict=True) if has)
         num_top_n = sum(c for c, has in zip(counts, has_top_n, strict=True) if has)
         given = {
             **dict.fromkeys(("request_ids", "attempts", "offsets"), ids),
@@ -218,12 +221,14 @@ def token_runs_of_many() -> st.SearchStrategy[TokenRuns]:
             "context_kv_version_mean": array("<f8", size),
             "has_log_probs": st.just(np.array(has_log_probs, np.uint8)),
             "log_probs": array("<f4", num_log_probs),
+            "has_ranks": st.just(np.array(has_ranks, np.uint8)),
+            "ranks": array("<i4", num_ranks, low=0),
             "has_top_n": st.just(np.array(has_top_n, np.uint8)),
             "top_n": top_n_runs(num_top_n),
         }
         return built(TokenRuns, **given)
 
-    row = st.tuples(st.integers(0, 4), st.booleans(), st.booleans())
+    row = st.tuples(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans())
     return st.lists(row, max_size=4).flatmap(of_counts)
 
 
@@ -258,6 +263,7 @@ def run_of(num_tokens: int, **changes: object) -> TokenRun:
 def joined(runs: list[TokenRun]) -> TokenRuns:
     """Runs as columns, of request 7, 8, ... at attempt 0, 1, ..."""
     log_probs = [run.log_probs for run in runs if run.log_probs is not None]
+    ranks = [run.ranks for run in runs if run.ranks is not None]
     top_n = [row for run in runs if run.top_n is not None for row in run.top_n.rows()]
     columns = {
         name: np.concatenate(
@@ -276,6 +282,8 @@ def joined(runs: list[TokenRun]) -> TokenRuns:
         entry_versions=np.array([run.entry_version for run in runs], np.int32),
         has_log_probs=np.array([run.log_probs is not None for run in runs], np.uint8),
         log_probs=np.concatenate([np.zeros(0, np.float32), *log_probs]),
+        has_ranks=np.array([run.ranks is not None for run in runs], np.uint8),
+        ranks=np.concatenate([np.zeros(0, np.int32), *ranks]),
         has_top_n=np.array([run.top_n is not None for run in runs], np.uint8),
         top_n=TopNRun.from_rows(top_n),
         **columns,

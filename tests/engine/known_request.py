@@ -48,6 +48,7 @@ class Known:
     num_segments: int = 1
     num_in_segment: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     ended_at: int | None = None
 
     @property
@@ -78,6 +79,7 @@ def check_document(
     assert request.prompt_tokens.tolist() == known.prompt
     assert request.generated_tokens == known.generated
     assert request.finish_reason == known.finish_reason
+    assert request.stop_reason == known.stop_reason
     assert request.status is _status(known)
     assert request.policy_versions.tolist() == known.policy
     assert request.context_kv_version_min == known.context_min
@@ -99,6 +101,7 @@ def _check_logprobs(known: Known, request: DynamicInferenceRequest, tally: Count
     if known.params.return_log_probs:
         _check_chosen(request.generated_log_probs, known.generated, known.logprobs_TV)
         tally["log-probs"] += len(known.logprobs_TV)
+    _check_ranks(known, request)
     if top_n:
         _check_top(request.generated_top_n_logprobs, known.logprobs_TV, top_n)
         tally["top-n log-probs"] += top_n * len(known.logprobs_TV)
@@ -119,6 +122,28 @@ def _check_chosen(given: torch.Tensor, tokens: list[int], logprobs_TV: list[Arra
     assert len(given) == len(logprobs_TV) == len(tokens)
     expected = [row_V[token] for row_V, token in zip(logprobs_TV, tokens, strict=True)]
     assert np.allclose(given.numpy(), expected, rtol=0, atol=TOLERANCE)
+
+
+def _check_ranks(known: Known, request: DynamicInferenceRequest) -> None:
+    if not known.params.return_ranks:
+        assert request.generated_ranks is request.prompt_ranks is None
+        return
+    _check_places(request.generated_ranks, known.generated, known.logprobs_TV)
+    if known.wants_scores:
+        _check_places(
+            request.prompt_ranks, known.prompt[1 : 1 + len(known.scores_TV)], known.scores_TV
+        )
+    else:
+        assert request.prompt_ranks is None
+
+
+def _check_places(given: list[int] | None, tokens: list[int], logprobs_TV: list[Array]) -> None:
+    """1 + how many are more likely; those within rounding may be on either side."""
+    assert given is not None
+    assert len(given) == len(tokens)
+    for rank, token, row_V in zip(given, tokens, logprobs_TV, strict=True):
+        low, high = ((row_V > row_V[token] + margin).sum() for margin in (TOLERANCE, -TOLERANCE))
+        assert 1 + low <= rank <= high
 
 
 def _check_top(given: list[dict[int, float]], logprobs_TV: list[Array], top_n: int) -> None:

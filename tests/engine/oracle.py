@@ -178,19 +178,27 @@ class Oracle:
             self.tally["tokens over mixed context"] += 1
         if self.rules.tracks_tokens:
             known.events.append("GENERATED_TOKEN")
-        if token in known.end_ids or self._says_stop_word(known):
+        stops, word = known.params.stop_token_ids or (), self._stop_word(known)
+        if token in (*known.end_ids, *stops) or word is not None:
+            known.stop_reason = word
+            if token in known.end_ids:
+                known.stop_reason = None
+            elif token in stops:
+                known.stop_reason = token
+                self.tally["stop token ids"] += 1
             self._end(known, "stop", ["FINISH"])
         elif len(known.tokens) == known.max_length:
             self._end(known, "length", ["FINISH"])
 
-    def _says_stop_word(self, known: Known) -> bool:
+    def _stop_word(self, known: Known) -> str | None:
+        """The stop word in the text so far that begins first."""
         if not known.params.stop_words:
-            return False
+            return None
         assert self.rules.tokenizer is not None
         text = self.rules.tokenizer.decode(known.generated)
-        says = any(word in text for word in known.params.stop_words)
-        self.tally["stop words"] += says
-        return says
+        said = [word for word in known.params.stop_words if word in text]
+        self.tally["stop words"] += bool(said)
+        return min(said, key=text.index, default=None)
 
     def _decide(self, decision: Decision) -> None:
         schedule = decision.schedule

@@ -82,8 +82,10 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         seed=draw(st.integers(0, 9)),
         termination_id=draw(st.sampled_from((None, None, None, END, -1))),
         ignore_eos=draw(st.integers(0, 7)) == 0,
+        stop_token_ids=draw(st.none() | st.lists(st.sampled_from((END, 9)), max_size=2)),
         stop_words=draw(st.none() | st.lists(letters, min_size=1, max_size=2)),
         top_n_logprobs=draw(st.sampled_from((0, 0, 1, 3))),
+        return_ranks=draw(st.booleans()),
         return_log_probs=draw(st.integers(0, 4)) > 0,
         skip_prompt_log_probs=not wants_scores,
     )

@@ -273,6 +273,7 @@ def test_a_stop_token_id_stops_also_where_end_ids_are_ignored() -> None:
     assert ignoring.generated_tokens == tokens[: tokens.index(tokens[5]) + 1]
     assert both.generated_tokens == tokens[: tokens.index(tokens[2]) + 1]
     assert ignoring.finish_reason == both.finish_reason == "stop"
+    assert (ignoring.stop_reason, both.stop_reason) == (tokens[5], None)
 
 
 @pytest.mark.parametrize("changes", [{"termination_id": 7}, {"stop_token_ids": [3, 7]}])
@@ -292,6 +293,7 @@ def test_no_end_is_drawn_before_min_tokens(changes: dict[str, Any]) -> None:
     assert len(request.generated_tokens) == 10
     assert request.generated_tokens.index(7) == 9
     assert request.finish_reason == "stop"
+    assert request.stop_reason == (7 if "stop_token_ids" in changes else None)
 
 
 class LetterTokenizer:
@@ -349,6 +351,7 @@ def test_a_request_begun_elsewhere_stops_at_words_as_this_tokenizer_encodes_them
     assert record.merge().stop_word_ids == ids
     request = drain(engine)[3]
     assert (request.generated_tokens, request.finish_reason) == (tokens[:13], "stop")
+    assert request.stop_reason == word
 
 
 class ForeignTokenizer(LetterTokenizer):

@@ -21,6 +21,7 @@ def params(index: int) -> SamplingParams:
         ignore_eos=True,
         seed=index,
         return_log_probs=index % 3 != 2,
+        return_ranks=index % 2 == 1,
         top_n_logprobs=2 if index % 3 == 1 else 0,
     )
 
@@ -28,12 +29,14 @@ def params(index: int) -> SamplingParams:
 def taken_apart(columns: Any) -> dict[int, dict[str, Any]]:
     """By request id: its row and its part of each column."""
     parts, at, log_probs, top_n = {}, 0, columns.log_probs.tolist(), list(columns.top_n)
+    ranks = columns.ranks.tolist()
     for row, request_id in enumerate(columns.request_ids.tolist()):
         count = int(columns.counts[row])
         part = {
             "offset": int(columns.offsets[row]),
             "entry_version": int(columns.entry_versions[row]),
             "log_probs": None,
+            "ranks": None,
             "top_n": None,
         }
         for name in ("token_ids", "policy_versions", "context_kv_version_min"):
@@ -41,12 +44,15 @@ def taken_apart(columns: Any) -> dict[int, dict[str, Any]]:
         part["context_kv_version_mean"] = columns.context_kv_version_mean[at : at + count].tolist()
         if columns.has_log_probs[row]:
             part["log_probs"], log_probs = log_probs[:count], log_probs[count:]
+        if columns.has_ranks[row]:
+            part["ranks"], ranks = ranks[:count], ranks[count:]
         if columns.has_top_n[row]:
             part["top_n"], top_n = top_n[:count], top_n[count:]
         parts[request_id] = part
         at += count
     assert at == len(columns.token_ids)
     assert not log_probs
+    assert not ranks
     assert not top_n
     return parts
 

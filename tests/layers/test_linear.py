@@ -13,18 +13,19 @@ CPU = torch.device("cpu")
 
 def make_fused() -> Linear:
     fused = Linear(3, {"gate": 2, "up": 1}, bias=True, dtype=torch.float32, device=CPU)
-    views = fused.weight_views()
-    views["gate.weight"].copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
-    views["gate.bias"].copy_(torch.tensor([0.5, 0.0]))
-    views["up.weight"].copy_(torch.tensor([[1.0, 1.0, 1.0]]))
-    views["up.bias"].copy_(torch.tensor([-1.0]))
+    slots = fused.weight_slots()
+    slots["gate.weight"].write(torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+    slots["gate.bias"].write(torch.tensor([0.5, 0.0]))
+    slots["up.weight"].write(torch.tensor([[1.0, 1.0, 1.0]]))
+    slots["up.bias"].write(torch.tensor([-1.0]))
     return fused
 
 
 def test_parts_are_contiguous_rows_of_the_fused_weight() -> None:
     fused = make_fused()
-    assert list(fused.weight_views()) == ["gate.weight", "gate.bias", "up.weight", "up.bias"]
-    assert all(view.is_contiguous() for view in fused.weight_views().values())
+    slots = fused.weight_slots()
+    assert list(slots) == ["gate.weight", "gate.bias", "up.weight", "up.bias"]
+    assert all(slot.read().is_contiguous() for slot in slots.values())
     assert fused.weight.tolist() == [[1, 0, 0], [0, 2, 0], [1, 1, 1]]
 
 
@@ -37,7 +38,7 @@ def test_forward_concatenates_the_parts_outputs() -> None:
 def test_a_changed_weight_counts_after_refresh() -> None:
     fused = make_fused()
     fused.bind(oracle_backend())
-    fused.weight_views()["up.weight"].zero_()
+    fused.weight_slots()["up.weight"].write(torch.zeros(1, 3))
     fused.refresh()
     assert_close(fused(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[1.5, 4.0, -1.0]]))
 

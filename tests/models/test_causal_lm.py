@@ -1,4 +1,4 @@
-"""CausalLM's weights by name: views, ties, refresh and random initialisation."""
+"""CausalLM's weights by name: slots, ties, refresh and random initialisation."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def spec_of(family: str = "qwen3", **changes: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_views_have_the_names_and_values_of_the_transformers_model(family: str) -> None:
+def test_slots_have_the_names_and_values_of_the_transformers_model(family: str) -> None:
     reference = hf_model(family, tie_word_embeddings=False)
-    views = build_model(reference).weight_views()
-    assert views.keys() == reference.state_dict().keys()
+    weights = build_model(reference).read_weights()
+    assert weights.keys() == reference.state_dict().keys()
     for name, tensor in reference.state_dict().items():
-        assert torch.equal(views[name], tensor), name
+        assert torch.equal(weights[name], tensor), name
 
 
 def test_tied_weights_appear_under_both_names_in_the_same_memory() -> None:
-    views = CausalLM.random(spec_of(tie_word_embeddings=True)).weight_views()
-    head, embedding = views["lm_head.weight"], views["model.embed_tokens.weight"]
-    assert head.data_ptr() == embedding.data_ptr()
+    slots = CausalLM.random(spec_of(tie_word_embeddings=True)).weight_slots()
+    head, embedding = slots["lm_head.weight"], slots["model.embed_tokens.weight"]
+    assert head.address == embedding.address
     assert head.shape == embedding.shape
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_refreshed_model_serves_weights_copied_into_its_views(is_tied: bool) -> None:
+def test_refreshed_model_serves_weights_written_to_its_slots(is_tied: bool) -> None:
     model = CausalLM.random(spec_of("qwen2", tie_word_embeddings=is_tied), seed=1)
     before_TV = logits_of(model, PROMPT)
     reference = hf_model("qwen2", tie_word_embeddings=is_tied)
-    pointers = {name: view.data_ptr() for name, view in model.weight_views().items()}
+    addresses = {name: slot.address for name, slot in model.weight_slots().items()}
     for name, tensor in reference.state_dict().items():
-        model.weight_views()[name].copy_(tensor)
+        model.weight_slots()[name].write(tensor)
     model.refresh()
-    assert {name: view.data_ptr() for name, view in model.weight_views().items()} == pointers
+    assert {name: slot.address for name, slot in model.weight_slots().items()} == addresses
     after_TV = logits_of(model, PROMPT)
     assert not torch.allclose(after_TV, before_TV)
     assert_close(after_TV, hf_logits(reference, PROMPT), rtol=1e-4, atol=1e-4)
@@ -66,20 +66,20 @@ def test_an_unprepared_model_says_so() -> None:
 
 def test_random_weights_follow_the_seed_and_not_the_global_generator() -> None:
     torch.manual_seed(1)
-    first = CausalLM.random(spec_of(), seed=5).weight_views()
+    first = CausalLM.random(spec_of(), seed=5).read_weights()
     torch.manual_seed(2)
-    again = CausalLM.random(spec_of(), seed=5).weight_views()
-    other = CausalLM.random(spec_of(), seed=6).weight_views()
+    again = CausalLM.random(spec_of(), seed=5).read_weights()
+    other = CausalLM.random(spec_of(), seed=6).read_weights()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
 def test_random_weights_have_the_documented_spread() -> None:
-    views = CausalLM.random(spec_of("qwen2"), dtype=torch.bfloat16).weight_views()
-    assert views["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert views["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.1)
-    assert (views["model.layers.0.input_layernorm.weight"] == 1).all()
-    assert (views["model.layers.1.self_attn.q_proj.bias"] == 0).all()
+    weights = CausalLM.random(spec_of("qwen2"), dtype=torch.bfloat16).read_weights()
+    assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert weights["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.1)
+    assert (weights["model.layers.0.input_layernorm.weight"] == 1).all()
+    assert (weights["model.layers.1.self_attn.q_proj.bias"] == 0).all()
 
 
 def test_cache_spec_describes_the_kv_cache() -> None:

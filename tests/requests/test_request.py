@@ -37,7 +37,9 @@ requests_strategy = st.builds(
     arrival_time=st.none() | st.floats(0, 1e9),
     status=st.none() | st.sampled_from(Status),
     finish_reason=st.none() | st.sampled_from(["stop", "length", "abort", "error"]),
+    stop_reason=st.none() | st.integers(0, 200_000) | st.text(),
     generated_log_probs=st.none() | log_probs | log_probs.map(torch.tensor),
+    generated_ranks=st.none() | st.lists(st.integers(0, 200_000), max_size=4),
     prompt_log_probs=st.none() | log_probs.map(torch.tensor),
     generated_top_n_logprobs=st.none()
     | st.lists(st.none() | st.dictionaries(st.integers(0, 99), st.floats(-50, 0)), max_size=4),

@@ -77,8 +77,8 @@ def test_an_engine_is_built_of_a_sharded_model(mesh: DeviceMesh) -> None:
 def test_engine_processes_are_sent_a_sharded_model_whole(mesh: DeviceMesh) -> None:
     plain, whole = tiny_model(seed=2), without_shards(sharded_model(mesh), "auto")
     assert isinstance(whole, CausalLM)
-    for name, view in build_model(plain).weight_views().items():
-        assert torch.equal(whole.weight_views()[name], view)
+    for name, view in build_model(plain).read_weights().items():
+        assert torch.equal(whole.read_weights()[name], view)
     assert without_shards(plain, "auto") is plain
 
 
@@ -208,7 +208,7 @@ def test_persistent_buffers_are_part_of_a_pushed_module() -> None:
     engine, model = engine_with_a_router()
     before = engine.weights_checksum()
     engine.update_weights(trainer, in_flight=True)
-    assert torch.equal(model.weight_views()[BIAS], torch.arange(4.0))
+    assert torch.equal(model.read_weights()[BIAS], torch.arange(4.0))
     llm = FakeLLM(EngineState.SUSPENDED)
     InProcessWeightSync(llm).push(trainer)
     assert list(llm.weights) == list(trainer.state_dict())
@@ -247,7 +247,7 @@ def test_a_buffer_goes_back_with_the_weights_when_a_commit_fails(
         with pytest.raises(WeightUpdateError, match="packed copies"):
             engine.commit_weights(staged, in_flight=True)
     assert engine.weights_checksum() == checksum
-    assert torch.equal(model.weight_views()[BIAS], torch.zeros(4))
+    assert torch.equal(model.read_weights()[BIAS], torch.zeros(4))
 
 
 def test_tables_that_the_engine_computes_are_passed_over_and_other_buffers_refused() -> None:

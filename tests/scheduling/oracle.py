@@ -76,7 +76,7 @@ def run_alone(
         generated = tokens[len(prompt) :]
         if tokens[-1] in poison:
             return generated, "error"
-        words = [w for w in rule.stop_words if generated[-len(w) :] == list(w)]
+        words = [ids for _, ids in rule.stop_words if generated[-len(ids) :] == list(ids)]
         if words or tokens[-1] in rule.end_ids:
             return generated, "stop"
         if len(tokens) == rule.max_length:

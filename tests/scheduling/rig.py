@@ -8,7 +8,7 @@ from rollout import SamplingParams
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.scheduler import Scheduler
-from rollout.scheduling.stopping import StopRule
+from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.version_spans import VersionSpans
@@ -79,7 +79,7 @@ class Rig:
             request_id = len(self.known)
             rule = StopRule(
                 end_ids=sample.end_ids,
-                stop_words=sample.stop_words,
+                stop_words=tuple(StopWord(str(ids), ids) for ids in sample.stop_words),
                 max_length=min(len(prompt) + sample.num_new, pool_tokens + 1),
             )
             tokens, _ = run_alone(prompt, sample, rule, self.sizes.poison)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.scheduling.stopping import StopRule, finish_reason
+from rollout.scheduling.stopping import StopRule, StopWord, check_stop
 
 
 def rule(
@@ -14,7 +14,13 @@ def rule(
     stop_words: tuple[tuple[int, ...], ...] = (),
     max_length: int = 100,
 ) -> StopRule:
-    return StopRule(end_ids=end_ids, stop_words=stop_words, max_length=max_length)
+    words = tuple(StopWord(str(word), word) for word in stop_words)
+    return StopRule(end_ids=end_ids, stop_words=words, max_length=max_length)
+
+
+def finish_reason(tokens: list[int], num_prompt: int, stop: StopRule) -> str | None:
+    found = check_stop(tokens, num_prompt, stop)
+    return None if found is None else found.finish_reason
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,26 @@ def test_one_prompt_token_then_generated_ones(
 def test_a_stop_word_never_reaches_into_the_prompt() -> None:
     assert finish_reason([1, 2, 3], 2, rule(stop_words=((2, 3),))) is None
     assert finish_reason([1, 2, 2, 3], 2, rule(stop_words=((2, 3),))) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop_reason"),
+    [
+        ([1, 2, 8], 8),
+        ([1, 2, 9], None),
+        ([1, 2, 7], None),
+        ([1, 2, 3], "two and three"),
+        ([1, 5, 3], "three"),
+    ],
+)
+def test_a_stop_names_the_stop_token_or_the_stop_word_but_no_end_token(
+    tokens: list[int], stop_reason: int | str | None
+) -> None:
+    """Of 7, 8 and 9, 8 alone is asked for as a stop and no end token anyway."""
+    words = StopWord("two and three", (2, 3)), StopWord("three", (3,))
+    stop = StopRule(end_ids=(7, 9, 8), stop_token_ids=(8,), stop_words=words, max_length=100)
+    assert check_stop(tokens, 1, stop) == ("stop", stop_reason)
+    assert check_stop([1, 2, 2], 1, rule(max_length=3)) == ("length", None)
 
 
 token = st.integers(0, 3)

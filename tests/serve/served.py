@@ -83,6 +83,37 @@ class Served:
     def post(self, path: str, body: Any = None, **headers: str) -> Answer:
         return self.call("POST", path, body if body is not None else {}, headers=headers)
 
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream, which must end with [DONE]."""
+        answer = self.post(path, body)
+        assert answer.status == 200, answer.body
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        *events, last, rest = answer.body.decode().split("\n\n")
+        assert (last, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def completed(self, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        """(choices, usage) of a completion; the chunks of a stream are joined."""
+        if not body.get("stream"):
+            answer = self.post(path, body)
+            assert answer.status == 200, answer.body
+            return answer.json()["choices"], answer.json()["usage"]
+        choices: dict[int, Any] = {}
+        events = self.events(path, body)
+        for event in events:
+            for chunk in event["choices"]:
+                if chunk["index"] not in choices:
+                    choices[chunk["index"]] = chunk
+                    continue
+                known = choices[chunk["index"]]
+                known["text"] += chunk["text"]
+                known["token_ids"] = (known["token_ids"] or []) + (chunk["token_ids"] or [])
+                for name, column in (chunk["logprobs"] or {}).items():
+                    known["logprobs"][name] += column
+                ending = set(chunk) - set(known) | {"finish_reason", "stop_reason"}
+                known |= {name: chunk[name] for name in ending}
+        return [choices[index] for index in sorted(choices)], events[-1].get("usage")
+
 
 def served_directory(config: ServeConfig | None = None, tokenizer: Any = None) -> Served:
     """The tiny model of `tests.apis.fleets`, in one engine."""

@@ -58,7 +58,7 @@ def results(llm: LLM, weights: dict[str, torch.Tensor]) -> list[object]:
 
 def forked_engine() -> dict[str, str]:
     model = random_model()
-    weights = {name: view.clone() for name, view in model.weight_views().items()}
+    weights = {name: view.clone() for name, view in model.read_weights().items()}
     config = InferenceConfig(num_threads=2, max_sequence_length=64, buffer_size_gb=0.01)
     with LLM(model, inference_config=config) as llm:
         expected = results(llm, weights)

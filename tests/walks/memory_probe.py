@@ -107,7 +107,7 @@ def static_cycles(mode: str) -> tuple[list[dict[str, int]], int]:
     """Addresses of the KV before and after each of 20 suspend, update, resume; the last version."""
     engine = filled_engine("reserved", is_static=True)
     pointers = [engine.kv_data_ptrs()]
-    source = CausalLM.random(SPEC, seed=1).weight_views()
+    source = CausalLM.random(SPEC, seed=1).read_weights()
     for _ in range(NUM_CYCLES):
         engine.pause()
         engine.suspend(mode)

@@ -41,6 +41,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
                 return_log_probs=True,
                 skip_prompt_log_probs=i % 3 > 0,
                 top_n_logprobs=i % 3,
+                return_ranks=i % 2 == 1,
                 frequency_penalty=0.9 * (i % 4 == 1),
                 repetition_penalty=1.5 if i % 4 < 2 else 1.0,
             ),
@@ -86,6 +87,7 @@ def test_tokens_and_logprobs_are_those_of_an_undisturbed_run(num_steps: int) -> 
         if not margins.compare(model(), request, reference.generated_tokens):
             continue
         assert_allclose(request.generated_log_probs, reference.generated_log_probs, atol=1e-4)
+        assert request.generated_ranks == reference.generated_ranks
         if reference.prompt_log_probs is not None:
             assert_allclose(request.prompt_log_probs, reference.prompt_log_probs, atol=1e-4)
         num_prompt, num_before = len(request.prompt_tokens), before[i]

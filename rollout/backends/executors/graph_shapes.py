@@ -53,11 +53,12 @@ class Ladder:
     mixed: tuple[GraphShape, ...] = ()
 
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
-        """None for a step that no graph can run: it is too large, scores, wants top-n, or processes
-        logits."""
-        if inputs.flags.top_n or len(inputs.score_targets_P) or not len(inputs.draws_S):
+        """None for a step that no graph can run: it is too large, scores, wants top-n or ranks, or
+        processes logits."""
+        flags = inputs.flags
+        if len(inputs.score_targets_P) or not len(inputs.draws_S):
             return None
-        if inputs.processing is not None:
+        if flags.top_n or flags.any_ranks or inputs.processing is not None:
             return None
         only_decodes = len(inputs.token_ids_T) == inputs.num_decode_rows
         shapes = self.decode if only_decodes else self.mixed

@@ -18,9 +18,14 @@ from rollout.backends.executors.graph_shapes import GraphShape
 from rollout.backends.step_tensors import INPUT_TYPES, HostArray, SamplingFlags, StepInputs
 
 _ALIGNMENT = 16  # bytes
-# Of a graph, which must serve any draws but top-n.
+# Of a graph, which must serve any draws but those with top-n or ranks.
 _FLAGS = SamplingFlags(
-    all_greedy=False, any_greedy=True, any_truncation=True, any_logprobs=True, top_n=0
+    all_greedy=False,
+    any_greedy=True,
+    any_truncation=True,
+    any_logprobs=True,
+    any_ranks=False,
+    top_n=0,
 )
 
 
@@ -106,6 +111,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
         draws_in_order=not shape.num_prefill_rows,
         flags=_FLAGS,
         score_top_n=0,
+        score_ranks=False,
     )
 
 

@@ -47,7 +47,12 @@ def sample_processed(
     if plain.logprobs_S is not None and drawn.logprobs_S is not None:
         unprocessed_U = inputs.unprocessed_U
         scaled_UV = logits_KV[unprocessed_U] * inputs.inverse_temperature_U.unsqueeze(1)
-        logprobs_U, _, _ = ops.score(scaled_UV, drawn.token_ids_S[unprocessed_U], 0)
+        token_ids_U = drawn.token_ids_S[unprocessed_U]
+        logprobs_U, _, _ = ops.score(scaled_UV, token_ids_U, 0)
+        if plain.top_ids_SN is not None and plain.top_logprobs_SN is not None:
+            samples_U = samples_K[unprocessed_U]
+            top_UN = plain.top_ids_SN[samples_U], plain.top_logprobs_SN[samples_U]
+            logprobs_U = _as_in_top(logprobs_U, token_ids_U, *top_UN)
         logprobs_K = drawn.logprobs_S.index_copy(0, unprocessed_U, logprobs_U)
         result = replace(result, logprobs_S=plain.logprobs_S.index_copy(0, samples_K, logprobs_K))
     if plain.top_ids_SN is not None and plain.top_logprobs_SN is not None:
@@ -63,6 +68,15 @@ def sample_processed(
             ),
         )
     return result
+
+
+def _as_in_top(
+    logprobs_U: Tensor, token_ids_U: Tensor, top_ids_UN: Tensor, top_logprobs_UN: Tensor
+) -> Tensor:
+    """The log-probs, those of tokens in the top-n as they are there, to the last bit."""
+    is_token_UN = top_ids_UN == token_ids_U.unsqueeze(1)
+    of_token_U = torch.where(is_token_UN, top_logprobs_UN, 0).sum(1)
+    return torch.where(is_token_UN.any(1), of_token_U, logprobs_U)
 
 
 def process_logits(logits_KV: Tensor, inputs: LogitsInputs[Tensor], history_QP: Tensor) -> Tensor:

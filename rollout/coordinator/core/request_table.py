@@ -153,18 +153,15 @@ class TokenLog:
         """Add the new tokens of `run`. Returns them as a run, or None if there are none.
 
         Raises TokenGapError if tokens before it are missing, and ProtocolError if only some runs
-        have log-probs or top-n. The log is unchanged then.
+        have log-probs, ranks or top-n. The log is unchanged then.
         """
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
         if run.end <= self._num_tokens:
             return None
         first = self._runs[0] if self._runs else run
-        if (first.log_probs is None, first.top_n is None) != (
-            run.log_probs is None,
-            run.top_n is None,
-        ):
-            raise ProtocolError("only some runs of a request have log-probs, or top-n")
+        if _absent_columns(first) != _absent_columns(run):
+            raise ProtocolError("only some runs of a request have log-probs, ranks or top-n")
         new = run.from_offset(self._num_tokens)
         self._runs.append(new)
         self._num_tokens = new.end
@@ -180,9 +177,13 @@ class TokenLog:
         return self._runs[0] if self._runs else None
 
 
+def _absent_columns(run: TokenRun) -> tuple[bool, bool, bool]:
+    return run.log_probs is None, run.ranks is None, run.top_n is None
+
+
 def num_bytes_of(run: TokenRun) -> int:
     """Return the bytes of a run's arrays."""
-    per_token = 20 if run.log_probs is None else 24
+    per_token = 20 + 4 * (run.log_probs is not None) + 4 * (run.ranks is not None)
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
 

@@ -197,6 +197,7 @@ def resumed_record(
     per_token: dict[str, Any] = {
         "generated_tokens": run.token_ids,
         "generated_log_probs": run.log_probs if params.return_log_probs else None,
+        "generated_ranks": run.ranks if params.return_ranks else None,
         "tpot": np.full(len(run), np.nan),
         "context_kv_version_min": run.context_kv_version_min,
         "context_kv_version_mean": run.context_kv_version_mean,

@@ -86,7 +86,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
     Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
     weights version under which the request entered its first engine.
     token_ids, policy_versions, context_kv_version_min: int32 [n]; context_kv_version_mean:
-    float64 [n]; log_probs: float32 [n] and top_n if they were asked for.
+    float64 [n]; log_probs: float32 [n], ranks: int32 [n] and top_n if they were asked for.
     """
 
     offset: Count
@@ -96,12 +96,13 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
     context_kv_version_min: Int32s
     context_kv_version_mean: Float64s
     log_probs: Float32s | None = None
+    ranks: TokenIds | None = None
     top_n: TopNRun | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = [len(getattr(self, name)) for name in _PER_TOKEN]
-        lengths += [] if self.log_probs is None else [len(self.log_probs)]
+        lengths += [len(column) for column in (self.log_probs, self.ranks) if column is not None]
         lengths += [] if self.top_n is None else [len(self.top_n.counts)]
         if lengths.count(lengths[0]) != len(lengths):
             raise ProtocolError(f"TokenRun: arrays of different lengths, {lengths[0]} token ids")
@@ -129,11 +130,12 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
             **{name: getattr(self, name)[num_known:] for name in _PER_TOKEN},
             offset=offset,
             log_probs=None if self.log_probs is None else self.log_probs[num_known:],
+            ranks=None if self.ranks is None else self.ranks[num_known:],
             top_n=None if self.top_n is None else self.top_n.positions(num_known),
         )
 
 
-# Every run has these; log_probs and top_n only if they were requested.
+# Every run has these; log_probs, ranks and top_n only if they were requested.
 _PER_TOKEN = ("token_ids", "policy_versions", "context_kv_version_min", "context_kv_version_mean")
 
 
@@ -141,8 +143,8 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
     """The TokenRuns of R attempts with T tokens together, in one set of columns.
 
     request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
-    entry_versions: int32 [R]. has_log_probs, has_top_n: uint8 [R], which attempts have
-    log_probs (float32) and top_n. The others are as in TokenRun, [T].
+    entry_versions: int32 [R]. has_log_probs, has_ranks, has_top_n: uint8 [R], which attempts have
+    log_probs (float32), ranks (int32) and top_n. The others are as in TokenRun, [T].
     """
 
     request_ids: Ids
@@ -156,6 +158,8 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
     context_kv_version_mean: Float64s
     has_log_probs: Flags
     log_probs: Float32s
+    has_ranks: Flags
+    ranks: TokenIds
     has_top_n: Flags
     top_n: TopNRun | None = None
 
@@ -164,10 +168,11 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         num_requests = len(self.request_ids)
         if any(len(getattr(self, name)) != num_requests for name in _PER_REQUEST):
             raise ProtocolError(f"TokenRuns: columns of other lengths than {num_requests} requests")
-        num_tokens, num_log_probs, num_top_n = self._num_before(num_requests)
+        num_tokens, num_log_probs, num_ranks, num_top_n = self._num_before(num_requests)
         if not (
             all(len(getattr(self, name)) == num_tokens for name in _PER_TOKEN)
             and len(self.log_probs) == num_log_probs
+            and len(self.ranks) == num_ranks
             and (0 if self.top_n is None else len(self.top_n.counts)) == num_top_n
         ):
             raise ProtocolError(f"TokenRuns: columns of other lengths than {num_tokens} tokens")
@@ -175,37 +180,42 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.request_ids)
 
-    def _num_before(self, row: int) -> tuple[int, int, int]:
-        """Return the numbers of tokens, log-probs and top-n positions of the attempts before
+    def _num_before(self, row: int) -> tuple[int, int, int, int]:
+        """Return the numbers of tokens, log-probs, ranks and top-n positions of the attempts before
         `row`."""
         counts = self.counts[:row]
         return (
             int(counts.sum(dtype=np.int64)),
             int(counts[self.has_log_probs[:row] != 0].sum(dtype=np.int64)),
+            int(counts[self.has_ranks[:row] != 0].sum(dtype=np.int64)),
             int(counts[self.has_top_n[:row] != 0].sum(dtype=np.int64)),
         )
 
     def rows(self, start: int, end: int) -> TokenRuns:
         """Return the runs of the attempts [start, end); the arrays are views."""
-        tokens, log_probs, top_n = map(slice, self._num_before(start), self._num_before(end))
+        tokens, log_probs, ranks, top_n = map(slice, self._num_before(start), self._num_before(end))
         cut: dict[str, Any] = {
             **{name: getattr(self, name)[start:end] for name in _PER_REQUEST},
             **{name: getattr(self, name)[tokens] for name in _PER_TOKEN},
         }
         if self.top_n is not None:
             cut["top_n"] = self.top_n.positions(top_n.start, top_n.stop)
-        return replace(self, log_probs=self.log_probs[log_probs], **cut)
+        return replace(self, log_probs=self.log_probs[log_probs], ranks=self.ranks[ranks], **cut)
 
     def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
         """Yield (request id, attempt, its run); the arrays are views."""
         rows = zip(*(getattr(self, name).tolist() for name in _PER_REQUEST), strict=True)
         columns = {name: getattr(self, name) for name in _PER_TOKEN}
-        start = start_log_probs = start_top_n = 0
-        for request_id, attempt, offset, count, entry_version, has_log_probs, has_top_n in rows:
-            end, log_probs, top_n = start + count, None, None
+        start = start_log_probs = start_ranks = start_top_n = 0
+        for request_id, attempt, offset, count, entry_version, *has in rows:
+            has_log_probs, has_ranks, has_top_n = has
+            end, log_probs, ranks, top_n = start + count, None, None, None
             if has_log_probs:
                 log_probs = self.log_probs[start_log_probs : start_log_probs + count]
                 start_log_probs += count
+            if has_ranks:
+                ranks = self.ranks[start_ranks : start_ranks + count]
+                start_ranks += count
             if has_top_n and self.top_n is not None:
                 top_n = self.top_n.positions(start_top_n, start_top_n + count)
                 start_top_n += count
@@ -214,6 +224,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
                 entry_version=entry_version,
                 **{name: column[start:end] for name, column in columns.items()},
                 log_probs=log_probs,
+                ranks=ranks,
                 top_n=top_n,
             )
             start = end
@@ -222,7 +233,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
 
 _PER_REQUEST = (
     *("request_ids", "attempts", "offsets", "counts", "entry_versions"),
-    *("has_log_probs", "has_top_n"),
+    *("has_log_probs", "has_ranks", "has_top_n"),
 )
 
 
@@ -230,7 +241,7 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
     """Return consecutive runs as one, with the entry version of the first.
 
     Raises ProtocolError if one does not start where the one before ends, or only some have
-    log-probs or top-n.
+    log-probs, ranks or top-n.
     """
     for before, run in pairwise(runs):
         if run.offset != before.end:

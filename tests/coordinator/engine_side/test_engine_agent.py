@@ -68,6 +68,7 @@ def params(index: int, num_tokens: int = 14) -> SamplingParams:
         temperature=(1.0, 0.0)[index % 2],
         seed=index,
         return_log_probs=index != 2,
+        return_ranks=index == 2,
         top_n_logprobs=2 if index == 1 else 0,
     )
 
@@ -198,6 +199,7 @@ def assert_as_undisturbed(requests: Mapping[int, DynamicInferenceRequest]) -> No
         assert (request.generated_log_probs is None) == (reference.generated_log_probs is None)
         if reference.generated_log_probs is not None:
             assert_allclose(request.generated_log_probs, reference.generated_log_probs, atol=1e-4)
+        assert request.generated_ranks == reference.generated_ranks
         best = [set(row) for row in reference.generated_top_n_logprobs or []]
         assert [set(row) for row in request.generated_top_n_logprobs or []] == best
 

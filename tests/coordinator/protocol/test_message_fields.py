@@ -79,6 +79,7 @@ LEGAL = {
     "Int32s": _NO_TOKENS,
     "Ids": _NO_TOKENS,
     "TokenIds": _NO_TOKENS,
+    "TokenIds | None": _NO_TOKENS | {"none"},
     "Float64s": _NO_TOKENS,
     "Float32s": _NO_TOKENS,
     "Float32s | None": _NO_TOKENS | {"none"},
@@ -115,8 +116,9 @@ RUNS = TokenRuns(
     **dict.fromkeys(("counts", "entry_versions", "token_ids", "policy_versions"), NO_IDS),
     context_kv_version_min=NO_IDS,
     context_kv_version_mean=NO_IDS.astype(np.float64),
-    **dict.fromkeys(("has_log_probs", "has_top_n"), NO_IDS.astype(np.uint8)),
+    **dict.fromkeys(("has_log_probs", "has_ranks", "has_top_n"), NO_IDS.astype(np.uint8)),
     log_probs=NO_IDS.astype(np.float32),
+    ranks=NO_IDS,
 )
 SAMPLE = wire.Sample(request_id=1, sampling_params=pack_params(SamplingParams()))
 ERROR = wire.WireError(type_name="ConfigError", message="no")

@@ -48,6 +48,7 @@ def segments(draw, request_id=5):
     )
     request.generated_tokens = draw(st.sampled_from([tokens, array("i", tokens)]))
     request.generated_log_probs = draw(values(singles, size, "f"))
+    request.generated_ranks = draw(values(st.integers(0, 200_000), size, "i"))
     request.prompt_log_probs = draw(values(singles, draw(st.integers(0, 3)), "f"))
     request.tpot = draw(values(doubles, size, "d"))
     request.policy_spans.append(size, 4)

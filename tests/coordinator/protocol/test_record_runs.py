@@ -31,6 +31,7 @@ def generate(
     request.context_kv_version_mean = [version - 0.5] * len(tokens)
     if has_values:
         request.generated_log_probs = [-token / 8 for token in tokens]
+        request.generated_ranks = [token + 1 for token in tokens]
         request.generated_top_n_logprobs = [{token: -token / 8} for token in tokens]
 
 
@@ -51,6 +52,7 @@ def record(*, values_in: tuple[int, ...]) -> DynamicInferenceRequestRecord:
 def run_of_merged(history: DynamicInferenceRequestRecord, offset: int) -> TokenRun:
     merged = history.merge()
     log_probs, top_n = merged.generated_log_probs, merged.generated_top_n_logprobs
+    ranks = merged.generated_ranks
     return TokenRun(
         offset=offset,
         entry_version=0,
@@ -59,6 +61,7 @@ def run_of_merged(history: DynamicInferenceRequestRecord, offset: int) -> TokenR
         context_kv_version_min=np.array(merged.context_kv_version_min[offset:], dtype=np.int32),
         context_kv_version_mean=np.array(merged.context_kv_version_mean[offset:]),
         log_probs=None if log_probs is None else log_probs[offset:].numpy(),
+        ranks=None if ranks is None else np.array(ranks[offset:], dtype=np.int32),
         top_n=None if top_n is None else TopNRun.from_rows(top_n[offset:]),
     )
 

@@ -73,6 +73,8 @@ def test_the_runs_of_some_requests_are_those_rows(runs, middle):
         ("token_ids", np.zeros(4, np.int32)),
         ("log_probs", np.zeros(2, np.float32)),
         ("has_log_probs", np.zeros(2, np.uint8)),
+        ("ranks", np.ones(1, np.int32)),
+        ("has_ranks", np.ones(2, np.uint8)),
         ("top_n", TopNRun.from_rows([{1: -1.0}])),
     ],
 )
@@ -108,6 +110,7 @@ def slice_by_hand(run: TokenRun, num_tokens: int) -> TokenRun:
         context_kv_version_min=run.context_kv_version_min[:num_tokens],
         context_kv_version_mean=run.context_kv_version_mean[:num_tokens],
         log_probs=None if run.log_probs is None else run.log_probs[:num_tokens],
+        ranks=None if run.ranks is None else run.ranks[:num_tokens],
         top_n=top_n,
     )
 
@@ -125,6 +128,9 @@ def test_a_gap_between_runs_is_refused():
         join_runs([run_of(3, offset=1), run_of(3, offset=5)])
 
 
-def test_runs_with_and_without_log_probs_do_not_join():
-    with pytest.raises(ProtocolError, match="only 1 of 2 runs have log_probs"):
-        join_runs([run_of(2), run_of(1, offset=2, log_probs=np.zeros(1, np.float32))])
+@pytest.mark.parametrize(
+    ("name", "column"), [("log_probs", np.zeros(1, np.float32)), ("ranks", np.ones(1, np.int32))]
+)
+def test_runs_with_and_without_a_column_do_not_join(name, column):
+    with pytest.raises(ProtocolError, match=f"only 1 of 2 runs have {name}"):
+        join_runs([run_of(2), run_of(1, offset=2, **{name: column})])

@@ -1,0 +1,137 @@
+"""What the comparison measured: plain values, the ratios they give, and how runs are merged."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+CLOCKS = ("cpu", "wall")
+OUR_NAME = "rollout"
+INT8_SUFFIX = " int8"
+
+# Seconds of a round by contestant and clock.
+Seconds = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadResult:
+    """The rounds of a workload. Each group of `groups` has the rounds of peers that were in memory
+    together; ours takes part in all groups. Speeds are those of `num_counted` tokens.
+    """
+
+    summary: str
+    counted: str
+    num_counted: int
+    groups: list[list[Seconds]]
+
+    @property
+    def peers(self) -> list[str]:
+        """In the order in which they played."""
+        names = [name for group in self.groups for name in group[0]]
+        return [name for name in dict.fromkeys(names) if name != OUR_NAME]
+
+    def ratios_to(self, peer: str, clock: str) -> list[float]:
+        """Our speed over that of `peer`, by round. It may have played fewer rounds than others."""
+        rounds = [seconds for group in self.groups for seconds in group if peer in seconds]
+        return [seconds[peer][clock] / seconds[OUR_NAME][clock] for seconds in rounds]
+
+    def best_peers(self, clock: str) -> list[tuple[float, str]]:
+        """Our speed over that of the fastest peer, and its name, by round; int8 is not compared."""
+        peers = [name for name in self.peers if not name.endswith(INT8_SUFFIX)]
+        columns = [[(ratio, peer) for ratio in self.ratios_to(peer, clock)] for peer in peers]
+        return [min(cell for cell in row if cell is not None) for row in zip_longest(*columns)]
+
+    def ratios(self, clock: str) -> list[float]:
+        """Our speed over that of the fastest peer, by round."""
+        return [ratio for ratio, _ in self.best_peers(clock)]
+
+    def speed(self, name: str, clock: str) -> float:
+        """The median of its tokens per second."""
+        rounds = [seconds for group in self.groups for seconds in group if name in seconds]
+        return statistics.median(self.num_counted / seconds[name][clock] for seconds in rounds)
+
+    def updated(self, newer: WorkloadResult) -> WorkloadResult:
+        """Groups of `newer` replace those that have one of their peers."""
+        played_again = set(newer.peers)
+        kept = [group for group in self.groups if played_again.isdisjoint(group[0])]
+        return replace(newer, groups=[*kept, *newer.groups])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One model in one dtype with a number of threads. `versions` and `equal_greedy_share` are by
+    peer, `left_out` has reasons; `load_averages` are those of the machine at each round's start.
+    """
+
+    date: str
+    machine: dict[str, str | int]
+    model: str
+    num_parameters: int
+    dtype: str
+    versions: dict[str, str]
+    left_out: dict[str, str]
+    equal_greedy_share: dict[str, float]
+    load_averages: list[float]
+    workloads: dict[str, WorkloadResult]
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Model, dtype and threads: what tells one comparison from another."""
+        return self.model, self.dtype, int(self.machine["threads"])
+
+    @property
+    def clock(self) -> str:
+        """The one that counts: CPU seconds of one thread, wall time of several."""
+        return "cpu" if self.machine["threads"] == 1 else "wall"
+
+    def updated(self, newer: Comparison) -> Comparison:
+        """With the results of a later run of the same key in place of its own."""
+        workloads = dict(self.workloads)
+        for name, result in newer.workloads.items():
+            workloads[name] = workloads[name].updated(result) if name in workloads else result
+        played = {peer for result in workloads.values() for peer in result.peers}
+        left_out = {**self.left_out, **newer.left_out}
+        return replace(
+            newer,
+            versions={**self.versions, **newer.versions},
+            left_out={name: why for name, why in left_out.items() if name not in played},
+            equal_greedy_share={**self.equal_greedy_share, **newer.equal_greedy_share},
+            load_averages=[*self.load_averages, *newer.load_averages],
+            workloads=dict(sorted(workloads.items())),
+        )
+
+
+def merged(older: Sequence[Comparison], newer: Sequence[Comparison]) -> list[Comparison]:
+    """All of them; where both have the same peers on a workload, the newer ones count.
+
+    Ordered by threads, then dtype, then size of the model.
+    """
+    by_key = {comparison.key: comparison for comparison in older}
+    for comparison in newer:
+        before = by_key.get(comparison.key)
+        by_key[comparison.key] = comparison if before is None else before.updated(comparison)
+    return sorted(
+        by_key.values(),
+        key=lambda c: (c.machine["threads"], c.dtype != "float32", c.num_parameters),
+    )
+
+
+def as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Plain values, with the last day and the machine, which the files are named after."""
+    machine = {k: v for k, v in comparisons[0].machine.items() if k != "threads"}
+    date = max(comparison.date for comparison in comparisons)
+    return {"date": date, "machine": machine, "comparisons": [asdict(c) for c in comparisons]}
+
+
+def read_json(path: Path) -> list[Comparison]:
+    """The comparisons of a file of results."""
+    comparisons = []
+    for values in json.loads(path.read_text())["comparisons"]:
+        workloads = {name: WorkloadResult(**each) for name, each in values["workloads"].items()}
+        comparisons.append(Comparison(**{**values, "workloads": workloads}))
+    return comparisons

@@ -1,0 +1,70 @@
+"""WeightSlot: one weight of a checkpoint, wherever and in whatever form a model keeps it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.backends.base import Ops
+
+
+class WeightSlot(Protocol):
+    """A place to read one weight from and to write it to, whatever lies behind.
+
+    `address` is where the weight begins in memory: slots with equal addresses are tied.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def address(self) -> int: ...
+
+    def read(self) -> Tensor:
+        """Return the values: the weight's memory itself, which is not to be written, or a copy."""
+        ...
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        """Replace the rows from `first_row` on, which is in place; `values` are cast."""
+        ...
+
+    def fingerprint(self, ops: Ops) -> Tensor:
+        """Return `ops.fingerprint` of the values."""
+        ...
+
+
+class TensorSlot:
+    """The slot of a weight that is a tensor, or a part of one."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def address(self) -> int:
+        return self._tensor.data_ptr()
+
+    def read(self) -> Tensor:
+        return self._tensor
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        is_whole = values.shape == self._tensor.shape
+        rows = slice(None) if is_whole else slice(first_row, first_row + len(values))
+        self._tensor[rows if self._tensor.dim() else ...].copy_(values)
+
+    def fingerprint(self, ops: Ops) -> Tensor:
+        return ops.fingerprint(self._tensor, self._tensor.dtype)

@@ -1,0 +1,79 @@
+"""EventStream: server-sent events to one client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a proxy passes events on as they come
+}
+_CHECKS_PER_TIMEOUT = 4
+
+
+class EventStream:
+    """An async context manager. The headers are sent with the first event, so that a request that
+    fails before it can still be answered by a status.
+
+    A client that takes nothing for `stalled_timeout_s` is cut off: its handler is then cancelled.
+    """
+
+    def __init__(self, request: web.Request, stalled_timeout_s: float) -> None:
+        self._request, self._timeout_s = request, stalled_timeout_s
+        self._response = web.StreamResponse(headers=_HEADERS)
+        self._encoder = msgspec.json.Encoder()
+        self._writing_since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> EventStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response.prepared
+
+    async def send(self, *events: Any) -> None:
+        """Send events, each as JSON, in one piece. Waits for a client that is slow."""
+        encode = self._encoder.encode
+        await self._write(b"".join(b"data: %b\n\n" % encode(event) for event in events))
+
+    async def end(self) -> web.StreamResponse:
+        """Send the last event, [DONE]."""
+        await self._write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, piece: bytes) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+            self._watch()
+        self._writing_since = time.monotonic()
+        await self._response.write(piece)
+        self._writing_since = None
+
+    def _watch(self) -> None:
+        """Cut off a client that has stalled; else look again later."""
+        since, transport = self._writing_since, self._request.transport
+        if since is not None and time.monotonic() - since > self._timeout_s:
+            if transport is not None:
+                transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(
+            self._timeout_s / _CHECKS_PER_TIMEOUT, self._watch
+        )

@@ -1,0 +1,167 @@
+"""Generation: the samples that one request of a client asks for, until all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.serve.errors import ApiError
+from rollout.serve.state import ServerState
+from rollout.step.seeds import mix_seed
+
+# Runs of tokens that wait for a slow reader of several streams.
+_MAX_RUNS_WAITING = 64
+
+Request = DynamicInferenceRequest
+
+
+class Generation:
+    """`n` samples of each prompt, numbered prompt by prompt. Each has a seed of its own, which is
+    that of `LLM.generate`. name: for LiveRequests. What is left when it is cancelled or closed is
+    aborted.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        name: str,
+        priority: int = 0,
+    ) -> None:
+        """Raises ApiError for more samples than are allowed."""
+        config = state.config
+        if not 1 <= n <= config.max_n:
+            raise ApiError(400, f"n={n} must be in [1, {config.max_n}]", param="n")
+        if n * len(prompts) > config.max_samples:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={n} are more than {config.max_samples} samples",
+                param="n",
+            )
+        self._state, self._name, self._priority = state, name, priority
+        self._groups = [
+            (prompt, [_seeded(params, index, sample) for sample in range(n)])
+            for index, prompt in enumerate(prompts)
+        ]
+        self._samples = [(prompt, own) for prompt, each in self._groups for own in each]
+
+    async def results(self) -> list[Request]:
+        """Wait for all samples. Raises ApiError or RolloutError if one failed; one that was aborted
+        has the tokens so far.
+        """
+        state = self._state
+        added = state.llm.client.add_groups(
+            self._groups, priority=self._priority, deadline_s=state.config.request_timeout_s
+        )
+        futures = [future for group in added for future in group]
+        try:
+            with state.live.of(self._name, futures):
+                await asyncio.wait(futures)
+            return [self._result(i, future) for i, future in enumerate(futures)]
+        finally:
+            for future in futures:
+                future.cancel()  # those that are not done
+
+    async def stream(self) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+        """Yield (index of the sample, its new tokens) as they come, and for each sample its whole
+        request at last. Raises as `results`.
+        """
+        client = self._state.llm.client
+        async with AsyncExitStack() as stack:
+            streams = []
+            for prompt, params in self._samples:
+                tokens = client.stream(
+                    prompt,
+                    params,
+                    priority=self._priority,
+                    deadline_s=self._state.config.request_timeout_s,
+                )
+                await stack.enter_async_context(aclosing(tokens))
+                streams.append((tokens, client.completion_futures[tokens.request_id]))
+            stack.enter_context(self._state.live.of(self._name, [f for _, f in streams]))
+            each = [self._items(i, *stream) for i, stream in enumerate(streams)]
+            items = each[0] if len(each) == 1 else _merged(each)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+
+    async def _items(
+        self, index: int, tokens: AsyncIterator[object], future: RequestFuture
+    ) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+        try:
+            async for item in tokens:
+                if isinstance(item, TokenRun):
+                    yield index, item
+        except RolloutError:
+            await asyncio.wait([future])  # it says why
+        yield index, self._result(index, future)
+
+    def _result(self, index: int, future: RequestFuture) -> Request:
+        """Return the finished request. Raises its error, unless it was aborted."""
+        error = future.exception()
+        if isinstance(error, RolloutError) and not isinstance(error, RequestAbortedError):
+            raise _told(error)
+        request = self._state.llm.request_of(future, *self._samples[index])
+        if isinstance(error, RequestAbortedError):
+            request.finish_reason = "abort"  # before it was in an engine
+        elif request.finish_reason == "error":
+            raise _told(_error_of(request))
+        return request
+
+
+def _seeded(params: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
+    if params.seed is None:
+        return params
+    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
+
+
+def _told(error: RolloutError) -> Exception:
+    """Return the error with the words that clients look for in one of its kind."""
+    if isinstance(error, MaxSequenceLengthOverflowError):
+        return ApiError(400, f"This model's maximum context length is exceeded: {error}")
+    return error
+
+
+def _error_of(request: Request) -> RolloutError:
+    errors = [event.payload for event in request.events if isinstance(event.payload, RolloutError)]
+    return errors[-1] if errors else RolloutError("the request failed")
+
+
+async def _merged(
+    each: Sequence[AsyncIterator[tuple[int, TokenRun | Request]]],
+) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+    """Yield the items of all iterators as they come. Raises what one of them raises."""
+    arrived: asyncio.Queue[tuple[int, TokenRun | Request] | Exception] = asyncio.Queue(
+        _MAX_RUNS_WAITING
+    )
+
+    async def pump(items: AsyncIterator[tuple[int, TokenRun | Request]]) -> None:
+        try:
+            async for item in items:
+                await arrived.put(item)
+        except Exception as fault:  # the reader raises it
+            await arrived.put(fault)
+
+    pumps = [asyncio.ensure_future(pump(items)) for items in each]
+    try:
+        num_left = len(each)
+        while num_left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            num_left -= not isinstance(item[1], TokenRun)
+            yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

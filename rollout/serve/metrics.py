@@ -1,0 +1,60 @@
+"""GET /metrics: counters of the server and of the engines, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from rollout.engine.reports import EngineStats
+from rollout.serve.state import STATE, Route, ServerState
+from rollout.telemetry import SchedulerCounts
+
+_ANSWER_S = 5.0
+# Numbers of EngineStats that say how it is now; the others only grow.
+_GAUGES = {"weights_version", *(field.name for field in fields(SchedulerCounts))}
+
+
+def metrics_routes() -> list[Route]:
+    return [Route(method="GET", path="/metrics", handler=_metrics, summary="For Prometheus")]
+
+
+async def _metrics(request: web.Request, body: Any) -> web.Response:
+    state, registry = request.app[STATE], CollectorRegistry()
+    stats = await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
+    registry.register(_Present(state, stats))
+    text = generate_latest(state.metrics.registry) + generate_latest(registry)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Present(Collector):
+    """The server and the engines as of now."""
+
+    def __init__(self, state: ServerState, stats: EngineStats) -> None:
+        self._state, self._stats = state, stats
+
+    def collect(self) -> Iterator[Metric]:
+        turnstile, live = self._state.turnstile, self._state.live
+        for name, value in (
+            ("http_requests_running", turnstile.num_running),
+            ("http_requests_waiting", turnstile.num_waiting),
+            ("samples_running", live.num_samples),
+        ):
+            yield GaugeMetricFamily(f"rollout_{name}", "As of now", value=value)
+        for field in fields(EngineStats):
+            value, name = getattr(self._stats, field.name), f"rollout_engine_{field.name}"
+            if field.name == "state":
+                states = GaugeMetricFamily(name, "1 for the state of the fleet", labels=["state"])
+                states.add_metric([value.name], 1.0)
+                yield states
+            elif field.name in _GAUGES:
+                yield GaugeMetricFamily(name, "Of all engines, as of now", value=value)
+            else:
+                yield CounterMetricFamily(name, "Of all engines, since their start", value=value)

@@ -1,0 +1,301 @@
+"""POST /v1/chat/completions: conversations, with tools."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.generated_text import StreamedText
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.serve.errors import ApiError, json_response, openai_form
+from rollout.serve.event_stream import EventStream
+from rollout.serve.generation import Generation
+from rollout.serve.openai.models import check_model
+from rollout.serve.openai.reply import (
+    new_id,
+    now,
+    priority_of,
+    provenance,
+    send_error,
+    shows_special_tokens,
+    stop_reason,
+    streamed_text,
+    text_of,
+    total_usage,
+    usage_of,
+    wants_usage,
+    weight_versions,
+)
+from rollout.serve.openai.token_data import (
+    TokenData,
+    chat_logprobs,
+    finite,
+    of_generated,
+    of_prompt,
+    of_run,
+    prompt_logprobs,
+    spelling,
+)
+from rollout.serve.openai.tokenizer import chat_ids
+from rollout.serve.openai.tool_calls import ToolCallReader, tool_names
+from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.schemas import ChatBody
+from rollout.serve.state import STATE, Route, ServerState
+
+Request = DynamicInferenceRequest
+
+
+def chat_routes() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=_chat,
+            body=ChatBody,
+            generates=True,
+            summary="Answer a conversation",
+        )
+    ]
+
+
+async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
+    job = await _job_of(request.app[STATE], body)
+    if body.stream:
+        return await _stream(request, job)
+    requests = await job.generation.results()
+    scores = None
+    if body.prompt_logprobs is not None:
+        scores = prompt_logprobs(of_prompt(requests[0]), body.prompt_logprobs, job.state.texts.of)
+    reply = {
+        **job.head,
+        "object": "chat.completion",
+        "choices": [_choice(job, index, each) for index, each in enumerate(requests)],
+        "usage": total_usage([job.prompt], requests),
+        "prompt_logprobs": scores,
+        "prompt_token_ids": job.prompt if body.return_token_ids else None,
+    }
+    return json_response(reply)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A conversation to answer, checked. num_top: alternatives of each token, None without
+    log-probs. tools: names of those that may be called."""
+
+    state: ServerState
+    body: ChatBody
+    prompt: list[int]
+    num_top: int | None
+    tools: list[str]
+    params: SamplingParams
+    generation: Generation
+    head: dict[str, Any]
+
+
+async def _job_of(state: ServerState, body: ChatBody) -> _Job:
+    """Check a request. Raises ApiError and InvalidRequestError."""
+    check_model(state, body.model)
+    tools = _callable_tools(body)
+    prompt = body.prompt_token_ids or await chat_ids(state, body)
+    if not prompt:
+        raise ApiError(400, "the conversation has no token", param="messages")
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else (body.max_completion_tokens)
+    )
+    if max_tokens is not None and max_tokens < 1:
+        raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+    check_length(state, len(prompt), max_tokens)
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    needs_logprobs = 0 if body.return_tokenized_data else None
+    params = sampling_params_of(
+        body,
+        state,
+        max_tokens=max_tokens,
+        num_logprobs=needs_logprobs if num_top is None else num_top,
+        num_prompt_logprobs=body.prompt_logprobs,
+        with_ranks=body.prompt_logprobs is not None,
+    )
+    reply_id = new_id("chatcmpl", body.request_id)
+    return _Job(
+        state=state,
+        body=body,
+        prompt=prompt,
+        num_top=num_top,
+        tools=tools,
+        params=params,
+        generation=Generation(
+            state,
+            [prompt],
+            params,
+            n=1 if body.n is None else body.n,
+            name=body.request_id or reply_id,
+            priority=priority_of(body.priority),
+        ),
+        head={"id": reply_id, "created": now(), "model": body.model or state.served_name},
+    )
+
+
+def _callable_tools(body: ChatBody) -> list[str]:
+    """Return the names of tools whose calls are looked for. Raises ApiError for a choice that would
+    need a constrained draw."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(
+            400,
+            f"tool_choice={body.tool_choice!r} is not supported: 'auto' or 'none' is",
+            param="tool_choice",
+        )
+    return [] if body.tool_choice == "none" else tool_names(body.tools)
+
+
+# ---- the reply
+
+
+def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
+    """Return a whole choice."""
+    body, data = job.body, of_generated(request)
+    text = text_of(job.state, request, with_special_tokens=shows_special_tokens(body))
+    content, calls = text, []
+    if job.tools:
+        reader = ToolCallReader(job.tools)
+        (content, calls), (rest, last) = reader.push(text), reader.finish()
+        content, calls = content + rest, [*calls, *last]
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["content"] = content.strip() or None
+        message["tool_calls"] = [call.as_json() for call in calls]
+    if body.return_tokenized_data:
+        message["prompt_token_ids"] = job.prompt
+        message["generation_token_ids"] = data.token_ids
+        message["generation_log_probs"] = [finite(lp or 0.0) for lp in data.log_probs or ()]
+    if body.return_raw_text:
+        message["raw_text"] = text
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(job, data),
+        "token_ids": data.token_ids if body.return_token_ids else None,
+        **_ending(job, request, has_calls=bool(calls)),
+    }
+
+
+def _logprobs(job: _Job, data: TokenData) -> dict[str, Any] | None:
+    if job.num_top is None:
+        return None
+    spell = spelling(job.state.texts.of, bool(job.body.return_tokens_as_token_ids))
+    return chat_logprobs(data, job.num_top, spell)
+
+
+def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
+    reason = request.finish_reason
+    ending: dict[str, Any] = {
+        "finish_reason": "tool_calls" if has_calls and reason == "stop" else reason,
+        "stop_reason": stop_reason(request),
+    }
+    if job.body.return_weight_versions:
+        ending["weight_versions"] = weight_versions(job.state, request)
+    if job.body.return_provenance:
+        ending |= provenance(request)
+    return ending
+
+
+# ---- streams
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What turns the tokens of one choice into deltas, and whether it has any yet."""
+
+    text: StreamedText | None
+    reader: ToolCallReader | None
+    has_begun: bool = False
+
+
+async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
+    head = {**job.head, "object": "chat.completion.chunk"}
+    progress: dict[int, _Progress] = {}
+    num_generated = 0
+    stall_s = job.state.config.stalled_stream_timeout_s
+    async with EventStream(request, stall_s) as events, aclosing(job.generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if index not in progress:
+                    progress[index] = _new_progress(job)
+                chunks = _chunks(job, index, item, progress[index])
+                if not isinstance(item, TokenRun):
+                    num_generated += len(item.generated_tokens)
+                await events.send(*({**head, **chunk} for chunk in chunks))
+            if wants_usage(job.body.stream_options):
+                usage = usage_of(len(job.prompt), num_generated)
+                await events.send({**head, "choices": [], "usage": usage})
+        except Exception as fault:
+            await send_error(events, fault, openai_form)
+        return await events.end()
+
+
+def _new_progress(job: _Job) -> _Progress:
+    with_special_tokens = shows_special_tokens(job.body)
+    return _Progress(
+        text=streamed_text(job.state, job.params, with_special_tokens=with_special_tokens),
+        reader=ToolCallReader(job.tools) if job.tools else None,
+    )
+
+
+def _chunks(
+    job: _Job, index: int, item: TokenRun | Request, progress: _Progress
+) -> list[dict[str, Any]]:
+    """Return what is sent for new tokens, or for the end of a choice."""
+    chunks = []
+    if not progress.has_begun:
+        progress.has_begun = True
+        first = {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
+        if job.body.return_token_ids:
+            first["prompt_token_ids"] = job.prompt
+        chunks.append(first)
+    if isinstance(item, TokenRun):
+        data = of_run(item)
+        text = "" if progress.text is None else progress.text.push(data.token_ids)
+        choice = _delta(index, _text_delta(progress, text, is_last=False))
+        choice["logprobs"] = _logprobs(job, data)
+        choice["token_ids"] = data.token_ids if job.body.return_token_ids else None
+        return [*chunks, {"choices": [choice]}]
+    whole = text_of(job.state, item, with_special_tokens=shows_special_tokens(job.body))
+    rest = "" if progress.text is None else progress.text.finish(whole)
+    delta = _text_delta(progress, rest, is_last=True)
+    if delta:
+        chunks.append({"choices": [_delta(index, delta)]})
+    has_calls = progress.reader is not None and progress.reader.num_calls > 0
+    choice = _delta(index, {}) | _ending(job, item, has_calls=has_calls)
+    return [*chunks, {"choices": [choice]}]
+
+
+def _text_delta(progress: _Progress, text: str, *, is_last: bool) -> dict[str, Any]:
+    """Return the delta of new text: content, and calls, each in one piece."""
+    if progress.reader is None:
+        return {"content": text} if text or not is_last else {}
+    first = progress.reader.num_calls
+    content, calls = progress.reader.push(text)
+    if is_last:
+        rest, last = progress.reader.finish()
+        content, calls = content + rest, [*calls, *last]
+    delta: dict[str, Any] = {"content": content} if content else {}
+    if calls:
+        delta["tool_calls"] = [call.as_json(first + i) for i, call in enumerate(calls)]
+    return delta
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+        "token_ids": None,
+    }

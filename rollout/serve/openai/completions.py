@@ -1,0 +1,315 @@
+"""POST /v1/completions: text or tokens in, text and tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.generated_text import StreamedText
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.serve.errors import ApiError, json_response, openai_form
+from rollout.serve.event_stream import EventStream
+from rollout.serve.generation import Generation
+from rollout.serve.openai.models import check_model
+from rollout.serve.openai.reply import (
+    new_id,
+    now,
+    priority_of,
+    provenance,
+    send_error,
+    shows_special_tokens,
+    stop_reason,
+    streamed_text,
+    text_of,
+    total_usage,
+    usage_of,
+    wants_usage,
+    weight_versions,
+)
+from rollout.serve.openai.token_data import (
+    TokenData,
+    completion_logprobs,
+    of_generated,
+    of_prompt,
+    of_run,
+    prompt_logprobs,
+    spelling,
+)
+from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.schemas import CompletionBody, PromptField
+from rollout.serve.state import STATE, Route, ServerState
+
+_DEFAULT_MAX_TOKENS = 16
+
+Request = DynamicInferenceRequest
+
+
+def completion_routes() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=_complete,
+            body=CompletionBody,
+            generates=True,
+            summary="Complete prompts",
+        )
+    ]
+
+
+async def _complete(request: web.Request, body: CompletionBody) -> web.StreamResponse:
+    job = await _job_of(request.app[STATE], body)
+    if body.stream:
+        return await _stream(request, job)
+    requests = await job.generation.results()
+    reply = {
+        **job.head,
+        "choices": [_choice(job, i, each) for i, each in enumerate(requests)],
+        "usage": total_usage(job.prompts, requests if job.max_tokens else []),
+    }
+    return json_response(reply)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A request to complete prompts, checked. echoed: the texts of the prompts, with `echo`.
+    max_tokens: 0 scores the prompt, and the one token after it is dropped.
+    """
+
+    state: ServerState
+    body: CompletionBody
+    prompts: list[list[int]]
+    echoed: list[str]
+    max_tokens: int
+    params: SamplingParams
+    generation: Generation
+    head: dict[str, Any]
+
+    def prompt_index(self, choice: int) -> int:
+        return choice // (self.body.n or 1)
+
+
+async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
+    """Check a request. Raises ApiError and InvalidRequestError."""
+    check_model(state, body.model)
+    max_tokens = _max_tokens(body)
+    prompts, texts = await _prompts_of(state, body)
+    for prompt in prompts:
+        check_length(state, len(prompt), max_tokens)
+    # The prompt's own log-probs are part of those of an echo.
+    scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    num_scores = max((number for number in scores if number is not None), default=None)
+    if body.stream and num_scores is not None:
+        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+    params = sampling_params_of(
+        body,
+        state,
+        max_tokens=max(1, max_tokens),
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=num_scores,
+        with_ranks=body.prompt_logprobs is not None,
+    )
+    reply_id = new_id("cmpl", body.request_id)
+    return _Job(
+        state=state,
+        body=body,
+        prompts=prompts,
+        echoed=[_echo(state, *each) for each in zip(prompts, texts, strict=True)]
+        if body.echo
+        else [],
+        max_tokens=max_tokens,
+        params=params,
+        generation=Generation(
+            state,
+            prompts,
+            params,
+            n=1 if body.n is None else body.n,
+            name=body.request_id or reply_id,
+            priority=priority_of(body.priority),
+        ),
+        head={
+            "id": reply_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": body.model or state.served_name,
+        },
+    )
+
+
+def _max_tokens(body: CompletionBody) -> int:
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    max_tokens = _DEFAULT_MAX_TOKENS if given is None else given
+    is_scored = body.echo or body.prompt_logprobs is not None
+    if max_tokens < (0 if is_scored else 1):
+        raise ApiError(
+            400, f"max_tokens={max_tokens} must be at least 1, or 0 with echo", param="max_tokens"
+        )
+    return max_tokens
+
+
+async def _prompts_of(
+    state: ServerState, body: CompletionBody
+) -> tuple[list[list[int]], list[str | None]]:
+    """Return the ids of all prompts, and the texts of those that are texts."""
+    given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
+    prompts, texts = [], []
+    for prompt in given:
+        if isinstance(prompt, str):
+            with_special = body.add_special_tokens is not False
+            ids = await state.texts.encode(prompt, add_special_tokens=with_special)
+            texts.append(prompt)
+        else:
+            ids = prompt
+            texts.append(None)
+        if body.truncate_prompt_tokens:
+            ids = ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens > 0 else ids
+        prompts.append(ids)
+    if not prompts or not all(prompts):
+        raise ApiError(400, "the prompt is empty; give it at least one token", param="prompt")
+    return prompts, texts
+
+
+def _as_list(prompt: PromptField | None) -> list[Any]:
+    """Return the prompts, each a text or a list of ids."""
+    if prompt is None or isinstance(prompt, str):
+        return [] if prompt is None else [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if len(kinds) > 1:
+        raise ApiError(400, "prompts must be all texts or all lists of ids", param="prompt")
+    return list(prompt)
+
+
+def _echo(state: ServerState, prompt: Sequence[int], text: str | None) -> str:
+    if text is not None or state.llm.tokenizer is None:
+        return text or ""
+    return state.texts.verbatim.decode(prompt)
+
+
+# ---- the reply
+
+
+def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
+    """Return a whole choice."""
+    state, body = job.state, job.body
+    text, data = "", TokenData(token_ids=[])
+    if job.max_tokens:
+        data = of_generated(request)
+        text = text_of(state, request, with_special_tokens=shows_special_tokens(body))
+    elif body.logprobs is not None:
+        data = TokenData(token_ids=[], log_probs=[], top=[])
+    shown = data
+    if body.echo:
+        text = job.echoed[job.prompt_index(index)] + text
+        shown = of_prompt(request) + data
+    choice = _piece(job, index, text, shown) | _ending(job, request)
+    if body.return_token_ids:
+        choice["token_ids"] = data.token_ids
+        choice["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
+    choice["prompt_logprobs"] = None
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(
+            of_prompt(request), body.prompt_logprobs, state.texts.of
+        )
+    return choice
+
+
+def _piece(
+    job: _Job, index: int, text: str, data: TokenData, text_start: int = 0
+) -> dict[str, Any]:
+    """Return a choice without its ending."""
+    body, logprobs = job.body, None
+    if body.logprobs is not None:
+        spell = spelling(job.state.texts.of, bool(body.return_tokens_as_token_ids))
+        logprobs = completion_logprobs(data, body.logprobs, spell, text_start)
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": None,
+        "stop_reason": None,
+        "token_ids": data.token_ids if body.return_token_ids else None,
+        "prompt_token_ids": None,
+    }
+
+
+def _ending(job: _Job, request: Request) -> dict[str, Any]:
+    ending: dict[str, Any] = {
+        "finish_reason": request.finish_reason if job.max_tokens else "length",
+        "stop_reason": stop_reason(request) if job.max_tokens else None,
+    }
+    if job.body.return_weight_versions:
+        ending["weight_versions"] = weight_versions(job.state, request)
+    if job.body.return_provenance:
+        ending |= provenance(request)
+    return ending
+
+
+# ---- streams
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What of one choice was sent: characters of its text, and whether any chunk was."""
+
+    text: StreamedText | None
+    num_characters: int = 0
+    has_begun: bool = False
+
+
+async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
+    progress: dict[int, _Progress] = {}
+    num_generated = 0
+    stall_s = job.state.config.stalled_stream_timeout_s
+    async with EventStream(request, stall_s) as events, aclosing(job.generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if index not in progress:
+                    progress[index] = _Progress(
+                        streamed_text(
+                            job.state,
+                            job.params,
+                            with_special_tokens=shows_special_tokens(job.body),
+                        )
+                    )
+                chunk = _chunk(job, index, item, progress[index])
+                if not isinstance(item, TokenRun):
+                    num_generated += len(item.generated_tokens)
+                await events.send({**job.head, "choices": [chunk]})
+            if wants_usage(job.body.stream_options):
+                usage = usage_of(sum(map(len, job.prompts)), num_generated)
+                await events.send({**job.head, "choices": [], "usage": usage})
+        except Exception as fault:
+            await send_error(events, fault, openai_form)
+        return await events.end()
+
+
+def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress) -> dict[str, Any]:
+    """Return the next chunk of a choice: new tokens, or its ending."""
+    data, text, ending = TokenData(token_ids=[]), "", {}
+    if isinstance(item, TokenRun):
+        data = of_run(item) if job.max_tokens else data
+        if progress.text is not None and job.max_tokens:
+            text = progress.text.push(data.token_ids)
+    else:
+        ending = _ending(job, item)
+        if progress.text is not None and job.max_tokens:
+            whole = text_of(job.state, item, with_special_tokens=shows_special_tokens(job.body))
+            text = progress.text.finish(whole)
+    is_first, progress.has_begun = not progress.has_begun, True
+    if is_first and job.body.echo:
+        text = job.echoed[job.prompt_index(index)] + text
+    chunk = _piece(job, index, text, data, progress.num_characters) | ending
+    if not data.token_ids:
+        chunk["logprobs"] = None
+    if is_first and job.body.return_token_ids:
+        chunk["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
+    progress.num_characters += len(text)
+    return chunk

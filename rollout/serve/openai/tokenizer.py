@@ -1,0 +1,117 @@
+"""/tokenize, /detokenize and /tokenizer_info: the tokenizer, for clients that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from rollout.serve.errors import ApiError, json_response
+from rollout.serve.openai.chat_template import ChatTemplate
+from rollout.serve.openai.models import check_model
+from rollout.serve.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from rollout.serve.state import STATE, Route, ServerState
+
+
+def tokenizer_routes() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/tokenize",
+            handler=_tokenize,
+            body=TokenizeBody,
+            summary="Ids of a text or a conversation",
+        ),
+        Route(
+            method="POST",
+            path="/detokenize",
+            handler=_detokenize,
+            body=DetokenizeBody,
+            summary="The text of ids",
+        ),
+        Route(
+            method="GET",
+            path="/tokenizer_info",
+            handler=_tokenizer_info,
+            summary="Special tokens and the chat template",
+        ),
+    ]
+
+
+async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
+    state = request.app[STATE]
+    check_model(state, body.model)
+    if body.messages is not None:
+        ids = await chat_ids(state, body)
+    elif body.prompt is not None:
+        with_special = body.add_special_tokens is not False
+        ids = await state.texts.encode(body.prompt, add_special_tokens=with_special)
+    else:
+        raise ApiError(400, "give a prompt or messages", param="prompt")
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": state.max_model_len,
+            "tokens": ids,
+            "token_strs": [state.texts.of(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
+
+
+async def chat_ids(state: ServerState, body: ChatBody | TokenizeBody) -> list[int]:
+    """Return the ids of a conversation, as the chat template writes it. Raises ApiError."""
+    if not body.messages:
+        raise ApiError(400, "messages is empty; give at least one", param="messages")
+    if state.template is None and body.chat_template is None:
+        raise ApiError(
+            400, "the model has no chat template: set chat_template, or send a completion"
+        )
+    if body.chat_template is not None and not state.config.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "chat_template of a request needs a server with trust_request_chat_template=True",
+            param="chat_template",
+        )
+    template = state.template or ChatTemplate("", {})
+    text = template.render(
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template,
+        variables=body.chat_template_kwargs,
+    )
+    # The template writes special tokens itself.
+    return await state.texts.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Response:
+    state = request.app[STATE]
+    check_model(state, body.model)
+    tokenizer = state.texts.verbatim
+    try:
+        text = tokenizer.decode(body.tokens)
+    except Exception as fault:  # the tokenizer is the user's: it may raise anything
+        raise ApiError(400, f"the tokens cannot be decoded: {fault!r:.200}") from None
+    return json_response({"prompt": text})
+
+
+async def _tokenizer_info(request: web.Request, body: Any) -> web.Response:
+    state = request.app[STATE]
+    tokenizer, template = state.texts.tokenizer, state.template
+    special = {} if template is None else dict(template.special_tokens)
+    for name, token_id in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
+        if token_id is not None:
+            special.setdefault(name, state.texts.of(token_id))
+    return json_response(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "eos_token": special.get("eos_token"),
+            "bos_token": special.get("bos_token"),
+            "pad_token": special.get("pad_token", special.get("eos_token")),
+            "unk_token": special.get("unk_token"),
+            "chat_template": None if template is None else template.source,
+            "vocab_size": tokenizer.vocab_size,
+            "max_model_len": state.max_model_len,
+        }
+    )

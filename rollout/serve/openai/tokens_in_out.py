@@ -1,0 +1,157 @@
+"""POST /inference/v1/generate: tokens in, tokens out."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.serve.errors import ApiError, json_response, openai_form
+from rollout.serve.event_stream import EventStream
+from rollout.serve.generation import Generation
+from rollout.serve.openai.models import check_model
+from rollout.serve.openai.reply import (
+    new_id,
+    now,
+    priority_of,
+    provenance,
+    send_error,
+    stop_reason,
+    total_usage,
+    usage_of,
+    wants_usage,
+    weight_versions,
+)
+from rollout.serve.openai.token_data import (
+    TokenData,
+    of_generated,
+    of_prompt,
+    of_run,
+    prompt_logprobs,
+    token_logprobs,
+)
+from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.schemas import GenerateBody
+from rollout.serve.state import STATE, Route, ServerState
+
+Request = DynamicInferenceRequest
+
+
+def generate_routes() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/inference/v1/generate",
+            handler=_generate,
+            body=GenerateBody,
+            generates=True,
+            summary="Continue token ids by token ids",
+        )
+    ]
+
+
+async def _generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:
+    state = request.app[STATE]
+    reply_id = body.request_id or new_id("generate", None)
+    head = {
+        "request_id": reply_id,
+        "model": body.model or state.served_name,
+        "created": now(),
+    }
+    generation = _generation_of(state, body, reply_id)
+    if body.stream:
+        return await _stream(request, body, generation, head)
+    requests = await generation.results()
+    wanted = body.sampling_params.prompt_logprobs
+    scores = None
+    if wanted is not None:
+        scores = prompt_logprobs(of_prompt(requests[0]), wanted, state.texts.of)
+    choices = [
+        _choice(body, index, of_generated(each)) | _ending(state, body, each)
+        for index, each in enumerate(requests)
+    ]
+    reply = {
+        **head,
+        "choices": choices,
+        "usage": total_usage([body.token_ids], requests),
+        "prompt_logprobs": scores,
+        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+    }
+    return json_response(reply)
+
+
+def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generation:
+    """Check a request. Raises ApiError and InvalidRequestError."""
+    check_model(state, body.model)
+    if not body.token_ids:
+        raise ApiError(400, "token_ids is empty; give at least one", param="token_ids")
+    fields = body.sampling_params
+    max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
+    if body.stream and fields.prompt_logprobs is not None:
+        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+    check_length(state, len(body.token_ids), max_tokens)
+    params = sampling_params_of(
+        fields,
+        state,
+        max_tokens=max_tokens,
+        num_logprobs=fields.logprobs,
+        num_prompt_logprobs=fields.prompt_logprobs,
+        with_ranks=fields.logprobs is not None or fields.prompt_logprobs is not None,
+    )
+    return Generation(
+        state,
+        [body.token_ids],
+        params,
+        n=1 if fields.n is None else fields.n,
+        name=name,
+        priority=priority_of(body.priority),
+    )
+
+
+def _choice(body: GenerateBody, index: int, data: TokenData) -> dict[str, Any]:
+    """Return a choice without its ending."""
+    num_top = body.sampling_params.logprobs
+    return {
+        "index": index,
+        "token_ids": data.token_ids,
+        "logprobs": None if num_top is None else token_logprobs(data, num_top),
+        "finish_reason": None,
+        "stop_reason": None,
+    }
+
+
+def _ending(state: ServerState, body: GenerateBody, request: Request) -> dict[str, Any]:
+    return {
+        "finish_reason": request.finish_reason,
+        "stop_reason": stop_reason(request),
+        "weight_versions": weight_versions(state, request),
+        **(provenance(request) if body.return_provenance else {}),
+    }
+
+
+async def _stream(
+    request: web.Request, body: GenerateBody, generation: Generation, head: dict[str, Any]
+) -> web.StreamResponse:
+    state, num_generated = request.app[STATE], 0
+    stall_s = state.config.stalled_stream_timeout_s
+    async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if isinstance(item, TokenRun):
+                    choice = _choice(body, index, of_run(item))
+                else:
+                    num_generated += len(item.generated_tokens)
+                    choice = _choice(body, index, TokenData(token_ids=[]))
+                    choice |= {"logprobs": None, **_ending(state, body, item)}
+                await events.send({**head, "choices": [choice]})
+            if wants_usage(body.stream_options):
+                usage = usage_of(len(body.token_ids), num_generated)
+                await events.send({**head, "choices": [], "usage": usage})
+        except Exception as fault:
+            await send_error(events, fault, openai_form)
+        return await events.end()

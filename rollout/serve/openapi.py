@@ -1,0 +1,68 @@
+"""GET /openapi.json: the routes and their bodies, from the structs that decode them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from rollout.serve.limits import Access
+from rollout.serve.state import Route
+
+_REF = "#/components/schemas/{name}"
+_ERRORS = {
+    "400": "A field is wrong, or what is asked for is not possible.",
+    "401": "The key is missing or wrong.",
+    "404": "The model is not served.",
+    "429": "Too many requests wait: try again after Retry-After seconds.",
+    "503": "Generation is paused, or the server ends.",
+}
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document of routes."""
+    bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
+    schemas, components = msgspec.json.schema_components(bodies, ref_template=_REF)
+    schema_of = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = route.path.replace(":.+}", "}")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "rollout", "version": _version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
+    answered = {"200": {"description": "Done."}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": answered | {code: {"description": text} for code, text in _ERRORS.items()},
+    }
+    if "{" in route.path:
+        name = route.path.partition("{")[2].partition(":")[0].rstrip("}")
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if route.access is not Access.OPEN:
+        operation["security"] = [{"key": []}]
+    if route.body is not None:
+        operation["requestBody"] = {
+            "content": {"application/json": {"schema": schema_of[route.body]}}
+        }
+    return operation
+
+
+def _version() -> str:
+    try:
+        return version("rollout-engine")
+    except PackageNotFoundError:  # run from its sources
+        return "0"
