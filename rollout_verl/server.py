@@ -93,11 +93,11 @@ class EngineServer:
         return self._output(self.llm.request_of(future, prompt, params))
 
     def _output(self, request: DynamicInferenceRequest) -> TokenOutput:
-        if request.failed():
+        is_aborted = request.finish_reason == "abort"
+        if request.failed() and not is_aborted:
             errors = [e.payload for e in request.events if isinstance(e.payload, BaseException)]
             raise RolloutError(f"the request failed: {errors[-1] if errors else request}")
         log_probs = request.generated_log_probs
-        is_aborted = request.finish_reason == "abort"
         return TokenOutput(
             token_ids=list(request.generated_tokens),
             log_probs=None if log_probs is None else [float(value) for value in log_probs],
