@@ -100,7 +100,7 @@ def output_of(output: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # it would leave a token in the home directory
-    os.environ["RAY_raylet_start_wait_time_s"] = "200"  # on a busy machine
+    # Ray would leave a token in the home directory, and a busy machine starts it slowly.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "200"}
     ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
     print(json.dumps(asyncio.run(run(sys.argv[1]))))
