@@ -91,7 +91,7 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
     )
     stage("tune", lambda: model.prepare(backend))
     handles = [layer.handle for layer in model.linear_layers().values()]
-    packed = sum(h.weight_NK.nbytes for h in handles if h.packed is not None)
+    packed = sum(h.weight_NK.nbytes for h in handles if h.packed is not None and not h.is_repacked)
     results = peaks | {"built": _status_bytes("VmRSS") - before, "packed": packed}
     return {name: num_bytes / weights.num_bytes for name, num_bytes in results.items()}
 

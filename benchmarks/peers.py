@@ -11,7 +11,7 @@ a build of a quarter of an hour. Each contestant is a process with as many compu
 all generate the same greedy tokens, then they take turns. Of a large model only one peer at a time
 is in memory beside ours. A peer that cannot be installed or cannot run here is listed with its
 reason. Page, JSON and plot of the day are written after each model and dtype: a selection that runs
-later replaces its own lines in them.
+later replaces the rounds of its peers in them and leaves the others.
 """
 
 from __future__ import annotations
@@ -114,25 +114,24 @@ class Line:
         """The estimate for one contestant and round."""
         return contest.estimated_seconds(self.num_parameters, self.num_threads)
 
-    def rounds_seconds(self, num_rounds: int) -> float:
+    def rounds_seconds(self, num_rounds: float) -> float:
         """The estimate for all rounds, if nobody stops before the last."""
         num_plays = num_rounds * sum(1 + len(group) for group in self.groups)
         return num_plays * sum(self.play_seconds(contest) for contest in self.contests)
 
     def total_seconds(self, num_rounds: int) -> float:
-        """The estimate with the starts of all contestants."""
+        """The estimate with the starts of all contestants, if half of the peers stop early."""
         num_starts = 1 + sum(len(group) for group in self.groups)
-        return self.rounds_seconds(num_rounds) + _START_S * num_starts
+        return self.rounds_seconds(1 + (num_rounds - 1) / 2) + _START_S * num_starts
 
 
 def lines(arguments: argparse.Namespace) -> list[Line]:
-    """Everything that was asked for. Without --workloads, those that say most for their time."""
+    """Everything that was asked for."""
     chosen = []
     for num_threads, model, dtype in product(arguments.threads, arguments.models, arguments.dtypes):
-        names = arguments.workloads
-        if names is None:
-            names = ("W1", "W3") if model == LARGE else WORKLOADS
-            names = names if num_threads == 1 else [name for name in names if name in ("W1", "W2")]
+        names = arguments.workloads or _default_workloads(model, num_threads)
+        if not names:
+            continue
         size: Size = "reduced" if model == LARGE else "full"
         known = contests(MODELS[model].vocab_size, "small" if arguments.small else size)
         ours, *peers = entries(arguments.peers, dtype, has_int8=arguments.int8)
@@ -147,6 +146,13 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
             )
         )
     return chosen
+
+
+def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
+    """Those that say most for their time."""
+    if num_threads == 1:
+        return ("W1", "W3") if model == LARGE else WORKLOADS
+    return () if model == LARGE else ("W1", "W2")
 
 
 class LineDisplay:
@@ -247,7 +253,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Compa
 
 
 def estimate_table(arguments: argparse.Namespace) -> Table:
-    """Lines and their minutes at most: peers far behind stop early."""
+    """Lines and their minutes."""
     table = Table("model, dtype, threads", "workloads", "minutes, about")
     minutes = [line.total_seconds(arguments.rounds) / 60 for line in lines(arguments)]
     for line, each in zip(lines(arguments), minutes, strict=True):

@@ -28,11 +28,50 @@ class CacheSpec:
     block_size: int
 
 
+class RepackedWeight(Protocol):
+    """A weight, [N, K], that `Ops.tune` has packed in its own memory: no plain one exists."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def address(self, row: int) -> int:
+        """Where this row begins, 0 while the memory is released."""
+        ...
+
+    def read(self, start: int, end: int) -> Tensor:
+        """A copy of rows [start, end)."""
+        ...
+
+    def write(self, values_RK: Tensor, start: int = 0) -> None:
+        """Replace the rows from `start` on, casting them."""
+        ...
+
+    def gather(self, rows_T: Tensor) -> Tensor:
+        """A copy of these rows, [T, K]."""
+        ...
+
+    def undo(self, staged: Any) -> None:
+        """Go back to the weight from before `Ops.refresh` took `staged`, if it did."""
+        ...
+
+    def unpack(self) -> None:
+        """Give the memory the order of rows again, and the tensor its shape."""
+        ...
+
+
 class Ops(Protocol):
     """Device operations used by the layers, the sampler and weight updates."""
 
-    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
-        """A handle for `linear`, which refers to the weight. Nothing is packed before `tune`."""
+    def prepare_linear(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
+    ) -> Any:
+        """A handle for `linear`, which refers to the weight. Nothing is packed before `tune`.
+
+        With `may_repack` `tune` may pack the weight in its own memory, see `repacked`.
+        """
         ...
 
     def tune(self, handles: Iterable[Any]) -> None:
@@ -59,7 +98,14 @@ class Ops(Protocol):
         ...
 
     def refresh(self, handle: Any, staged: Any = None) -> None:
-        """Follow an in-place change of the handle's weight; `staged` is what `stage` returned."""
+        """Follow an in-place change of the handle's weight; `staged` is what `stage` returned.
+
+        A repacked weight takes its new values from `staged` and leaves its old ones there.
+        """
+        ...
+
+    def repacked(self, handle: Any) -> RepackedWeight | None:
+        """The handle's weight, if it is packed in its own memory."""
         ...
 
     def release(self, handle: Any) -> None:
@@ -225,9 +271,12 @@ class DecoderLayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """All that a dense pre-norm decoder (Llama, Qwen2, Qwen3) computes with."""
+    """All that a dense pre-norm decoder (Llama, Qwen2, Qwen3) computes with.
 
-    embedding_VE: Tensor
+    `embedding` is [V, E], or a repacked weight's memory.
+    """
+
+    embedding: Tensor
     layers: Sequence[DecoderLayerParts]
     final_norm_E: Tensor
     eps: float

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import Backend
+from rollout.backends.base import Backend, RepackedWeight
 from rollout.layers.base import BackendLayer, empty_parameter
-from rollout.layers.weight_slot import TensorSlot, WeightSlot
+from rollout.layers.weight_slot import TensorSlot, WeightSlot, rows_slot
 
 
 class Linear(BackendLayer):
-    """y_TN = x_TK @ weight_NK.T + bias_N, where the rows of `weight` belong to named parts.
+    """y_TN = x_TK @ weight.T + bias_N, where the rows of `weight`, [N, K], belong to named parts.
+
+    A backend may pack `weight` in its own memory: then it has another shape, and `repacked` reads
+    and writes its rows.
 
     Fusing spares operators: query, key and value become one matrix product. The parts keep the
     names they have in a checkpoint, and `weight_slots` has a slot for each.
     """
-
-    handle: Any
 
     def __init__(
         self,
@@ -43,10 +44,13 @@ class Linear(BackendLayer):
             tied_weight = empty_parameter(num_rows, in_features, dtype=dtype, device=device)
         self.weight = tied_weight
         self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
+        self.handle: Any = None
 
     def bind(self, backend: Backend) -> None:
+        if self.repacked is not None:
+            self.repacked.unpack()
         super().bind(backend)
-        self.handle = backend.ops.prepare_linear(self.weight, self.bias)
+        self.handle = backend.ops.prepare_linear(self.weight, self.bias, may_repack=True)
 
     def stage(self, weights: Sequence[Tensor]) -> Any:
         """Prepare for new weights, one tensor per part in order; nothing changes yet."""
@@ -65,9 +69,19 @@ class Linear(BackendLayer):
         """What the backend packed, if it holds the weight's very bytes; None otherwise."""
         return self.ops.packed(self.handle)
 
-    def restore(self, packed: Any) -> None:
-        """Go back to the weight that `packed` was made of; None if it has its values already."""
-        if packed is not None:
+    @property
+    def repacked(self) -> RepackedWeight | None:
+        """The weight, if the backend has packed it in its own memory."""
+        return None if self.handle is None else self.ops.repacked(self.handle)
+
+    def restore(self, packed: Any, staged: Any) -> None:
+        """Go back to the weight from before `refresh(staged)`, of which `packed` was made.
+
+        It has its values already if it is not packed.
+        """
+        if self.repacked is not None:
+            self.repacked.undo(staged)
+        elif packed is not None:
             self.weight.detach().copy_(self.ops.unpack(packed))
         self.refresh(packed)
 
@@ -80,7 +94,7 @@ class Linear(BackendLayer):
         start = 0
         for part, num_rows in self.parts.items():
             end = start + num_rows
-            slots[f"{part}.weight"] = TensorSlot(self.weight[start:end])
+            slots[f"{part}.weight"] = rows_slot(self.weight, self.repacked, start, end)
             if self.bias is not None:
                 slots[f"{part}.bias"] = TensorSlot(self.bias[start:end])
             start = end

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.backends.base import Ops
+from rollout.backends.base import Ops, RepackedWeight
 
 
 class WeightSlot(Protocol):
@@ -36,6 +36,15 @@ class WeightSlot(Protocol):
     def fingerprint(self, ops: Ops) -> Tensor:
         """Return `ops.fingerprint` of the values."""
         ...
+
+
+def rows_slot(
+    weight: Tensor, repacked: RepackedWeight | None, start: int, end: int
+) -> TensorSlot | RepackedSlot:
+    """Return the slot of rows [start, end) of a matrix, which may be `repacked`."""
+    if repacked is None:
+        return TensorSlot(weight[start:end])
+    return RepackedSlot(repacked, start, end)
 
 
 class TensorSlot:
@@ -68,3 +77,33 @@ class TensorSlot:
 
     def fingerprint(self, ops: Ops) -> Tensor:
         return ops.fingerprint(self._tensor, self._tensor.dtype)
+
+
+class RepackedSlot:
+    """The slot of rows [start, end) of a matrix that a backend has packed in its own memory."""
+
+    __slots__ = ("_end", "_repacked", "_start")
+
+    def __init__(self, repacked: RepackedWeight, start: int, end: int) -> None:
+        self._repacked, self._start, self._end = repacked, start, end
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._end - self._start, self._repacked.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._repacked.dtype
+
+    @property
+    def address(self) -> int:
+        return self._repacked.address(self._start)
+
+    def read(self) -> Tensor:
+        return self._repacked.read(self._start, self._end)
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        self._repacked.write(values, self._start + first_row)
+
+    def fingerprint(self, ops: Ops) -> Tensor:
+        return ops.fingerprint(self.read(), self.dtype)

@@ -19,7 +19,7 @@ from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
 from rollout.layers.weight_slot import TensorSlot, WeightSlot
-from rollout.models.decoder import Decoder
+from rollout.models.decoder import Decoder, Embedding
 from rollout.models.spec import ModelSpec
 
 INIT_STD = 0.02
@@ -81,11 +81,15 @@ class CausalLM(nn.Module):
                     slot.write(drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
-        """Bind the backend into every layer. The weights must be there: tuning may pack them."""
+        """Bind the backend into every layer. The weights must be there: tuning may pack them, and
+        those that one packed product serves alone in their own memory.
+        """
         for module in self.modules():
             if isinstance(module, BackendLayer):
                 module.bind(backend)
         backend.ops.tune(layer.handle for layer in self.linear_layers().values())
+        if self.spec.tie_word_embeddings:
+            self.model.embed_tokens.repacked = self.lm_head.repacked
         fuse = backend.fuse_decoder
         self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
@@ -122,11 +126,10 @@ class CausalLM(nn.Module):
         """
         slots: dict[str, WeightSlot] = {}
         for path, module in self.named_modules():
-            if isinstance(module, Linear):
-                parent = path.rpartition(".")[0]
+            parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
+            if isinstance(module, Linear | Embedding):
                 named = module.weight_slots()
             else:
-                parent = path
                 named = {n: TensorSlot(p) for n, p in module.named_parameters(recurse=False)}
             prefix = f"{parent}." if parent else ""
             slots |= {prefix + name: slot for name, slot in named.items()}
@@ -155,7 +158,7 @@ class CausalLM(nn.Module):
             layer.refresh(prepared)
 
     def release_packed(self) -> None:
-        """Drop packed copies of the weights, until `refresh`."""
+        """Drop packed copies of the weights, until `refresh`. Repacked weights are no copies."""
         self._require_prepared()
         for layer in self.linear_layers().values():
             layer.release_packed()

@@ -11,12 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import DecoderLayerParts, DecoderParts
+from rollout.backends.base import DecoderLayerParts, DecoderParts, RepackedWeight
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Attention
 from rollout.layers.base import empty_parameter
 from rollout.layers.mlp import GatedMLP
 from rollout.layers.norm import RMSNorm
+from rollout.layers.weight_slot import WeightSlot, rows_slot
 from rollout.models.spec import ModelSpec
 
 
@@ -27,9 +28,17 @@ class Embedding(nn.Module):
         super().__init__()
         shape = (spec.vocab_size, spec.hidden_size)
         self.weight = empty_parameter(*shape, dtype=spec.dtype, device=device)
+        self.num_tokens = spec.vocab_size
+        self.repacked: RepackedWeight | None = None  # as the head to which the weight is tied
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
+        if self.repacked is not None:
+            return self.repacked.gather(token_ids_T)
         return nn.functional.embedding(token_ids_T, self.weight)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """The only weight, by name."""
+        return {"weight": rows_slot(self.weight, self.repacked, 0, self.num_tokens)}
 
 
 class DecoderLayer(nn.Module):
@@ -113,7 +122,7 @@ class Decoder(nn.Module):
     def parts(self) -> DecoderParts:
         """What a fused decoder needs; the layers must be bound to a backend."""
         return DecoderParts(
-            embedding_VE=self.embed_tokens.weight,
+            embedding=self.embed_tokens.weight,
             layers=[cast(DecoderLayer, layer).parts() for layer in self.layers],
             final_norm_E=self.norm.weight,
             eps=self.spec.rms_norm_eps,

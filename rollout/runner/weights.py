@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rollout.backends.base import Backend
 from rollout.backends.memory.residency import resident_bytes
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.layers.weight_slot import RepackedSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.weight_update import (
     Fingerprint,
@@ -33,46 +34,56 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 class WeightBackup:
     """A copy of the weights that serve now, from which they are restored if replacing them fails.
 
-    It copies only what no packed copy holds: less than all weights where the backend packs them.
+    It copies only what no packed copy holds: less than all weights where the backend packs them. A
+    weight that is packed in its own memory leaves its old values in what was staged for it.
     """
 
     @torch.no_grad()
     def __init__(self, model: CausalLM) -> None:
         self._layers = list(model.linear_layers().values())
-        packed = {layer.weight.data_ptr() for layer in self._layers if layer.packed is not None}
+        packed = {
+            layer.weight.data_ptr()
+            for layer in self._layers
+            if layer.packed is not None or layer.repacked is not None
+        }
         self._plain = [
             (parameter, parameter.detach().clone())
             for parameter in (*model.parameters(), *model.persistent_buffers().values())
             if parameter.data_ptr() not in packed
         ]
-        self._packed: list[Any] = []
+        self._packed: list[tuple[Any, Any]] = []
 
-    def keep_packed(self) -> None:
-        """Keep the packed copies that serve now and are about to be replaced."""
-        self._packed = [layer.packed for layer in self._layers]
+    def keep_packed(self, staged: Sequence[Any]) -> None:
+        """Keep the packed copies that serve now, which `staged` is about to replace."""
+        served = [layer.packed for layer in self._layers]
+        self._packed = list(zip(served, staged, strict=True))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write all weights back, and their packed copies."""
         for parameter, values in self._plain:
             parameter.detach().copy_(values)
-        for layer, packed in zip(self._layers, self._packed, strict=True):
-            layer.restore(packed)
+        for layer, (packed, staged) in zip(self._layers, self._packed, strict=True):
+            layer.restore(packed, staged)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StagedWeights:
-    """A verified update: source tensors that fit the model, tied ones once.
+    """A verified update, which can be committed once. Only ServedWeights changes it.
 
-    The tensors are not copied. `packed` holds the copies that the backend packed of them. `backup`
-    holds the weights that were served after `num_writes` writes. `started_at` is when staging
-    began, on the clock of time.perf_counter; `seconds` is how long it took.
+    `tensors` are the source tensors that a commit copies, tied ones once; the others are there as
+    `packed`, what the backend packed for each linear layer. `backup` holds the weights that were
+    served after `num_writes` writes. `num_bytes` is the size of all weights. `started_at` is when
+    staging began, on the clock of time.perf_counter; `seconds` is how long it took. `is_spent`: a
+    commit has begun and was not undone.
     """
 
     tensors: Mapping[str, Tensor]
     packed: Sequence[Any]
     backup: WeightBackup
     num_writes: int
+    num_bytes: int
+    is_spent: bool = False
     checksum: str
     started_at: float
     seconds: float
@@ -81,8 +92,9 @@ class StagedWeights:
 class ServedWeights:
     """The only writer of the model's weights and of their version.
 
-    All parameters lie in one buffer of the backend's memory, which can be released and restored. An
-    update is staged first and then committed in place, so captured graphs stay valid.
+    All parameters lie in one buffer of the backend's memory, which can be released and restored. A
+    weight that one packed product serves alone lies there packed, and in no other form. An update
+    is staged first and then committed in place, so captured graphs stay valid.
     `is_resident` is False while the memory is released. `has_values` is False while the bytes are
     not those of one set of weights: they were discarded, or an update could not be undone.
     """
@@ -105,11 +117,11 @@ class ServedWeights:
         self._reject_non_finite = reject_non_finite
         self._num_writes = 0
         self._places = dict(_layout(model))
-        self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self.num_bytes = max(end for _, end in self._places.values())
         self.version = version
         self.is_resident = self.has_values = True
         buffer = self._memory.allocate(_BUFFER, self.num_bytes)
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._place_parameters(buffer, keeps_values=fill is None)
         if fill is not None:
             fill()
@@ -181,43 +193,51 @@ class ServedWeights:
             cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
             check_checksum(fingerprints | self._fingerprints(cast, own, check), source_checksum)
         origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
+        names = dict.fromkeys(origins.values())
         return StagedWeights(
-            tensors={name: source[name] for name in dict.fromkeys(origins.values())},
+            tensors={n: source[n] for n in names if not isinstance(slots[n], RepackedSlot)},
             packed=self._pack(
                 {slots[name].address: source[o] for name, o in origins.items()}, check
             ),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
+            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in names),
             checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
             started_at=start,
             seconds=time.perf_counter() - start,
         )
 
     def commit(self, staged: StagedWeights, version: int | None) -> int:
-        """Copy a staged update in place and serve it as `version`; None means the next one.
+        """Write a staged update in place and serve it as `version`; None means the next one.
 
         Returns the number of bytes written. If anything is raised, weights and version are those
         from before: the commit restores the backup made while staging, or one made now if another
         update was written since. Raises WeightUpdateError.
         """
         new_version = next_version(self.version, version)
+        if staged.is_spent:
+            raise WeightUpdateError(
+                "these staged weights were committed before; stage the update again"
+            )
         before, had_values = self.version, self.has_values
         is_current = staged.num_writes == self._num_writes
         backup = staged.backup if is_current else WeightBackup(self._model)
-        backup.keep_packed()
+        backup.keep_packed(staged.packed)
         try:
+            staged.is_spent = True
             self.has_values = False  # stays so if the restore fails, too
-            num_bytes = self._write(staged)
+            self._write(staged)
             self.version, self.has_values = new_version, True
         except BaseException:
             backup.restore()
             self.version, self.has_values = before, had_values
+            staged.is_spent = False
             raise
-        return num_bytes
+        return staged.num_bytes
 
     @torch.no_grad()
-    def _write(self, staged: StagedWeights) -> int:
-        """Copy in place and swap in the packed copies. Returns the number of bytes written."""
+    def _write(self, staged: StagedWeights) -> None:
+        """Copy tensors in place, exchange repacked weights, and swap in packed copies."""
         self._num_writes += 1
         slots = self._model.weight_slots()
         for name, tensor in staged.tensors.items():
@@ -225,8 +245,6 @@ class ServedWeights:
                 slots[name].write(tensor)
         with blaming("taking the packed copies"):
             self._model.refresh(staged.packed)
-        written = (slots[name] for name in staged.tensors)
-        return sum(slot.shape.numel() * slot.dtype.itemsize for slot in written)
 
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
@@ -280,6 +298,7 @@ class ServedWeights:
         if self.has_values:
             self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
         self.is_resident = False
+        self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
         self._model.release_packed()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)

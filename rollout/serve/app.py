@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollout.serve.config import CONTROL_DOORS
+from rollout.serve.control.routes import control_routes
+from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Keys
@@ -34,6 +37,9 @@ def make_app(state: ServerState) -> web.Application:
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
     app[STATE] = state
+    if set(CONTROL_DOORS) & set(state.config.doors):
+        app[CONTROL] = make_control(state)
+        app.on_shutdown.append(close_control)
     keys = Keys(state.config)
     for route in routes_of(state.config.doors):
         app.router.add_route(route.method, route.path, _guarded(route, keys))
@@ -49,6 +55,7 @@ def routes_of(doors: Sequence[str]) -> list[Route]:
         routes += chat_routes()
         routes += generate_routes()
         routes += tokenizer_routes()
+    routes += control_routes(doors)
     return [*routes, _openapi_route(routes), *page_routes()]
 
 

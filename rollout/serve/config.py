@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from rollout.sampling_params import LOGPROBS_MODES
 
 DOORS = ("openai", "vllm", "sglang")
-_CONTROL_DOORS = ("vllm", "sglang")
+CONTROL_DOORS = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class ServeConfig:
     max_model_len: longest prompt and output that is announced and checked. None: the engines' own.
     checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
         refuses such updates.
+    weight_transfer_backend: of the group that trainers of the vllm door make, which do not name it:
+        "gloo", or None for NCCL, which is refused.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one.
     max_n: most samples of one prompt.
@@ -40,9 +42,11 @@ class ServeConfig:
     max_running_requests: most requests that generate at once; further ones wait.
     max_waiting_requests: most requests that wait so; further ones get 429 with Retry-After.
     max_connections_backlog: connections that the system holds until they are accepted.
+    keepalive_timeout_s: a connection without a whole request for so long is closed.
     request_timeout_s: after so long the rest of a request is aborted.
     body_timeout_s: a body that takes longer to arrive is refused.
     stalled_stream_timeout_s: a stream whose client takes nothing for so long is aborted.
+    weight_transfer_timeout_s: how long a trainer's group, and the broadcasts of one call, may take.
     drain_timeout_s: how long a server that ends lets requests go on; then they are aborted, and
         get the tokens that they have.
     """
@@ -58,6 +62,7 @@ class ServeConfig:
     logprobs_mode: str = "raw"
     max_model_len: int | None = None
     checkpoint_roots: tuple[str, ...] = ()
+    weight_transfer_backend: str | None = None
 
     max_body_bytes: int = 2**30
     max_n: int = 4096
@@ -66,9 +71,11 @@ class ServeConfig:
     max_running_requests: int = 4096
     max_waiting_requests: int = 4096
     max_connections_backlog: int = 4096
+    keepalive_timeout_s: float = 75.0
     request_timeout_s: float = 86400.0
     body_timeout_s: float = 60.0
     stalled_stream_timeout_s: float = 60.0
+    weight_transfer_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -80,6 +87,11 @@ class ServeConfig:
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} must be one of {list(LOGPROBS_MODES)}"
+            )
+        if self.weight_transfer_backend not in (None, "gloo"):
+            raise ConfigError(
+                f"weight_transfer_backend={self.weight_transfer_backend!r} is not built; it can be "
+                "'gloo'"
             )
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port={self.port} must be in [0, {2**16 - 1}]")
@@ -118,7 +130,7 @@ class ServeConfig:
                 f"host={self.host!r} can be reached from other machines; set api_key, or serve on "
                 "127.0.0.1"
             )
-        if self.admin_key is None and set(_CONTROL_DOORS) & set(self.doors):
+        if self.admin_key is None and set(CONTROL_DOORS) & set(self.doors):
             raise ConfigError(
                 f"host={self.host!r} can be reached from other machines, and doors={self.doors} "
                 "pause and update the engines; set admin_key, or doors=('openai',)"

@@ -63,6 +63,7 @@ class Server:
             handle_signals=False,
             handler_cancellation=True,  # a client that goes away ends its handler
             access_log=None,
+            keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_LAST_ANSWERS_S,
         )
         self._site: web.TCPSite | None = None

@@ -143,6 +143,32 @@ def test_it_computes_what_the_layers_compute_one_by_one(
     assert_equal_to_layers(model, rows, [num_tokens - 1, *range(0, num_tokens, 3)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_embedding_is_read_from_the_heads_panels(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(SPEC, vocab_size=64, tie_word_embeddings=True, dtype=dtype)
+    model = prepared(spec, native_backend(monkeypatch))
+    assert model.lm_head.repacked is not None
+    table_VE = model.read_weights()["model.embed_tokens.weight"]
+    token_ids_T = torch.tensor([0, 15, 16, 31, 32, 63, 7, 7])
+    assert torch.equal(model.model.embed_tokens(token_ids_T), table_VE[token_ids_T])
+    kv = [cache.to(dtype) for cache in caches(spec)]
+    model.reserve_positions(128)
+    result = fused(model, batch_of([(3, 1), (0, 17)], [0, 17], kv))
+    # As with an embedding of its own, which is not packed.
+    untied = CausalLM(replace(spec, tie_word_embeddings=False))
+    for name, values in model.read_weights().items():
+        untied.weight_slots()[name].write(values)
+    untied.prepare(native_backend(monkeypatch))
+    untied.reserve_positions(128)
+    kv = [cache.to(dtype) for cache in caches(spec)]
+    expected = fused(untied, batch_of([(3, 1), (0, 17)], [0, 17], kv))
+    assert result is not None
+    assert expected is not None
+    assert torch.equal(result, expected)
+
+
 @given(data=st.data())
 def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -132,3 +132,113 @@ def test_it_is_the_same_on_several_threads(name: str) -> None:
         torch.testing.assert_close(ops.linear(x, handle), alone, rtol=1e-5, atol=1e-4)
     finally:
         torch.set_num_threads(1)
+
+
+# ---- weights packed in their own memory
+
+native_products = pytest.mark.parametrize("name", ["native-256", "native-512"])
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def repacked_handle(ops: CpuOps, weight: Tensor, bias: Tensor | None = None) -> LinearHandle:
+    handle = ops.prepare_linear(weight, bias, may_repack=True)
+    ops.tune([handle])
+    return handle
+
+
+@native_products
+@both_dtypes
+def test_a_weight_packed_in_its_own_memory_gives_the_bits_of_a_packed_copy(
+    name: str, dtype: torch.dtype
+) -> None:
+    ops, weight, bias = ops_with(name), randn(320, 96).to(dtype), randn(320, seed=1).to(dtype)
+    values, address = weight.clone(), weight.data_ptr()
+    with_copy = tuned_handle(ops, values, bias)
+    handle = repacked_handle(ops, weight, bias)
+    repacked = ops.repacked(handle)
+    assert repacked is not None
+    assert repacked.address(0) == weight.data_ptr() == address
+    assert torch.equal(repacked.read(0, 320), values)
+    for num_rows in (0, 1, 3, 12, 64, 300):
+        x = randn(num_rows, 96, seed=num_rows).to(dtype)
+        assert torch.equal(ops.linear(x, handle), ops.linear(x, with_copy)), num_rows
+
+
+@native_products
+@both_dtypes
+def test_a_repacked_weight_follows_an_update_and_goes_back(name: str, dtype: torch.dtype) -> None:
+    ops, weight, x = ops_with(name), randn(96, 33).to(dtype), randn(5, 33, seed=1).to(dtype)
+    old, new = weight.clone(), randn(96, 33, seed=2).to(dtype)
+    handle = repacked_handle(ops, weight)
+    repacked = ops.repacked(handle)
+    assert repacked is not None
+    before, address = ops.linear(x, handle), weight.data_ptr()
+    staged = ops.stage(handle, [new[:20], new[20:]])
+    repacked.undo(staged)  # nothing was taken yet
+    assert torch.equal(ops.linear(x, handle), before)
+    ops.refresh(handle, staged)
+    assert torch.equal(repacked.read(0, 96), new)
+    assert not torch.equal(ops.linear(x, handle), before)
+    for _ in range(2):  # the second time there is nothing to undo
+        repacked.undo(staged)
+        assert torch.equal(repacked.read(0, 96), old)
+    assert torch.equal(ops.linear(x, handle), before)
+    assert weight.data_ptr() == address
+
+
+@native_products
+def test_a_repacked_weight_stays_when_packed_copies_are_dropped(name: str) -> None:
+    ops, weight, x = ops_with(name), randn(96, 33), randn(5, 33, seed=1)
+    handle = repacked_handle(ops, weight)
+    before = ops.linear(x, handle)
+    ops.release(handle)
+    assert ops.packed(handle) is None
+    assert torch.equal(ops.linear(x, handle), before)
+
+
+@native_products
+def test_a_repacked_weight_may_move(name: str) -> None:
+    ops, weight, x = ops_with(name), randn(96, 33), randn(5, 33, seed=1)
+    handle = repacked_handle(ops, weight)
+    before, panels = ops.linear(x, handle), weight.data
+    weight.data = torch.empty(0)
+    weight.data = panels.clone()
+    ops.refresh(handle)
+    assert torch.equal(ops.linear(x, handle), before)
+
+
+@native_products
+def test_a_repacked_weight_gets_its_rows_back(name: str) -> None:
+    ops, weight = ops_with(name), randn(96, 33)
+    values = weight.clone()
+    repacked = ops.repacked(repacked_handle(ops, weight))
+    assert repacked is not None
+    assert weight.shape != values.shape
+    assert torch.equal(repacked.gather(torch.tensor([95, 0, 17])), values[[95, 0, 17]])
+    repacked.unpack()
+    assert torch.equal(weight, values)
+
+
+@all_products
+def test_a_weight_that_does_not_fill_panels_or_may_not_be_repacked_is_copied(name: str) -> None:
+    ops = ops_with(name)
+    for weight, may_repack in ((randn(95, 33), True), (randn(96, 33), False)):
+        values = weight.clone()
+        handle = ops.prepare_linear(weight, may_repack=may_repack)
+        ops.tune([handle])
+        assert ops.repacked(handle) is None
+        assert torch.equal(weight, values)
+
+
+@native_products
+def test_exchanging_on_several_threads_is_the_same(name: str) -> None:
+    ops, weight, new = ops_with(name), randn(3200, 257), randn(3200, 257, seed=1)
+    handle = repacked_handle(ops, weight)
+    torch.set_num_threads(3)
+    try:
+        ops.refresh(handle, ops.stage(handle, [new]))
+    finally:
+        torch.set_num_threads(1)
+    repacked = ops.repacked(handle)
+    assert repacked is not None
+    assert torch.equal(repacked.read(0, 3200), new)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from rollout.backends.ops.reference import ReferenceOps
+from rollout.backends.products.native_weight import NativeWeight
 from rollout.layers.linear import Linear
-from rollout.layers.weight_slot import TensorSlot, WeightSlot
+from rollout.layers.weight_slot import RepackedSlot, TensorSlot, WeightSlot
+from tests.contracts.implementations import kernels
 
 ROWS, INPUTS = 24, 40
 CPU = torch.device("cpu")
@@ -43,7 +45,34 @@ def rows_of_a_fused_weight(dtype: torch.dtype) -> Case:
     )
 
 
-all_forms = pytest.mark.parametrize("form", [own_tensor, rows_of_a_fused_weight])
+def repacked(first_rows: int, lanes: int) -> Callable[[torch.dtype], Case]:
+    """Rows of a weight in panels, which begin at a panel's first output or within a panel."""
+
+    def form(dtype: torch.dtype) -> Case:
+        num_outputs = 8 * lanes
+        weight = torch.zeros(num_outputs, INPUTS, dtype=dtype)
+        packed = NativeWeight.in_place_of(kernels(), weight, lanes)
+        slot = RepackedSlot(packed, first_rows, first_rows + ROWS)
+        return Case(
+            slot=slot,
+            neighbours=lambda: [
+                packed.read(0, first_rows),
+                packed.read(first_rows + ROWS, num_outputs),
+            ],
+        )
+
+    return form
+
+
+FORMS = {
+    "own tensor": own_tensor,
+    "rows of a fused weight": rows_of_a_fused_weight,
+    "panels of 16, from a first output": repacked(16, 8),
+    "panels of 16, from within one": repacked(13, 8),
+    "panels of 32, across two": repacked(30, 16),
+    "panels of 32, inside one": repacked(35, 16),
+}
+all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 all_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 Form = Callable[[torch.dtype], Case]
 

@@ -33,7 +33,9 @@ class PackedLinear:
 class OracleOps:
     """The arithmetic half of Ops; sampling is no concern of a model."""
 
-    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedLinear:
+    def prepare_linear(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
+    ) -> PackedLinear:
         handle = PackedLinear(weight_NK, bias_N, (weight_NK, bias_N))
         self.refresh(handle)
         return handle
@@ -47,6 +49,9 @@ class OracleOps:
     def refresh(self, handle: PackedLinear, staged: Tensor | None = None) -> None:
         bias = None if handle.bias is None else handle.bias.clone()
         handle.packed = (handle.weight.clone() if staged is None else staged, bias)
+
+    def repacked(self, handle: PackedLinear) -> None:
+        return None
 
     def release(self, handle: PackedLinear) -> None:
         handle.packed = (torch.empty(0), None)

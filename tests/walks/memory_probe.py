@@ -19,7 +19,7 @@ from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 from tests.inspected_engine import InspectedEngine
 
-# 44 MiB of weights, which are packed once more; a pool of 512 MiB.
+# 44 MiB of weights, a pool of 512 MiB.
 SPEC = ModelSpec(
     family="llama",
     vocab_size=4096,

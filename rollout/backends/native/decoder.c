@@ -27,9 +27,10 @@ struct layer {
 
 struct decoder {
     const struct layer *layers;
-    const void *embedding; /* [vocabulary, hidden], as the packed weights float32 or bfloat16 */
+    const void *embedding; /* float32 or bfloat16, as the packed weights, and packed or not as they are */
     const float *final_norm;
-    const float *cos, *sin; /* [positions, dim] */
+    const float *cos, *sin;  /* [positions, dim] */
+    int64_t embedding_width; /* of its panels: 1 for [vocabulary, hidden] */
     int64_t num_layers, hidden, lanes, is_bfloat16;
     double eps;
 };
@@ -62,11 +63,22 @@ INLINE void barrier(struct thread t) {
     }
 }
 
+INLINE float value_as(const void *array, int64_t i, int64_t type) {
+    if (type == FLOAT32) return ((const float *)array)[i];
+    union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t *)array)[i] << 16};
+    return wide.value;
+}
+
 static void embed(const struct decoder *d, const struct pass *p, struct thread t) {
     const int64_t type = d->is_bfloat16 ? BFLOAT16 : FLOAT32, tokens = p->attention.tokens;
+    const int64_t width = d->embedding_width;
     for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
-        for (int64_t j = 0; j < d->hidden; j += LANES) {
-            store(p->residual + i * d->hidden + j, load_as(d->embedding, p->token_ids[i] * d->hidden + j, type));
+        const int64_t id = p->token_ids[i], first = id / width * width * d->hidden + id % width;
+        float *out = p->residual + i * d->hidden;
+        if (width == 1) {
+            for (int64_t j = 0; j < d->hidden; j += LANES) store(out + j, load_as(d->embedding, first + j, type));
+        } else {
+            for (int64_t j = 0; j < d->hidden; j++) out[j] = value_as(d->embedding, first + j * width, type);
         }
     }
     barrier(t);

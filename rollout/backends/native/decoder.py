@@ -66,7 +66,7 @@ class NativeDecoder:
         made for, and where another product is faster.
         """
         generation = sum(handle.generation for handle in self._handles)
-        addresses = self._parts.embedding_VE.data_ptr(), cos_PD.data_ptr(), batch.kv[0].data_ptr()
+        addresses = self._parts.embedding.data_ptr(), cos_PD.data_ptr(), batch.kv[0].data_ptr()
         if self._seen != (generation, addresses):
             self._collect(cos_PD, sin_PD, batch.kv)
             self._seen = generation, addresses
@@ -74,9 +74,9 @@ class NativeDecoder:
         if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
             assert not self._deterministic, "the layers one by one would give other bits"
             return None
-        out_LE = torch.empty(num_kept, self._parts.embedding_VE.shape[1], dtype=torch.float32)
+        out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
         self._forward(out_LE, batch)
-        return out_LE.to(self._parts.embedding_VE.dtype)
+        return out_LE.to(self._parts.embedding.dtype)
 
     def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
@@ -102,11 +102,12 @@ class NativeDecoder:
             args.q_norm, args.k_norm = self._float(layer.q_norm_D), self._float(layer.k_norm_D)
             args.cache = cache.data_ptr()
             args.qkv, args.output, args.gate_up, args.down = map(self._weight, _handles(layer))
+        embedding = parts.embedding
         self._decoder = DecoderArgs(
-            *(addressof(self._layers), parts.embedding_VE.data_ptr()),
+            *(addressof(self._layers), embedding.data_ptr()),
             *(self._float(parts.final_norm_E), cos_PD.data_ptr(), sin_PD.data_ptr()),
-            *(len(parts.layers), parts.embedding_VE.shape[1], product.lanes),
-            *(parts.embedding_VE.dtype == torch.bfloat16, parts.eps),
+            *(embedding.shape[2] if embedding.dim() == 3 else 1, len(parts.layers)),
+            *(_hidden_size(parts), product.lanes, embedding.dtype == torch.bfloat16, parts.eps),
         )
 
     def _float(self, values: Tensor | None) -> int | None:
@@ -161,7 +162,7 @@ class NativeDecoder:
     def _room(self, num_tokens: int, num_kept: int) -> list[Tensor]:
         """What a pass works in: residual, normed, fused heads, and the widest activations."""
         parts = self._parts
-        hidden_size = parts.embedding_VE.shape[1]
+        hidden_size = _hidden_size(parts)
         heads_size = parts.num_heads * parts.head_dim
         layer = parts.layers[0]
         num_rows = max(num_tokens, num_kept)  # a token may be kept several times
@@ -169,21 +170,25 @@ class NativeDecoder:
         sizes = (
             num_tokens * hidden_size,
             num_rows * max(hidden_size, heads_size),
-            num_rows * layer.qkv.weight_NK.shape[0],
-            num_at_once * layer.gate_up.weight_NK.shape[0] * 3 // 2,
+            num_rows * layer.qkv.num_outputs,
+            num_at_once * layer.gate_up.num_outputs * 3 // 2,
         )
         return list(torch.empty(sum(sizes), dtype=torch.float32).split(sizes))
 
 
 def _why_not_deterministic(parts: DecoderParts) -> str:
-    dtype = str(parts.embedding_VE.dtype).removeprefix("torch.")
+    dtype = str(parts.embedding.dtype).removeprefix("torch.")
     return (
         "deterministic=True needs a float32 or bfloat16 model whose head_dim is a multiple of 16, "
         f"at most {MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; "
         f"this one has {dtype}, "
-        f"head_dim={parts.head_dim}, hidden_size={parts.embedding_VE.shape[1]}, "
-        f"intermediate_size={parts.layers[0].down.weight_NK.shape[1]}; leave deterministic False"
+        f"head_dim={parts.head_dim}, hidden_size={_hidden_size(parts)}, "
+        f"intermediate_size={parts.layers[0].down.num_inputs}; leave deterministic False"
     )
+
+
+def _hidden_size(parts: DecoderParts) -> int:
+    return parts.layers[0].qkv.num_inputs  # type: ignore[no-any-return]
 
 
 def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
@@ -192,10 +197,9 @@ def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
 
 def _is_supported(parts: DecoderParts) -> bool:
     """Float32 or bfloat16, whole vectors, and heads that the attention kernels take."""
-    hidden_size = parts.embedding_VE.shape[1]
-    intermediate_size = parts.layers[0].down.weight_NK.shape[1]
+    hidden_size, intermediate_size = _hidden_size(parts), parts.layers[0].down.num_inputs
     return (
-        parts.embedding_VE.dtype in CACHE_TYPES
+        parts.embedding.dtype in CACHE_TYPES
         and parts.num_heads // parts.num_kv_heads <= MAX_GROUP
         and hidden_size % _LANES == 0
         and intermediate_size % _LANES == 0

@@ -19,6 +19,7 @@ _SIGNATURES = {
     "linear": "pii",
     "pack_weights": "ppiiiiii",
     "unpack_weights": "ppiiiiii",
+    "exchange": "ppiip",
     "rms_norm": "pppiiiif",
     "add_rms_norm": "pppppiif",
     "rotary": "ppppiiii",
@@ -73,7 +74,8 @@ class DecoderArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "embedding", "final_norm", "cos", "sin")),
-        *((name, c_int64) for name in ("num_layers", "hidden", "lanes", "is_bfloat16")),
+        *((name, c_int64) for name in ("embedding_width", "num_layers", "hidden", "lanes")),
+        ("is_bfloat16", c_int64),
         ("eps", c_double),
     )
 

@@ -78,8 +78,27 @@ EXPORT void pack_weights(char *panels, char *w, int64_t outputs, int64_t inputs,
     else reorder(panels, w, outputs, inputs, width, first, last, 2, 0);
 }
 
-EXPORT void unpack_weights(char *w, char *panels, int64_t outputs, int64_t inputs, int64_t width, int64_t size,
+EXPORT void unpack_weights(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t size,
                            int64_t first, int64_t last) {
     if (size == 4) reorder(panels, w, outputs, inputs, width, first, last, 4, 1);
     else reorder(panels, w, outputs, inputs, width, first, last, 2, 1);
+}
+
+/* Exchange two arrays of `bytes`, and count it: whoever interrupts Python can tell whether it was done. */
+EXPORT void exchange(char *a, char *b, int64_t bytes, int64_t threads, int64_t *times) {
+    const int64_t vectors = bytes / (int64_t)sizeof(v8f);
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+#endif
+    for (int64_t i = 0; i < vectors; i++) {
+        v8f x = load((float *)a + i * LANES), y = load((float *)b + i * LANES);
+        store((float *)a + i * LANES, y);
+        store((float *)b + i * LANES, x);
+    }
+    for (int64_t i = vectors * (int64_t)sizeof(v8f); i < bytes; i++) {
+        char x = a[i];
+        a[i] = b[i];
+        b[i] = x;
+    }
+    *times += 1;
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.backends.base import RepackedWeight
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
@@ -33,9 +34,11 @@ class CpuOps(ReferenceOps):
         """`products`: by default those that `default_selection` knows without kernels."""
         self._products = default_selection() if products is None else products
 
-    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> LinearHandle:  # type: ignore[override]
+    def prepare_linear(  # type: ignore[override]
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
+    ) -> LinearHandle:
         """A handle with the plain product, until `tune` chooses others and packs what they need."""
-        return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS))
+        return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
     def tune(self, handles: Iterable[LinearHandle]) -> None:  # type: ignore[override]
         """Measure unknown shapes, then give each handle its best products and packed copy."""
@@ -56,12 +59,16 @@ class CpuOps(ReferenceOps):
         """The packed copy of the weight to come, None where none is kept."""
         if handle.packing is None:
             return None
-        dtype = handle.weight_NK.dtype
-        return handle.packing.pack(torch.cat([part.detach().to(dtype) for part in parts]))
+        cast = [part.detach().to(handle.weight_NK.dtype) for part in parts]
+        return handle.packing.pack(torch.cat(cast) if len(cast) > 1 else cast[0])
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:  # type: ignore[override]
         """Take the staged packed copy, or pack again, after the weight was changed in place."""
         handle.refresh(staged)
+
+    def repacked(self, handle: LinearHandle) -> RepackedWeight | None:  # type: ignore[override]
+        """The weight in panels, where the compiled product serves all its buckets."""
+        return handle.packed if handle.is_repacked else None
 
     def release(self, handle: LinearHandle) -> None:  # type: ignore[override]
         """Drop the packed copy; plain products stand in until `refresh`."""
@@ -69,7 +76,8 @@ class CpuOps(ReferenceOps):
 
     def packed(self, handle: LinearHandle) -> Any:  # type: ignore[override]
         """The packed copy, if it can be unpacked; `refresh` replaces it and never writes to it."""
-        return handle.packed if handle.packing is not None and handle.packing.unpacks else None
+        packing = None if handle.is_repacked else handle.packing
+        return handle.packed if packing is not None and packing.unpacks else None
 
     def unpack(self, packed: Any) -> Tensor:
         """The weight; its packed copy only has its numbers in another order."""

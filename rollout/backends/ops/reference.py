@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.backends.base import RepackedWeight
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
@@ -30,7 +31,9 @@ class DenseLinear:
 class ReferenceOps:
     """Implements `Ops`. Other implementations override the operations that they do faster."""
 
-    def prepare_linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> DenseLinear:
+    def prepare_linear(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
+    ) -> DenseLinear:
         """A handle that refers to the weight; no copy is made."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
 
@@ -50,6 +53,10 @@ class ReferenceOps:
 
     def refresh(self, handle: DenseLinear, staged: None = None) -> None:
         """Nothing to do: the handle reads the weight itself."""
+
+    def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
+        """Nothing is packed."""
+        return None
 
     def release(self, handle: DenseLinear) -> None:
         """Nothing is held."""

@@ -5,8 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from functools import cache
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.backends.memory.mapping import map_bytes
+from rollout.backends.base import RepackedWeight
 from rollout.backends.native.kernels import Kernels, LinearArgs
+from rollout.backends.products.native_weight import NativeWeight
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
 
@@ -45,9 +45,17 @@ class Product:
         """Whether it can multiply with this weight."""
         return True
 
+    def can_repack(self, weight_NK: Tensor) -> bool:
+        """Whether it can multiply with this weight after `repack`, which leaves no plain one."""
+        return False
+
     def pack(self, weight_NK: Tensor) -> Any:
         """Return the packed copy of the weight, None if this product needs none."""
         return None
+
+    def repack(self, weight_NK: Tensor) -> RepackedWeight:
+        """Pack the weight in its own memory."""
+        raise NotImplementedError
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         """x @ weight.T + bias, [T, N]."""
@@ -60,15 +68,28 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    `generation` counts how often the packed copy or the products have changed.
+    If one product that can multiply with a repacked weight serves all buckets, and the weight may
+    be repacked, there is no copy: `packed` is the weight's own memory, and `weight_NK` has the
+    order and the shape of that. `generation` counts how often the packed weight or the products
+    have changed.
     """
 
-    __slots__ = (*("bias_N", "chosen", "generation", "packed", "packing", "products", "weight_NK"),)
+    __slots__ = (
+        *("bias_N", "chosen", "generation", "is_repacked", "may_repack", "num_inputs"),
+        *("num_outputs", "packed", "packing", "products", "weight_NK"),
+    )
 
     def __init__(
-        self, weight_NK: Tensor, bias_N: Tensor | None, products: Sequence[Product]
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        products: Sequence[Product],
+        *,
+        may_repack: bool = False,
     ) -> None:
         self.weight_NK, self.bias_N = weight_NK, bias_N
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        self.may_repack, self.is_repacked = may_repack, False
         self.packing: Product | None = None
         self.packed: Any = None
         self.generation = 0
@@ -78,26 +99,44 @@ class LinearHandle:
         """Use these products, one for each bucket, which need at most one packed copy; make it."""
         packing = next((product for product in products if product.packs), None)
         is_packed = self.packing is packing and self.packed is not None
+        is_alone = self.may_repack and all(product is packing for product in products)
+        if self.is_repacked and not (is_packed and is_alone):
+            self.packed.unpack()
+            self.packed, self.is_repacked, is_packed = None, False, False
         self.chosen, self.packing = tuple(products), packing
         if is_packed:
             self.products = self.chosen
             self.generation += 1
-        else:
-            self.release()
-            self.refresh()
+            return
+        self.release()
+        if packing is not None and is_alone and packing.can_repack(self.weight_NK):
+            self.packed, self.is_repacked = packing.repack(self.weight_NK), True
+        self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
-        """Use the staged packed copy, or pack the weight as it is now."""
-        if staged is None and self.packing is not None:
-            staged = self.packing.pack(self.weight_NK)
-        self.packed, self.products = staged, self.chosen
+        """Use the staged packed copy, or pack the weight as it is now.
+
+        A repacked weight exchanges its values with the staged copy, if there is one.
+        """
+        if self.is_repacked:
+            if staged is not None:
+                self.packed.exchange(staged)
+        elif staged is None and self.packing is not None:
+            self.packed = self.packing.pack(self.weight_NK)
+        else:
+            self.packed = staged
+        self.products = self.chosen
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy. The plain product serves until `refresh`."""
-        self.packed = None
+        """Drop the packed copy. The plain product serves until `refresh`.
+
+        A repacked weight is no copy, and stays.
+        """
         self.generation += 1
-        self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
+        if not self.is_repacked:
+            self.packed = None
+            self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
 
 
 class OneDnnProduct(Product):
@@ -142,41 +181,6 @@ class MklProduct(Product):
         return y_TN
 
 
-class NativeWeight:
-    """A weight in the compiled kernel's own layout, which only reorders the numbers.
-
-    `panels_PKW` holds P panels of W outputs, for each of the K inputs; W is two vectors' floats.
-    """
-
-    __slots__ = ("_kernels", "num_outputs", "panels_PKW")
-
-    def __init__(self, kernels: Kernels, weight_NK: Tensor, lanes: int) -> None:
-        """Pack `weight_NK`, contiguous float32 or bfloat16, in panels of 2 * `lanes` outputs."""
-        self._kernels = kernels
-        self.num_outputs, num_inputs = weight_NK.shape
-        shape = -(-self.num_outputs // (2 * lanes)), num_inputs, 2 * lanes
-        # Mapped, for huge pages where there are some: products are up to a tenth faster.
-        mapping = map_bytes("packed weight", math.prod(shape) * weight_NK.itemsize)
-        self.panels_PKW = mapping.tensor.view(weight_NK.dtype).view(shape)
-        self._reorder(kernels.pack_weights, self.panels_PKW, weight_NK)
-
-    def to_dense(self) -> Tensor:
-        """The weight, [N, K]."""
-        num_inputs, dtype = self.panels_PKW.shape[1], self.panels_PKW.dtype
-        weight_NK = torch.empty(self.num_outputs, num_inputs, dtype=dtype)
-        self._reorder(self._kernels.unpack_weights, weight_NK, self.panels_PKW)
-        return weight_NK
-
-    def _reorder(self, function: Callable[..., None], target: Tensor, source: Tensor) -> None:
-        num_panels, num_inputs, width = self.panels_PKW.shape
-        shape = self.num_outputs, num_inputs, width, target.itemsize
-
-        def work(first: int, last: int) -> None:
-            function(target.data_ptr(), source.data_ptr(), *shape, first, last)
-
-        self._kernels.split(num_panels, work, _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1)
-
-
 class NativeProduct(Product):
     """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
 
@@ -194,8 +198,15 @@ class NativeProduct(Product):
     def suits(self, weight_NK: Tensor) -> bool:
         return weight_NK.is_cpu and weight_NK.dtype in (torch.float32, torch.bfloat16)
 
+    def can_repack(self, weight_NK: Tensor) -> bool:
+        is_whole = weight_NK.shape[0] % (2 * self.lanes) == 0
+        return is_whole and weight_NK.is_contiguous() and weight_NK.numel() > 0
+
     def pack(self, weight_NK: Tensor) -> NativeWeight:
-        return NativeWeight(self._kernels, weight_NK.detach().contiguous(), self.lanes)
+        return NativeWeight.copy_of(self._kernels, weight_NK, self.lanes)
+
+    def repack(self, weight_NK: Tensor) -> NativeWeight:
+        return NativeWeight.in_place_of(self._kernels, weight_NK, self.lanes)
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         x_TK = x_TK.float()

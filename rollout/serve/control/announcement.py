@@ -1,0 +1,108 @@
+"""What a trainer says about tensors before it sends them, and which tensors the model has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.errors import WeightUpdateError
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoint import read_config
+from rollout.models.spec import ModelSpec
+from rollout.models.weights import is_computed
+
+# The names that torch gives dtypes, as both protocols send them.
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+_WIDEST_ITEM_BYTES = max(dtype.itemsize for dtype in _DTYPES.values())
+_MAX_RANK = 8
+_MAX_BYTES = 2**48  # of one tensor; a larger product of sizes is a mistake, or meant to be one
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """A tensor that is about to come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def tensor_metadata(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[TensorMetadata]:
+    """Return the tensors that three equally long lists announce.
+
+    Raises WeightUpdateError naming the tensor whose entry has no meaning.
+    """
+    if not len(names) == len(dtypes) == len(shapes):
+        raise WeightUpdateError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes were announced; "
+            "there must be one of each for every tensor"
+        )
+    if not names:
+        raise WeightUpdateError("no tensors were announced; name at least one")
+    announced = []
+    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = _DTYPES.get(dtype_name.removeprefix("torch."))
+        if dtype is None:
+            raise WeightUpdateError(
+                f"{name!r} has dtype {dtype_name!r}, which is none of {', '.join(_DTYPES)}"
+            )
+        metadata = TensorMetadata(name, dtype, tuple(shape))
+        is_small = len(shape) <= _MAX_RANK and all(size >= 0 for size in shape)
+        if not is_small or metadata.num_bytes > _MAX_BYTES:
+            raise WeightUpdateError(f"{name!r} cannot have the shape {list(shape)[:_MAX_RANK]}")
+        announced.append(metadata)
+    return announced
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """Shapes of the model's tensors by name, tied ones under each of their names, and the dtype in
+    which its config has them.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    @classmethod
+    def of_directory(cls, directory: str | Path) -> ModelTensors:
+        """Those of the model whose config.json lies there. Raises ModelError."""
+        spec = ModelSpec.from_hf_config(read_config(Path(directory)))
+        slots = CausalLM(spec, torch.device("meta")).weight_slots()
+        return cls({name: tuple(slot.shape) for name, slot in slots.items()}, spec.dtype)
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that tensors of these shapes have, in whatever dtype."""
+        return sum(math.prod(shape) for shape in self.shapes.values()) * _WIDEST_ITEM_BYTES
+
+    def check(self, tensor: TensorMetadata) -> None:
+        """Raise WeightUpdateError if the model has no such tensor."""
+        if is_computed(tensor.name):
+            return
+        shape = self.shapes.get(tensor.name)
+        if shape is None:
+            raise WeightUpdateError(
+                f"the model has no tensor {tensor.name!r}; send the parameters of the same "
+                "architecture under their Hugging Face names"
+            )
+        if shape != tensor.shape:
+            raise WeightUpdateError(
+                f"{tensor.name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
+            )

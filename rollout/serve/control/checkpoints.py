@@ -1,0 +1,41 @@
+"""Checkpoints: the directories that an update may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.errors import ModelError, WeightUpdateError
+from rollout.models.checkpoint import Checkpoint
+
+
+class CheckpointRoots:
+    """Opens Hugging Face directories that lie below one of `roots`, links followed."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = [Path(root).resolve() for root in roots]
+
+    def open(self, directory: str) -> Checkpoint:
+        """Return the tensors of a directory of *.safetensors, one file or shards. They are read
+        one by one. Raises WeightUpdateError for other places, and for what is no checkpoint.
+        """
+        self._check(Path(directory))
+        try:
+            checkpoint = Checkpoint.open(Path(directory).resolve())
+        except ModelError as error:
+            raise WeightUpdateError(str(error)) from error
+        for shard in checkpoint.shards:
+            self._check(shard)
+        return checkpoint
+
+    def _check(self, path: Path) -> None:
+        if not self._roots:
+            raise WeightUpdateError(
+                "no checkpoints are read: the server was started without checkpoint_roots"
+            )
+        # Before it is looked at: a stranger does not learn which other files exist.
+        is_below = any(path.resolve().is_relative_to(root) for root in self._roots)
+        if not (path.is_absolute() and is_below):
+            raise WeightUpdateError(
+                f"{str(path)!r} is not an absolute path below one of the server's checkpoint_roots"
+            )

@@ -1,0 +1,180 @@
+"""BroadcastGroup: this server's place in a trainer's torch.distributed group.
+
+The trainer is rank 0. It owns the TCPStore and broadcasts tensors, which come here as bytes. All
+engines of the server get them through one copy in shared memory, so the server is one rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.child_process import ChildProcess, pickled
+from rollout.errors import RolloutError, WeightUpdateError, decode_error
+from rollout.serve.control.announcement import TensorMetadata
+
+_logger = logging.getLogger(__name__)
+_MODULE = "rollout.serve.control.receiver"
+_START_S = 60.0  # how long the receiver may take to start, and to answer after its time limit
+# Tensors that travel as one broadcast, one after the other without gaps.
+Chunk = Sequence[TensorMetadata]
+# How the tensors of a call are split into broadcasts.
+Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
+
+
+class BroadcastGroup:
+    """A gloo group that was joined, by a process of its own (`receiver.py`).
+
+    packing: how the trainer splits tensors into broadcasts. announced: what it announced last.
+    A broadcast that fails or takes too long ends the group, whose ranks are out of step then. The
+    trainer has to make another one.
+    """
+
+    def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
+        self.name, self.packing = name, packing
+        self.announced: Sequence[TensorMetadata] = ()
+        self._receiver = receiver
+        self._turn = asyncio.Lock()
+        self._discarding: set[asyncio.Future[None]] = set()
+
+    async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
+        """Return the tensors of broadcasts that the trainer makes now.
+
+        Raises WeightUpdateError if they do not come within `timeout_s` seconds, or if the trainer
+        is gone.
+        """
+        sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
+        descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, max(1, sum(sizes)))
+            await self._order(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
+            bytes_N = torch.frombuffer(mmap.mmap(descriptor, max(1, sum(sizes))), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
+
+    def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
+        """Take broadcasts that were announced and are not wanted, so that later ones are in step.
+        Returns at once.
+        """
+        sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
+        task = asyncio.ensure_future(self._order(None, sizes, timeout_s))
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+        task.add_done_callback(_log_error)
+
+    def close(self) -> None:
+        """Leave the group. Who waits for a broadcast gets WeightUpdateError; the trainer's calls
+        fail."""
+        self._receiver.kill()
+        self._receiver.wait()
+
+    async def _order(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
+        async with self._turn:
+            try:
+                with suppress(OSError):  # the receiver has ended; its last answer may be there
+                    self._receiver.pipe.send((path, sizes, timeout_s))
+                answer = asyncio.to_thread(self._receiver.pipe.recv)
+                error = await asyncio.wait_for(answer, timeout_s + _START_S)
+            except (EOFError, OSError, asyncio.TimeoutError):
+                self.close()
+                error = {}
+            except BaseException:
+                self.close()  # its answer would be taken for that of the next order
+                raise
+        if error is not None:
+            raise _broken(self.name, error)
+
+
+async def join_group(
+    *,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    packing: Packing,
+    timeout_s: float,
+) -> BroadcastGroup:
+    """Join a gloo group, once all its other ranks do. Raises WeightUpdateError if they do not in
+    time.
+    """
+    receiver = await asyncio.to_thread(ChildProcess, _MODULE)
+
+    def connect() -> None:
+        arguments = (host, port, rank, world_size, name, timeout_s)
+        receiver.send(*(pickled(argument, "the group") for argument in arguments))
+        receiver.receive(timeout_s + _START_S)
+
+    try:
+        await asyncio.to_thread(connect)
+    except BaseException as error:
+        receiver.kill()
+        receiver.wait()
+        if not isinstance(error, RolloutError | OSError):
+            raise
+        raise WeightUpdateError(
+            f"joining the group {name!r} at {host}:{port} as rank {rank} of {world_size} failed: "
+            f"{error}"
+        ) from error
+    return BroadcastGroup(name, receiver, packing)
+
+
+def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
+    """Return the chunks of tensors that are broadcast one by one."""
+    return [[tensor] for tensor in tensors]
+
+
+def one_chunk(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
+    """Return the chunk of SGLang's flattened bucket."""
+    return [tensors]
+
+
+def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> list[Chunk]:
+    """Return the chunks of vLLM's packed broadcasts: each ends with the tensor that makes it larger
+    than the buffer.
+    """
+    chunks: list[list[TensorMetadata]] = []
+    num_bytes = buffer_size_bytes + 1
+    for tensor in tensors:
+        if num_bytes > buffer_size_bytes:
+            chunks.append([])
+            num_bytes = 0
+        chunks[-1].append(tensor)
+        num_bytes += tensor.num_bytes
+    return list(chunks)
+
+
+def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str, Tensor]]:
+    """Return the tensors whose bytes these are, as views of them where the dtype allows it."""
+    pairs, start = [], 0
+    for tensor in tensors:
+        end = start + tensor.num_bytes
+        part_N = bytes_N[start:end]
+        if start % tensor.dtype.itemsize:
+            part_N = part_N.clone()
+        pairs.append((tensor.name, part_N.view(tensor.dtype).view(tensor.shape)))
+        start = end
+    return pairs
+
+
+def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
+    """The error of an order that was not done; {} if its receiver has ended."""
+    reason = str(decode_error(error)) if error else "its receiver has ended"
+    return WeightUpdateError(
+        f"the broadcasts in the group {name!r} did not come ({reason}); the trainer has to make "
+        "another group"
+    )
+
+
+def _log_error(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.warning("%s", error)

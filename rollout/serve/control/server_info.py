@@ -1,0 +1,71 @@
+"""What the server tells of itself, in the words of vLLM and of SGLang: trainers check it first."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aiohttp import web
+
+from rollout.serve.control.state import CONTROL
+from rollout.serve.errors import json_response
+from rollout.serve.state import STATE, Route
+
+
+def info_routes() -> list[Route]:
+    """Return the route that both protocols have under the same path."""
+    return [Route(method="GET", path="/server_info", handler=server_info, summary="Server config")]
+
+
+async def server_info(request: web.Request, body: Any) -> web.Response:
+    """The keys of vLLM's and of SGLang's answer. All engines together are one rank."""
+    state, transfer = request.app[STATE], request.app[CONTROL].transfer
+    backend = state.config.weight_transfer_backend
+    vllm_config = {
+        "model_config": {
+            "model": state.served_name,
+            "dtype": None if transfer.model is None else str(transfer.model.dtype),
+            "max_model_len": state.max_model_len,
+        },
+        "weight_transfer_config": None if backend is None else {"backend": backend},
+        "lora_config": None,
+        "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1},
+    }
+    sglang_config = {
+        "served_model_name": state.served_name,
+        "context_length": state.max_model_len,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "disaggregation_mode": "null",
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": False,
+        "version": _version(),
+    }
+    return json_response({"vllm_config": vllm_config, **sglang_config, **_model(request)})
+
+
+async def model_info(request: web.Request, body: Any) -> web.Response:
+    """SGLang's answer."""
+    return json_response(_model(request))
+
+
+def _model(request: web.Request) -> dict[str, Any]:
+    state, transfer = request.app[STATE], request.app[CONTROL].transfer
+    path = state.llm.model_directory or state.served_name
+    dtype = None if transfer.model is None else str(transfer.model.dtype).removeprefix("torch.")
+    return {
+        "model_path": path,
+        "tokenizer_path": path,
+        "is_generation": True,
+        "dtype": dtype,
+        "weight_version": transfer.label,
+    }
+
+
+def _version() -> str:
+    try:
+        return version("rollout-engine")
+    except PackageNotFoundError:  # a source tree that is not installed
+        return "0"

@@ -1,0 +1,320 @@
+"""SGLang's control verbs: aborts, pauses, memory, weight updates, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.engine.suspension import OWNERS
+from rollout.serve.control.pausing import PauseMode
+from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
+from rollout.serve.control.server_info import model_info, server_info
+from rollout.serve.control.state import CONTROL, port_of, require_backend
+from rollout.serve.errors import ApiError, json_response, sglang_admin_form
+from rollout.serve.limits import Access
+from rollout.serve.state import STATE, Route
+
+_MODES = {
+    "abort": PauseMode.ABORT,
+    "retract": PauseMode.RETRACT,
+    "in_place": PauseMode.KEEP,
+}
+_PACKINGS: dict[str | None, Packing] = {
+    None: single_chunks,
+    "auto": single_chunks,
+    "flattened_bucket": one_chunk,
+}
+_DEFAULT_GROUP = "weight_update_group"
+
+
+class AbortBody(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct):
+    mode: str = "abort"
+
+
+class MemoryBody(msgspec.Struct):
+    """tags: whose memory; null is all."""
+
+    tags: list[str] | None = None
+
+
+class DiskBody(msgspec.Struct):
+    """The prefix cache finds nothing of another version, so flush_cache has nothing to do."""
+
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
+class GroupBody(msgspec.Struct):
+    master_address: str
+    master_port: int | str
+    world_size: int
+    rank_offset: int = 1
+    group_name: str = _DEFAULT_GROUP
+    backend: str = "nccl"
+
+
+class GroupNameBody(msgspec.Struct):
+    group_name: str = _DEFAULT_GROUP
+
+
+class DistributedBody(msgspec.Struct):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = _DEFAULT_GROUP
+    weight_version: str | None = None
+    load_format: str | None = None
+    abort_all_requests: bool = False
+
+
+class EndBody(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class VersionBody(msgspec.Struct):
+    new_version: str
+    abort_all_requests: bool = False
+
+
+def sglang_routes() -> list[Route]:
+    """Return the routes of the door, without /generate."""
+    post = partial(Route, method="POST", access=Access.ADMIN, errors=sglang_admin_form)
+    get = partial(Route, method="GET", errors=sglang_admin_form)
+    return [
+        post(
+            path="/abort_request",
+            handler=_abort,
+            body=AbortBody,
+            summary="Answer requests with the tokens that they have",
+        ),
+        post(
+            path="/pause_generation",
+            handler=_pause,
+            body=PauseBody,
+            summary="Stop the engines at their next step",
+        ),
+        post(
+            path="/continue_generation",
+            handler=_continue,
+            summary="End a pause; let the engines take the tensors that came in it",
+        ),
+        get(path="/flush_cache", handler=_flush, access=Access.ADMIN, summary="Forget the cache"),
+        post(path="/flush_cache", handler=_flush, summary="Forget cached prefixes"),
+        post(
+            path="/release_memory_occupation",
+            handler=_release,
+            body=MemoryBody,
+            summary="Release memory",
+        ),
+        post(
+            path="/resume_memory_occupation",
+            handler=_restore,
+            body=MemoryBody,
+            summary="Restore released memory",
+        ),
+        *_update_routes(post),
+        get(path="/v1/loads", handler=_loads, summary="Requests that run and wait"),
+        get(path="/get_server_info", handler=server_info, summary="Server config"),
+        get(path="/model_info", handler=model_info, summary="The model"),
+        get(path="/get_model_info", handler=model_info, summary="The model"),
+        get(path="/get_weight_version", handler=_weight_version, summary="Label of the weights"),
+        get(path="/workers", handler=_workers, summary="This server, as a router lists it"),
+    ]
+
+
+def _update_routes(post: partial[Route]) -> list[Route]:
+    return [
+        post(
+            path="/update_weights_from_disk",
+            handler=_update_from_disk,
+            body=DiskBody,
+            summary="Load the weights of a directory",
+        ),
+        post(
+            path="/init_weights_update_group",
+            handler=_init_group,
+            body=GroupBody,
+            summary="Join the trainer's group",
+        ),
+        post(
+            path="/destroy_weights_update_group",
+            handler=_destroy_group,
+            body=GroupNameBody,
+            summary="Leave the trainer's group",
+        ),
+        post(
+            path="/update_weights_from_distributed",
+            handler=_update_from_distributed,
+            body=DistributedBody,
+            summary="Receive tensors that are broadcast",
+        ),
+        post(path="/begin_weight_update", handler=_begin, summary="Begin an update"),
+        post(
+            path="/end_weight_update",
+            handler=_end,
+            body=EndBody,
+            summary="Let the engines take the tensors that came",
+        ),
+        post(
+            path="/update_weight_version",
+            handler=_update_weight_version,
+            body=VersionBody,
+            summary="Begin a version without new weights",
+        ),
+    ]
+
+
+def _success(message: str, **fields: Any) -> web.Response:
+    return json_response({"success": True, "message": message, **fields})
+
+
+# ---- requests, pauses, memory
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+    if not body.abort_all and not body.rid:
+        raise ApiError(400, "give rid, or abort_all", param="rid")
+    request.app[STATE].live.abort(None if body.abort_all else [body.rid or ""])
+    return web.Response()
+
+
+async def _pause(request: web.Request, body: PauseBody) -> web.Response:
+    if body.mode not in _MODES:
+        raise ApiError(400, f"mode={body.mode!r} must be one of {list(_MODES)}", param="mode")
+    await request.app[CONTROL].pausing.pause(_MODES[body.mode])
+    return json_response({"message": "generation is paused", "status": "ok"})
+
+
+async def _continue(request: web.Request, body: Any) -> web.Response:
+    """Tensors that came in the pause are one update. If the engines refuse it, the pause goes
+    on."""
+    control = request.app[CONTROL]
+    if control.transfer.is_open:
+        await control.transfer.finish()
+    await control.pausing.resume()
+    return json_response({"message": "generation goes on", "status": "ok"})
+
+
+async def _flush(request: web.Request, body: Any) -> web.Response:
+    if not await request.app[CONTROL].pausing.drop_cached_kv():
+        raise ApiError(400, "the cache is in use by requests that run; pause them with retract")
+    return web.Response(text="the cache is flushed\n")
+
+
+async def _release(request: web.Request, body: MemoryBody) -> web.Response:
+    await request.app[CONTROL].pausing.release(_owners(body.tags))
+    return json_response(None)
+
+
+async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
+    await request.app[CONTROL].pausing.restore(_owners(body.tags))
+    return json_response(None)
+
+
+def _owners(tags: Sequence[str] | None) -> Sequence[str]:
+    """Return whose memory is meant. Captured graphs have none of their own here."""
+    return [tag for tag in tags if tag != "cuda_graph"] if tags else OWNERS
+
+
+# ---- weights
+
+
+async def _update_from_disk(request: web.Request, body: DiskBody) -> web.Response:
+    live, control = request.app[STATE].live, request.app[CONTROL]
+    if body.abort_all_requests:
+        live.abort()
+    num_paused = live.num_samples if control.pausing.mode is not None else 0
+    await control.transfer.load(body.model_path, body.weight_version)
+    return _success("the weights are updated", num_paused_requests=num_paused)
+
+
+async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
+    require_backend(body.backend)
+    await request.app[CONTROL].transfer.join(
+        body.group_name,
+        host=body.master_address,
+        port=port_of(body.master_port),
+        rank=body.rank_offset,
+        world_size=body.world_size,
+        packing=single_chunks,
+    )
+    return _success("joined the group")
+
+
+async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Response:
+    if not request.app[CONTROL].transfer.leave(body.group_name):
+        raise ApiError(400, f"no group {body.group_name!r} was joined", param="group_name")
+    return _success("left the group")
+
+
+async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
+    """A pause begins an update by itself: its clients say no more than when they go on."""
+    control = request.app[CONTROL]
+    if body.load_format not in _PACKINGS:
+        control.transfer.leave(body.group_name)  # nobody knows what will be broadcast
+        raise ApiError(
+            400,
+            f"load_format={body.load_format!r} must be one of {list(_PACKINGS)}",
+            param="load_format",
+        )
+    if body.abort_all_requests:
+        request.app[STATE].live.abort()
+    if control.pausing.mode is not None and not control.transfer.is_open:
+        control.transfer.begin()
+    await control.transfer.receive(
+        body.group_name,
+        body.names,
+        body.dtypes,
+        body.shapes,
+        packing=_PACKINGS[body.load_format],
+        label=body.weight_version,
+    )
+    return _success("the tensors have come")
+
+
+async def _begin(request: web.Request, body: Any) -> web.Response:
+    request.app[CONTROL].transfer.begin()
+    return _success("an update has begun")
+
+
+async def _end(request: web.Request, body: EndBody) -> web.Response:
+    report = await request.app[CONTROL].transfer.finish(body.weight_version)
+    return _success(f"weights version {report.version} is served")
+
+
+async def _update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
+    if body.abort_all_requests:
+        request.app[STATE].live.abort()
+    await request.app[CONTROL].transfer.relabel(body.new_version)
+    return _success("a version has begun", new_version=body.new_version)
+
+
+# ---- what the server says of itself
+
+
+async def _loads(request: web.Request, body: Any) -> web.Response:
+    state = request.app[STATE]
+    stats = await state.llm.stats()
+    num_running = stats.num_running + stats.num_paused
+    num_waiting = max(0, state.live.num_samples - num_running) + state.turnstile.num_waiting
+    load = {"dp_rank": 0, "num_running_reqs": num_running, "num_waiting_reqs": num_waiting}
+    return json_response({"loads": [load]})
+
+
+async def _weight_version(request: web.Request, body: Any) -> web.Response:
+    return json_response({"weight_version": request.app[CONTROL].transfer.label})
+
+
+async def _workers(request: web.Request, body: Any) -> web.Response:
+    url = str(request.url.origin())
+    return json_response({"workers": [{"id": url, "url": url}]})

@@ -1,0 +1,363 @@
+"""POST /generate of SGLang: prompts in, tokens with log-probs at their temperature out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.serve.errors import ApiError, json_response, sglang_form
+from rollout.serve.event_stream import EventStream
+from rollout.serve.generation import Generation
+from rollout.serve.openai.reply import (
+    send_error,
+    stop_reason,
+    streamed_text,
+    text_of,
+    weight_versions,
+)
+from rollout.serve.openai.token_data import TokenData, finite, of_generated, of_prompt, of_run
+from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.schemas import SamplingFields
+from rollout.serve.state import STATE, Route, ServerState
+
+Request = DynamicInferenceRequest
+
+
+class SglangSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params` of GenerateBody, under SGLang's names. max_new_tokens: null is as many as
+    the context takes.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    n: int | None = None
+    # Known, and refused.
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """One prompt, or a batch as lists. `sampling_params` and `rid` may be one for each prompt."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    # Known, and refused.
+    lora_path: Any = None
+    image_data: Any = None
+    return_routed_experts: bool | None = None
+    return_hidden_states: bool | None = None
+
+
+def generate_routes() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/generate",
+            handler=_generate,
+            body=GenerateBody,
+            errors=sglang_form,
+            generates=True,
+            summary="Generate, as SGLang does",
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A request, checked. prompts: of each sample. rids and params: of each sample, too. start_len:
+    log-probs of the prompt are returned from there on, -1 for none.
+    """
+
+    state: ServerState
+    is_list: bool
+    generations: list[Generation]
+    prompts: list[list[int]]
+    rids: list[str]
+    params: list[SamplingParams]
+    shows_special_tokens: list[bool]
+    start_len: int
+    num_top: int
+    started_at: float
+
+
+async def _generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:
+    job = await _job_of(request.app[STATE], body)
+    if body.stream:
+        return await _stream(request, job)
+    tasks = [asyncio.ensure_future(generation.results()) for generation in job.generations]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # one that fails ends the others
+            task.cancel()
+    samples = [sample for result in results for sample in result]
+    replies = [_reply(job, index, sample) for index, sample in enumerate(samples)]
+    return json_response(replies if job.is_list else replies[0])
+
+
+# ---- the request
+
+
+async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
+    """Check a request. Raises ApiError and InvalidRequestError."""
+    _refuse_unsupported(body)
+    prompts, is_batch = await _prompts_of(state, body)
+    sampling = body.sampling_params or SglangSampling()
+    each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+    rids = body.rid if isinstance(body.rid, list) else [body.rid or uuid.uuid4().hex] * len(prompts)
+    if not len(each) == len(rids) == len(prompts):
+        raise ApiError(400, f"lists of sampling_params and rid must have {len(prompts)} entries")
+    if len(prompts) > state.config.max_samples:
+        raise ApiError(400, f"{len(prompts)} prompts are more than {state.config.max_samples}")
+    for prompt, own in zip(prompts, each, strict=True):
+        check_length(state, len(prompt), own.max_new_tokens)
+    params = [_params_of(state, body, own) for own in each]
+    is_uniform = not isinstance(sampling, list) and not isinstance(body.rid, list)
+    # One submission where it can be; a name or parameters of its own make a prompt another one.
+    parts = [slice(None)] if is_uniform else [slice(i, i + 1) for i in range(len(prompts))]
+    if body.stream and len(parts) > 1:
+        raise ApiError(400, "a stream takes one rid and one set of sampling_params")
+    return _Job(
+        state=state,
+        is_list=is_batch or (each[0].n or 1) > 1,
+        generations=[
+            Generation(
+                state,
+                prompts[part],
+                params[part][0],
+                n=_n_of(each[part][0]),
+                name=rids[part][0],
+            )
+            for part in parts
+        ],
+        prompts=_per_sample(prompts, each),
+        rids=_per_sample(rids, each),
+        params=_per_sample(params, each),
+        shows_special_tokens=_per_sample([p.skip_special_tokens is False for p in each], each),
+        start_len=_start_len(body),
+        num_top=body.top_logprobs_num or 0,
+        started_at=time.perf_counter(),
+    )
+
+
+def _n_of(sampling: SglangSampling) -> int:
+    return 1 if sampling.n is None else sampling.n
+
+
+def _per_sample(values: Sequence[Any], each: Sequence[SglangSampling]) -> list[Any]:
+    pairs = zip(values, each, strict=True)
+    return [value for value, sampling in pairs for _ in range(_n_of(sampling))]
+
+
+def _start_len(body: GenerateBody) -> int:
+    if not body.return_logprob or body.logprob_start_len is None:
+        return -1
+    return max(-1, body.logprob_start_len)
+
+
+async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list[int]], bool]:
+    """Return the ids of all prompts, and whether they were given as a batch."""
+    ids: Any = body.input_ids
+    kinds = {type(item) for item in ids or []}
+    if len(kinds) > 1:
+        raise ApiError(400, "input_ids must be all ids or all lists of them", param="input_ids")
+    is_batch = kinds == {list}
+    if ids is None and body.text is not None:
+        is_batch = isinstance(body.text, list)
+        texts = body.text if isinstance(body.text, list) else [body.text]
+        prompts = [await state.texts.encode(text, add_special_tokens=True) for text in texts]
+    else:
+        prompts = list(ids or []) if is_batch else [ids or []]
+    if not prompts or not all(prompts):
+        raise ApiError(400, "the prompt is empty; give input_ids or text", param="input_ids")
+    return prompts, is_batch
+
+
+def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) -> SamplingParams:
+    fields = SamplingFields(
+        min_tokens=given.min_new_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        seed=given.sampling_seed,
+        stop=given.stop,
+        stop_token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=given.logit_bias,
+        include_stop_str_in_output=given.no_stop_trim,
+        structured_outputs=_grammar_of(given),
+    )
+    num_top = body.top_logprobs_num or 0
+    params = sampling_params_of(
+        fields,
+        state,
+        max_tokens=given.max_new_tokens,
+        num_logprobs=num_top if body.return_logprob else None,
+        num_prompt_logprobs=None if _start_len(body) < 0 else num_top,
+    )
+    return replace(params, logprobs_mode="temperature")
+
+
+def _grammar_of(given: SglangSampling) -> dict[str, Any] | None:
+    names = ("json_schema", "regex", "ebnf", "structural_tag")
+    return {name: value for name in names if (value := getattr(given, name))} or None
+
+
+def _refuse_unsupported(body: GenerateBody) -> None:
+    for name in ("lora_path", "image_data", "return_routed_experts", "return_hidden_states"):
+        value = getattr(body, name)
+        if value and value != [None]:
+            raise ApiError(400, f"{name} is not supported", param=name)
+
+
+# ---- the reply
+
+
+def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
+    """Return a finished sample."""
+    data = of_generated(request)
+    text = text_of(job.state, request, with_special_tokens=job.shows_special_tokens[index])
+    return {
+        "text": text,
+        "output_ids": list(data.token_ids),
+        "meta_info": {
+            **_meta_info(job, index, data),
+            **_input_logprobs(job, index, request),
+            "finish_reason": _finish_reason(request),
+            "weight_version": _version_at_end(job.state, request),
+            "weight_versions": weight_versions(job.state, request),
+            "e2e_latency": time.perf_counter() - job.started_at,
+        },
+    }
+
+
+def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
+    """Return what is known of a sample before its end."""
+    meta: dict[str, Any] = {
+        "id": job.rids[index],
+        "finish_reason": None,
+        "prompt_tokens": len(job.prompts[index]),
+        "completion_tokens": len(data.token_ids),
+    }
+    if job.params[index].return_log_probs:
+        meta["output_token_logprobs"] = _rows(data)
+        if job.num_top:
+            meta["output_top_logprobs"] = _top_rows(data, job.num_top)
+    return meta
+
+
+def _input_logprobs(job: _Job, index: int, request: Request) -> dict[str, Any]:
+    if not job.params[index].return_log_probs:
+        return {}
+    start = job.start_len
+    if start < 0:
+        return {"input_token_logprobs": []}
+    data = of_prompt(request)
+    lists: dict[str, Any] = {"input_token_logprobs": _rows(data)[start:]}
+    if job.num_top:
+        lists["input_top_logprobs"] = _top_rows(data, job.num_top)[start:]
+    return lists
+
+
+def _rows(data: TokenData) -> list[list[Any]]:
+    """Return [log-prob, id, None] for each token; SGLang may have a text in the third place."""
+    pairs = zip(data.log_probs or [], data.token_ids, strict=True)
+    return [[None if lp is None else finite(lp), token_id, None] for lp, token_id in pairs]
+
+
+def _top_rows(data: TokenData, num_top: int) -> list[Any]:
+    return [
+        None if top is None else [[finite(lp), i, None] for i, lp in list(top.items())[:num_top]]
+        for top in data.top or []
+    ]
+
+
+def _finish_reason(request: Request) -> dict[str, Any]:
+    if request.finish_reason == "stop":
+        matched = stop_reason(request)
+        return {
+            "type": "stop",
+            "matched": request.generated_tokens[-1] if matched is None else matched,
+        }
+    if request.finish_reason == "length":
+        return {"type": "length", "length": len(request.generated_tokens)}
+    # Clients know by the first words whether there are tokens.
+    where = "in decoding" if len(request.generated_tokens) else "before prefill"
+    return {"type": "abort", "message": f"Abort {where}", "status_code": None, "err_type": None}
+
+
+def _version_at_end(state: ServerState, request: Request) -> str:
+    version = request.completed_at_version
+    return state.labels.of(state.llm.weights_version if version is None else version)
+
+
+# ---- streams
+
+
+async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
+    """Each event has all of a sample so far."""
+    (generation,) = job.generations
+    stall_s = job.state.config.stalled_stream_timeout_s
+    so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]
+    with_special_tokens = job.shows_special_tokens
+    texts = [
+        streamed_text(job.state, job.params[i], with_special_tokens=with_special_tokens[i])
+        for i in range(len(so_far))
+    ]
+    shown = [""] * len(so_far)
+    async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if isinstance(item, TokenRun):
+                    new = of_run(item)
+                    so_far[index] += new
+                    if (text := texts[index]) is not None:
+                        shown[index] += text.push(new.token_ids)
+                    event: dict[str, Any] = {
+                        "text": shown[index],
+                        "output_ids": so_far[index].token_ids,
+                        "meta_info": _meta_info(job, index, so_far[index]),
+                    }
+                else:
+                    event = _reply(job, index, item)
+                await events.send(event | ({"index": index} if job.is_list else {}))
+        except Exception as fault:
+            await send_error(events, fault, sglang_form)
+        return await events.end()

@@ -1,0 +1,307 @@
+"""vLLM's control verbs: pause, sleep, weight updates; and prime-rl's updates from directories."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.serve.control.pausing import PauseMode
+from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
+from rollout.serve.control.state import CONTROL, port_of, require_backend
+from rollout.serve.errors import ApiError, json_response
+from rollout.serve.limits import Access
+from rollout.serve.state import STATE, Route
+
+# vLLM has one group, without a name; ours is found in the trainer's store under this one.
+GROUP = "weight_transfer"
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+_MODES = {mode.value: mode for mode in (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)}
+
+
+class StartBody(msgspec.Struct):
+    """is_checkpoint_format: whether tensors have the names and shapes of a checkpoint."""
+
+    is_checkpoint_format: bool = True
+
+
+class AbortBody(msgspec.Struct):
+    """request_ids: those to abort; all, if absent or empty."""
+
+    request_ids: list[str] | None = None
+
+
+class InitInfo(msgspec.Struct):
+    """How to join the trainer's group. backend: an addition of ours; None takes the server's."""
+
+    master_address: str = ""
+    master_port: int | str = 0
+    world_size: int = 2
+    rank_offset: int = 1
+    packed: bool = False
+    packed_buffer_size_bytes: int = 2**30
+    backend: str | None = None
+
+
+class InitBody(msgspec.Struct):
+    init_info: InitInfo
+
+
+class UpdateInfo(msgspec.Struct):
+    """Tensors that are broadcast now. packed: older trainers say it here."""
+
+    names: list[str] = []
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    packed: bool | None = None
+    packed_buffer_size_bytes: int = 2**30
+
+
+class UpdateBody(msgspec.Struct):
+    """Of vLLM's update: `update_info`. Of prime-rl's: `weight_dir`."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: str | None = None
+
+
+class FinishBody(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class VersionBody(msgspec.Struct):
+    new_version: str
+
+
+class CheckerBody(msgspec.Struct):
+    action: str = "checksum"
+
+
+class ResetBody(msgspec.Struct):
+    """SkyRL sends here what vLLM takes as query."""
+
+    reset_running_requests: bool = False
+
+
+def vllm_routes() -> list[Route]:
+    """Return the routes of the door."""
+    post, get = partial(Route, method="POST", access=Access.ADMIN), partial(Route, method="GET")
+    return [
+        post(path="/pause", handler=_pause, summary="Stop the engines at their next step"),
+        post(path="/resume", handler=_resume, summary="End a pause"),
+        get(path="/is_paused", handler=_is_paused, summary="Whether a pause is in force"),
+        post(
+            path="/abort_requests",
+            handler=_abort,
+            body=AbortBody,
+            summary="Answer requests with the tokens that they have",
+        ),
+        post(path="/sleep", handler=_sleep, summary="Pause and release memory"),
+        post(path="/wake_up", handler=_wake_up, summary="Restore memory and end the pause"),
+        get(path="/is_sleeping", handler=_is_sleeping, summary="Whether the server sleeps"),
+        post(
+            path="/release_kv_cache_memory",
+            handler=_release_kv_cache,
+            summary="Release the memory of the KV cache",
+        ),
+        post(
+            path="/reset_prefix_cache",
+            handler=_reset_prefix_cache,
+            body=ResetBody,
+            summary="Forget cached prefixes",
+        ),
+        get(path="/get_world_size", handler=_world_size, summary="Ranks in a trainer's group"),
+        get(path="/weight_info", handler=_weight_info, summary="Label of the weights"),
+        post(
+            path="/update_weight_version",
+            handler=_update_weight_version,
+            body=VersionBody,
+            summary="Begin a version without new weights",
+        ),
+        post(
+            path="/weight_checker",
+            handler=_weight_checker,
+            body=CheckerBody,
+            summary="Checksum of the weights",
+        ),
+        post(
+            path="/init_weight_transfer_engine",
+            handler=_init_transfer,
+            body=InitBody,
+            summary="Join the trainer's group",
+        ),
+        post(
+            path="/start_weight_update",
+            handler=_start,
+            body=StartBody,
+            summary="Begin an update",
+        ),
+        post(
+            path="/update_weights",
+            handler=_update,
+            body=UpdateBody,
+            summary="Receive tensors that are broadcast, or load a directory",
+        ),
+        post(
+            path="/finish_weight_update",
+            handler=_finish,
+            body=FinishBody,
+            summary="Let the engines take the tensors that came",
+        ),
+    ]
+
+
+# ---- pauses and memory
+
+
+async def _pause(request: web.Request, body: Any) -> web.Response:
+    pausing = request.app[CONTROL].pausing
+    mode = _mode(request)
+    await pausing.pause(mode, refuses_new=mode is not PauseMode.KEEP)
+    if _flag(request, "clear_cache", default=True):
+        await pausing.drop_cached_kv()
+    return json_response({"status": "paused"})
+
+
+async def _resume(request: web.Request, body: Any) -> web.Response:
+    await request.app[CONTROL].pausing.resume()
+    return json_response({"status": "resumed"})
+
+
+async def _is_paused(request: web.Request, body: Any) -> web.Response:
+    return json_response({"is_paused": request.app[CONTROL].pausing.mode is not None})
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+    num_aborted = request.app[STATE].live.abort(body.request_ids or None)
+    return json_response({"status": "aborted", "aborted": num_aborted})
+
+
+async def _sleep(request: web.Request, body: Any) -> web.Response:
+    level = request.query.get("level", "1")
+    if level not in ("0", "1", "2"):
+        raise ApiError(400, f"level={level!r} must be 0, 1 or 2", param="level")
+    await request.app[CONTROL].pausing.sleep(int(level), _mode(request))
+    return json_response({"status": "sleeping", "level": int(level)})
+
+
+async def _wake_up(request: web.Request, body: Any) -> web.Response:
+    pausing = request.app[CONTROL].pausing
+    tags = request.query.getall("tags", [])
+    # The tag of a sleep of level 0, which releases nothing.
+    await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else OWNERS)
+    status = "sleeping" if pausing.is_asleep else "awake"
+    return json_response({"status": status, "tags": tags or None})
+
+
+async def _is_sleeping(request: web.Request, body: Any) -> web.Response:
+    return json_response({"is_sleeping": request.app[CONTROL].pausing.is_asleep})
+
+
+async def _release_kv_cache(request: web.Request, body: Any) -> web.Response:
+    await request.app[CONTROL].pausing.release((KV_CACHE,))
+    return json_response({"status": "released"})
+
+
+async def _reset_prefix_cache(request: web.Request, body: ResetBody) -> web.Response:
+    even_of_running = body.reset_running_requests or _flag(request, "reset_running_requests")
+    pausing = request.app[CONTROL].pausing
+    success = await pausing.drop_cached_kv(even_of_running=even_of_running)
+    return json_response({"success": success})
+
+
+# ---- weights
+
+
+async def _world_size(request: web.Request, body: Any) -> web.Response:
+    """All engines together are one rank: they share what the server receives."""
+    return json_response({"world_size": 1})
+
+
+async def _weight_info(request: web.Request, body: Any) -> web.Response:
+    return json_response({"weight_version": request.app[CONTROL].transfer.label})
+
+
+async def _update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
+    await request.app[CONTROL].transfer.relabel(body.new_version)
+    return json_response({"success": True, "new_version": body.new_version})
+
+
+async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Response:
+    checksum = request.app[CONTROL].transfer.checksum
+    if body.action != "checksum":
+        raise ApiError(400, f"action={body.action!r} must be 'checksum'", param="action")
+    if checksum is None:
+        raise ApiError(400, "the checksum is known once weights were updated through this server")
+    return json_response({"checksums": {"all": checksum}})
+
+
+async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
+    info = body.init_info
+    backend = info.backend or request.app[STATE].config.weight_transfer_backend or "nccl"
+    require_backend(backend)
+    await request.app[CONTROL].transfer.join(
+        GROUP,
+        host=info.master_address,
+        port=port_of(info.master_port),
+        rank=info.rank_offset,
+        world_size=info.world_size,
+        packing=_packing(info.packed, info.packed_buffer_size_bytes),
+    )
+    return json_response({"message": "joined the group"})
+
+
+async def _start(request: web.Request, body: StartBody) -> web.Response:
+    if not body.is_checkpoint_format:
+        raise ApiError(
+            400,
+            "is_checkpoint_format=false is not served; send tensors as a checkpoint has them",
+            param="is_checkpoint_format",
+        )
+    request.app[CONTROL].transfer.begin()
+    return json_response({"message": "an update has begun"})
+
+
+async def _update(request: web.Request, body: UpdateBody) -> web.Response:
+    transfer, info = request.app[CONTROL].transfer, body.update_info
+    if info is not None:
+        packing = None
+        if info.packed is not None:
+            packing = _packing(info.packed, info.packed_buffer_size_bytes)
+        await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing=packing)
+        return json_response({"message": "the tensors have come"})
+    if body.weight_dir is None:
+        raise ApiError(400, "there is neither update_info nor weight_dir to update from")
+    await transfer.load(body.weight_dir, None)
+    return json_response({"status": "ok"})
+
+
+async def _finish(request: web.Request, body: FinishBody) -> web.Response:
+    report = await request.app[CONTROL].transfer.finish(body.weight_version)
+    return json_response({"message": f"weights version {report.version} is served"})
+
+
+# ---- fields
+
+
+def _mode(request: web.Request) -> PauseMode:
+    name = request.query.get("mode", PauseMode.ABORT.value)
+    if name not in _MODES:
+        raise ApiError(400, f"mode={name!r} must be one of {list(_MODES)}", param="mode")
+    return _MODES[name]
+
+
+def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
+    """Return a truth value of the query. Raises ApiError."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _FLAGS:
+        raise ApiError(400, f"{name}={text!r} must be true or false", param=name)
+    return _FLAGS[text.lower()]
+
+
+def _packing(packed: bool, buffer_size_bytes: int) -> Packing:
+    return partial(packed_chunks, buffer_size_bytes=buffer_size_bytes) if packed else single_chunks

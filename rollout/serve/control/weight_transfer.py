@@ -1,0 +1,227 @@
+"""WeightTransfer: brings a trainer's weights to the engines, by broadcasts or from directories."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from rollout.engine.state import EngineState
+from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.serve.control.announcement import ModelTensors, TensorMetadata, tensor_metadata
+from rollout.serve.control.checkpoints import CheckpointRoots
+from rollout.serve.control.pausing import Pausing
+from rollout.serve.control.process_group import BroadcastGroup, Chunk, Packing, join_group
+from rollout.serve.control.update_round import UpdateRound
+from rollout.serve.labels import VersionLabels
+from rollout.serve.llm import ServedLLM
+
+
+class WeightTransfer:
+    """Owns the groups that trainers made, the one round of an update that may be open, and commits.
+
+    A round begins, gets its tensors in any number of calls, and is committed as one update of the
+    engines. Any fault ends it: what came is dropped, the engines keep their weights, and another
+    round may begin. A trainer that joins ends the round of the one before it.
+    """
+
+    def __init__(
+        self,
+        llm: ServedLLM,
+        labels: VersionLabels,
+        pausing: Pausing,
+        roots: CheckpointRoots,
+        timeout_s: float,
+    ) -> None:
+        """timeout_s: how long joining a group, and the broadcasts of one call, may take."""
+        self._llm, self._labels, self._pausing = llm, labels, pausing
+        self._roots, self._timeout_s = roots, timeout_s
+        directory = llm.model_directory
+        self.model = None if directory is None else ModelTensors.of_directory(directory)
+        self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
+        self._groups: dict[str, BroadcastGroup] = {}
+        self._round: UpdateRound | None = None
+        self._commit_turn = asyncio.Lock()
+        self.checksum: str | None = None  # of the weights that were committed here last
+
+    # ---- groups
+
+    async def join(
+        self, name: str, *, host: str, port: int, rank: int, world_size: int, packing: Packing
+    ) -> None:
+        """Join a trainer's group, in place of an earlier one of that name. Raises
+        WeightUpdateError if its other ranks do not come.
+        """
+        self.roll_back()
+        self.leave(name)
+        group = await join_group(
+            host=host,
+            port=port,
+            rank=rank,
+            world_size=world_size,
+            name=name,
+            packing=packing,
+            timeout_s=self._timeout_s,
+        )
+        self.leave(name)  # one that was joined meanwhile
+        self._groups[name] = group
+
+    def leave(self, name: str) -> bool:
+        """Leave a group. False if there is none of that name."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def close(self) -> None:
+        """Leave all groups, and drop the open round."""
+        self.roll_back()
+        for name in list(self._groups):
+            self.leave(name)
+
+    # ---- rounds
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._round is not None
+
+    def begin(self) -> None:
+        """Open a round. Raises WeightUpdateError, and ends the open one, if there is one."""
+        if self._round is not None:
+            self.roll_back()
+            raise WeightUpdateError(
+                "an update was open already; it is rolled back, and another one can begin"
+            )
+        self._round = UpdateRound(self.model, self._max_bytes)
+
+    def roll_back(self) -> None:
+        """End the open round, if there is one, and drop its tensors."""
+        self._round = None
+
+    async def receive(
+        self,
+        group_name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        packing: Packing | None = None,
+        label: str | None = None,
+    ) -> None:
+        """Receive tensors that the trainer broadcasts now, and keep them in the open round. Empty
+        lists announce those of the call before. `packing`: None takes that of the group. `label`:
+        of the version that they belong to.
+
+        Raises WeightUpdateError, and ends the round: at once if a tensor does not fit the model;
+        its broadcasts are taken all the same, so that the group stays of use.
+        """
+        group = self._groups.get(group_name)
+        if group is None:
+            self.roll_back()
+            raise WeightUpdateError(f"no group {group_name!r} was joined; join it first")
+        round_ = self._round
+        try:
+            tensors = self._announced(group, names, dtypes, shapes)
+            chunks = (packing or group.packing)(tensors)
+            try:
+                round_ = _require_open(round_)
+                round_.announce(tensors)
+            except WeightUpdateError:
+                self._discard(group, chunks)
+                raise
+            pairs = await group.receive(chunks, self._timeout_s)
+            if self._round is not round_:
+                raise WeightUpdateError("the update was rolled back while its tensors came")
+            round_.add(pairs, label)
+        except BaseException:  # a caller that goes away does not send the rest, either
+            if self._round is round_:
+                self.roll_back()
+            raise
+
+    def _announced(
+        self,
+        group: BroadcastGroup,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+    ) -> Sequence[TensorMetadata]:
+        if names:
+            try:
+                group.announced = tensor_metadata(names, dtypes, shapes)
+            except WeightUpdateError:
+                self.leave(group.name)  # nobody knows what will be broadcast
+                raise
+        elif not group.announced:
+            raise WeightUpdateError("no tensors were announced; name at least one")
+        return group.announced
+
+    def _discard(self, group: BroadcastGroup, chunks: Sequence[Chunk]) -> None:
+        """Take broadcasts that do not belong to the update; leave the group if they are too
+        large."""
+        if sum(tensor.num_bytes for chunk in chunks for tensor in chunk) <= self._max_bytes:
+            group.discard(chunks, self._timeout_s)
+        else:
+            self.leave(group.name)
+
+    async def finish(self, label: str | None = None) -> WeightUpdateReport:
+        """End the round: the engines take all its tensors, under `label` or the last one that came
+        with them. Raises WeightUpdateError if they do not fit, or no round is open.
+        """
+        round_ = _require_open(self._round)
+        self.roll_back()
+        return await self.commit(round_.tensors(), round_.label if label is None else label)
+
+    # ---- versions
+
+    @property
+    def label(self) -> str:
+        """What clients call the weights that are served."""
+        return self._labels.of(self._llm.weights_version)
+
+    async def relabel(self, label: str) -> None:
+        """Serve the same weights as the next version, which clients know by `label`. Tokens so far
+        keep theirs.
+        """
+        async with self._commit_turn:
+            version = (await self._llm.stats()).weights_version + 1
+            self._labels.set(version, label)
+            await self._pausing.set_generation_epoch(version)
+
+    async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
+        """Commit the weights of a checkpoint. Raises WeightUpdateError."""
+        checkpoint = await asyncio.to_thread(self._roots.open, directory)
+        return await self.commit(checkpoint.items(), label)
+
+    async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
+        """Let all engines or none take these weights as the next version, which clients know by
+        `label`; None: by its number. Goes on when its caller is cancelled.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._commit(named_tensors, label)))
+
+    async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
+        async with self._commit_turn:
+            stats = await self._llm.stats()
+            version = stats.weights_version + 1
+            # Before the first token of this version, and in place of a failed update's label.
+            self._labels.set(version, str(version) if label is None else label)
+            try:
+                report = await self._llm.update_weights(
+                    named_tensors, version, in_flight=stats.state is EngineState.RUNNING
+                )
+            except EngineStateError as error:  # the engines cannot take weights in this state
+                raise WeightUpdateError(str(error)) from error
+            self.checksum = report.checksum
+            await self._pausing.weights_came()
+            return report
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _require_open(round_: UpdateRound | None) -> UpdateRound:
+    if round_ is None:
+        raise WeightUpdateError("no update is open: it was not started, or a fault has ended it")
+    return round_

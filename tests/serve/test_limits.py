@@ -1,0 +1,181 @@
+"""Bounds of the server, clients that misbehave, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rollout import ServeConfig
+from tests.serve.raw_client import connected, read_all, request_bytes
+from tests.serve.served import Served, served_directory
+from tests.tiny_models import prompt_of
+
+pytestmark = pytest.mark.distributed
+
+PATH = "/v1/completions"
+# Runs until somebody ends it, or for several seconds.
+LONG = {"prompt": prompt_of(4), "max_tokens": 500, "ignore_eos": True, "n": 8}
+STREAM = LONG | {"stream": True}
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    server = served_directory(
+        ServeConfig(
+            port=0,
+            max_body_bytes=50_000,
+            max_running_requests=2,
+            max_waiting_requests=1,
+            body_timeout_s=0.3,
+            keepalive_timeout_s=0.5,
+            stalled_stream_timeout_s=0.5,
+        )
+    )
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.02)
+
+
+def num_in_engines(served: Served) -> int:
+    stats = served.do(served.llm.stats())
+    return stats.num_running + stats.num_waiting + stats.num_paused
+
+
+def begin(served: Served, body: Any) -> Any:
+    """Send a request, and wait until it runs."""
+    before = num_in_engines(served)
+    client = connected((served.host, served.port))
+    client.sendall(request_bytes(PATH, body))
+    until(lambda: num_in_engines(served) > before, "the request runs")
+    return client
+
+
+@pytest.mark.parametrize("body", [LONG, STREAM])
+def test_a_client_that_goes_away_ends_its_requests(served: Served, body: dict[str, Any]) -> None:
+    begin(served, body).close()
+    until(lambda: num_in_engines(served) == 0, "the engines are idle")
+    assert served.llm.client.completion_futures == {}
+
+
+def test_too_many_requests_are_told_to_come_back(served: Served) -> None:
+    clients = [begin(served, STREAM) for _ in range(2)]
+    waiting = connected((served.host, served.port))
+    waiting.sendall(request_bytes(PATH, LONG | {"max_tokens": 1}))
+    until(lambda: b"requests_waiting 1.0" in served.get("/metrics").body, "one waits")
+    refused = served.post(PATH, {"prompt": [1]})
+    assert refused.status == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert served.get("/health").status == 200
+    for client in clients:
+        client.close()
+    assert waiting.recv(100).startswith(b"HTTP/1.1 200")
+    waiting.close()
+    until(lambda: num_in_engines(served) == 0, "the engines are idle")
+
+
+def test_large_and_slow_bodies_are_refused(served: Served) -> None:
+    answer = served.call("POST", PATH, b" " * 60_000)
+    assert (answer.status, answer.json()["error"]["code"]) == (413, 413)
+    client = connected((served.host, served.port))
+    client.sendall(request_bytes(PATH, LONG)[:-5])
+    assert client.recv(100).startswith(b"HTTP/1.1 408")
+    client.close()
+
+
+def test_slow_headers_are_cut_off(served: Served) -> None:
+    client = connected((served.host, served.port))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
+    assert b"200" not in read_all(client)
+    client.close()
+
+
+def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
+    client = connected((served.host, served.port), receive_bytes=4096)
+    body = STREAM | {"n": 64, "logprobs": 200, "return_tokens_as_token_ids": True}
+    client.sendall(request_bytes(PATH, body))
+    until(lambda: num_in_engines(served) > 0, "it runs")
+    until(lambda: num_in_engines(served) == 0, "it ends")
+    until(lambda: b"requests_running 0.0" in served.get("/metrics").body, "it is cut off")
+    with pytest.raises(ConnectionError):
+        read_all(client)
+    client.close()
+
+
+def test_an_end_lets_short_requests_go_on_and_aborts_long_ones() -> None:
+    served = served_directory()
+    try:
+        clients = [begin(served, body) for body in (STREAM, LONG)]
+        short = {"prompt": [1], "max_tokens": 2}
+        done: list[int] = []
+        thread = threading.Thread(target=lambda: done.append(served.post(PATH, short).status))
+        thread.start()
+        thread.join()
+        served.do(served.llm.stop_serving(drain_timeout_s=0.0))
+        assert done == [200]
+        stream, whole = map(read_all, clients)
+        assert b'"finish_reason":"abort"' in stream
+        assert b"data: [DONE]" in stream
+        reply = json.loads(whole.partition(b"\r\n\r\n")[2])
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"abort"}
+        until(lambda: num_in_engines(served) == 0, "the engines are idle")
+        assert served.llm.client.completion_futures == {}
+    finally:
+        served.close()
+
+
+def test_many_streams_of_which_some_are_cut_leave_nothing() -> None:
+    served = served_directory()
+    try:
+        served.post(PATH, {"prompt": [1], "max_tokens": 1})
+        time.sleep(0.2)
+
+        async def num_tasks() -> int:
+            return len(asyncio.all_tasks())
+
+        def num_open() -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+        tasks, descriptors = served.do(num_tasks()), num_open()
+        complete: list[int] = []
+
+        def one(index: int) -> None:
+            body = {"prompt": prompt_of(3, index), "max_tokens": 12, "stream": True, "seed": index}
+            client = connected((served.host, served.port))
+            client.sendall(
+                request_bytes(PATH, body).replace(b"Host: x", b"Host: x\r\nConnection: close")
+            )
+            if index % 10 == 0:
+                client.recv(10)
+            elif b"data: [DONE]" in read_all(client):
+                complete.append(index)
+            client.close()
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(complete) == 180
+        until(lambda: num_in_engines(served) == 0, "the engines are idle")
+        assert served.llm.client.completion_futures == {}
+        until(lambda: served.do(num_tasks()) <= tasks, "all tasks have ended")
+        until(lambda: num_open() <= descriptors, "all descriptors are closed")
+    finally:
+        served.close()

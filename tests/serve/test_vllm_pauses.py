@@ -1,0 +1,194 @@
+"""The vllm door's pauses, sleep, aborts and the prefix cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from rollout import AsyncLLM, ServeConfig
+from tests.apis.fleets import directory
+from tests.serve.served import CONFIG, Answer, Served
+from tests.serve.test_vllm_updates import tensors_of
+from tests.tiny_models import prompt_of
+
+pytestmark = pytest.mark.distributed
+PROMPT = prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("checkpoint")
+    save_file(tensors_of(0), root / "model.safetensors")
+    config = replace(CONFIG, enable_prefix_caching=True)
+    make = partial(AsyncLLM, directory(), None, config)
+    server = Served(make, ServeConfig(port=0, checkpoint_roots=(str(root),)))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def awake(served: Served) -> Iterator[None]:
+    """Each test leaves the engines running."""
+    yield
+    assert served.get("/is_paused").json() == {"is_paused": False}
+    assert served.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert completion(served, 1).status == 200
+
+
+def completion(served: Served, num_tokens: int, **fields: Any) -> Answer:
+    body = {"prompt": PROMPT, "max_tokens": num_tokens, "seed": 3, "return_token_ids": True}
+    return served.post("/v1/completions", body | fields)
+
+
+class Asked:
+    """A completion from another thread, once an engine runs it."""
+
+    def __init__(self, served: Served, num_tokens: int = 400, **fields: Any) -> None:
+        before = served.do(served.llm.stats())
+        self._answers: list[Answer] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(completion(served, num_tokens, **fields))
+        )
+        self._thread.start()
+        if served.get("/is_paused").json()["is_paused"]:
+            return
+        while served.do(served.llm.stats()).num_sampled_tokens < before.num_sampled_tokens + 2:
+            assert not self._answers
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(self._answers)
+
+    def choice(self) -> Any:
+        self._thread.join()
+        assert self._answers[0].status == 200, self._answers[0].body
+        return self._answers[0].json()["choices"][0]
+
+
+def test_keep_freezes_requests_and_new_ones_wait(served: Served) -> None:
+    undisturbed = Asked(served).choice()["token_ids"]
+    frozen = Asked(served)
+    answer = served.post("/pause?mode=keep")
+    assert (answer.status, answer.json()) == (200, {"status": "paused"})
+    assert int(answer.headers["Content-Length"]) == len(answer.body)
+    later = Asked(served, num_tokens=2)
+    steps = served.do(served.llm.stats()).num_steps
+    assert served.get("/is_paused").json() == {"is_paused": True}
+    assert served.do(served.llm.stats()).num_steps == steps
+    assert not frozen.is_answered
+    assert not later.is_answered
+    assert served.post("/resume").json() == {"status": "resumed"}
+    assert frozen.choice()["token_ids"] == undisturbed
+    assert len(later.choice()["token_ids"]) == 2
+
+
+def test_abort_returns_what_is_there_and_new_requests_are_told_to_come_again(
+    served: Served,
+) -> None:
+    asked = Asked(served)
+    assert served.post("/pause").status == 200
+    choice = asked.choice()
+    assert choice["finish_reason"] == "abort"
+    assert 0 < len(choice["token_ids"]) < 400
+    refused = completion(served, 1)
+    error = refused.json()["error"]
+    assert (refused.status, error["type"]) == (503, "ServiceUnavailableError")
+    assert served.post("/resume").status == 200
+
+
+def test_wait_lets_requests_end_first(served: Served) -> None:
+    asked = Asked(served)
+    assert served.post("/pause?mode=wait").status == 200
+    assert asked.choice()["finish_reason"] == "length"
+    assert completion(served, 1).status == 503
+    served.post("/resume")
+
+
+def test_requests_are_aborted_by_their_names_or_all(served: Served) -> None:
+    one, other = Asked(served, request_id="one"), Asked(served, request_id="other")
+    answer = served.post("/abort_requests", {"request_ids": ["one", "unknown"]})
+    assert answer.json() == {"status": "aborted", "aborted": 1}
+    assert one.choice()["finish_reason"] == "abort"
+    assert served.call("POST", "/abort_requests").json()["aborted"] == 1
+    assert other.choice()["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_sleep_keeps_requests_if_told_to_and_wakes_up_whole(served: Served, level: int) -> None:
+    undisturbed = Asked(served).choice()["token_ids"]
+    asked = Asked(served)
+    answer = served.post(f"/sleep?level={level}&mode=keep")
+    assert answer.json() == {"status": "sleeping", "level": level}
+    assert served.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert served.post("/wake_up").json() == {"status": "awake", "tags": None}
+    assert asked.choice()["token_ids"] == undisturbed
+
+
+def test_a_sleep_without_weights_ends_with_an_update(served: Served) -> None:
+    expected = completion(served, 5).json()["choices"][0]["token_ids"]
+    assert served.post("/sleep?level=2").status == 200
+    assert completion(served, 1).status == 503
+    update = {"weight_dir": str(checkpoint_root(served))}
+    answer = served.post("/update_weights", update)
+    assert answer.status == 400, "there is no memory for them"
+    assert served.post("/wake_up?tags=weights").json() == {
+        "status": "sleeping",
+        "tags": ["weights"],
+    }
+    assert served.post("/update_weights", update).status == 200
+    assert served.post("/wake_up?tags=kv_cache").json()["status"] == "awake"
+    assert completion(served, 5).json()["choices"][0]["token_ids"] == expected
+    served.post("/sleep?level=2")
+    assert served.post("/wake_up").json()["status"] == "awake"
+    waiting = threading.Thread(target=lambda: completion(served, 1))
+    waiting.start()
+    assert served.post("/update_weights", update).status == 200
+    waiting.join()
+
+
+def checkpoint_root(served: Served) -> Path:
+    server = served.llm.serving._server
+    assert server is not None
+    return Path(server.config.checkpoint_roots[0])
+
+
+def test_the_prefix_cache_is_forgotten_unless_requests_use_it(served: Served) -> None:
+    def hits() -> int:
+        before = served.do(served.llm.stats()).num_prefix_hit_tokens
+        completion(served, 1)
+        return served.do(served.llm.stats()).num_prefix_hit_tokens - before
+
+    assert served.post("/reset_prefix_cache").json() == {"success": True}
+    assert hits() == 0
+    assert hits() > 0
+    assert served.post("/reset_prefix_cache").json() == {"success": True}
+    assert hits() == 0
+    served.post("/pause?mode=keep")
+    served.post("/resume")
+    assert hits() == 0, "a pause clears the cache, too"
+    served.post("/pause?mode=keep&clear_cache=false")
+    served.post("/resume")
+    assert hits() > 0
+    asked = Asked(served)
+    assert served.post("/reset_prefix_cache").json() == {"success": False}
+    forced = served.post("/reset_prefix_cache?reset_running_requests=true")
+    assert forced.json() == {"success": True}
+    assert asked.choice()["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause?mode=stop", "/sleep?level=3", "/wake_up?tags=disk", "/pause?clear_cache=2"]
+)
+def test_unknown_modes_are_refused(served: Served, path: str) -> None:
+    answer = served.post(path)
+    assert (answer.status, answer.json()["error"]["code"]) == (400, 400)
+    served.post("/resume")
