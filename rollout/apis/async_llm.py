@@ -310,7 +310,9 @@ class AsyncLLM:
         if as_text and self.tokenizer is None:
             raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
         stream = client.stream(prompt, params, priority=priority)
-        items = streamed_items(stream, prompt, params, self.tokenizer, as_text=as_text)
+        items = streamed_items(
+            *(stream, prompt, params, self.tokenizer), as_text=as_text, cut_short=self._cut_short
+        )
         async with aclosing(items), self._named_errors():
             async for item in items:
                 yield item

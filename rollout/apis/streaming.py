@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
 from rollout.apis.results import failed_request, finished_request
@@ -11,7 +11,7 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.errors import RequestAbortedError
+from rollout.errors import RequestAbortedError, RolloutError
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -25,8 +25,12 @@ async def streamed_items(
     tokenizer: Tokenizer | None,
     *,
     as_text: bool,
+    cut_short: Callable[[], RolloutError | None],
 ) -> AsyncGenerator[list[int] | str | DynamicInferenceRequest, None]:
-    """Token ids as they come, or pieces of text, then the whole request. See AsyncLLM.stream."""
+    """Token ids as they come, or pieces of text, then the whole request. See AsyncLLM.stream.
+
+    `cut_short` says why pending verbs get no answer, None if they may.
+    """
     text = StreamedText(tokenizer, params) if as_text and tokenizer is not None else None
     async with aclosing(stream):
         try:
@@ -41,6 +45,8 @@ async def streamed_items(
                     yield rest
                 yield request
         except RequestAbortedError as error:  # before an engine had it
+            if cut_short() is not None:
+                raise
             yield failed_request(stream.request_id, prompt, params, error, tokenizer)
 
 
