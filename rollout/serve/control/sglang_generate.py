@@ -21,7 +21,6 @@ from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.openai.reply import (
     send_error,
-    stop_reason,
     streamed_text,
     text_of,
     weight_versions,
@@ -311,7 +310,7 @@ def _top_rows(data: TokenData, num_top: int) -> list[Any]:
 
 def _finish_reason(request: Request) -> dict[str, Any]:
     if request.finish_reason == "stop":
-        matched = stop_reason(request)
+        matched = request.stop_reason
         return {
             "type": "stop",
             "matched": request.generated_tokens[-1] if matched is None else matched,
