@@ -65,7 +65,9 @@ def products_of(build: EngineBuild) -> list[str]:
     """Return the lines of the table of products that are about this model's weights."""
     heading, *lines = build.backend.ops.explain().splitlines() or [""]
     handles = [layer.handle for layer in build.model.linear_layers().values()]
-    names = {_weight_name(handle.weight_NK) for handle in handles}
+    # Weights that lie in panels have one product; nothing was chosen for them.
+    weights = [handle.weight_NK for handle in handles if handle.weight_NK.dim() == 2]
+    names = set(map(_weight_name, weights))
     found = [line for line in lines if " ".join(line.split()[:2]) in names]
     return [heading, *found] if found else []
 
