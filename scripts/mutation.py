@@ -95,9 +95,8 @@ def _lines_of_statements(tree: ast.AST) -> dict[int, tuple[int, int]]:
         if not isinstance(statement, ast.stmt):
             continue
         start, end = statement.lineno, statement.end_lineno or statement.lineno
-        match statement:
-            case ast.stmt(body=[ast.stmt(lineno=first), *_]):
-                end = max(start, first - 1)
+        if body := getattr(statement, "body", None):
+            end = max(start, body[0].lineno - 1)
         lines.update((id(node), (start, end)) for node in ast.walk(statement))
     return lines
 

@@ -17,6 +17,7 @@ from rollout import (
     SamplingParams,
     Status,
 )
+from rollout.engine.state import legal_commands
 from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
 
@@ -174,3 +175,16 @@ def test_abort_of_a_group_member_leaves_the_shared_blocks_to_the_others(victim: 
     for request in finished.values():
         assert request.generated_tokens == expected.generated_tokens
     assert engine.stats().num_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "commands"),
+    [
+        (S.RUNNING, ["pause", "unpause"]),
+        (S.PAUSED, ["pause", "unpause", "suspend", "resume", "stop"]),
+        (S.SUSPENDED, ["suspend", "resume", "stop"]),
+        (S.STOPPED, ["stop"]),
+    ],
+)
+def test_commands_are_legal_from_their_sources_and_at_their_target(state, commands) -> None:
+    assert legal_commands(state) == commands

@@ -23,7 +23,7 @@ CommandFuture = asyncio.Future[dict[str, Any]]
 
 
 class PendingCommands:
-    """Futures by command id, in one event loop. What fails while nobody awaits it is not reported."""
+    """Futures by command id, in one event loop. A failure that nobody awaits is not reported."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
