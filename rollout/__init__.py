@@ -2,6 +2,8 @@
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 # Module -> the names that it gives to this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",

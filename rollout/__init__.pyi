@@ -52,3 +52,4 @@ from rollout.text import HFTokenizer as HFTokenizer
 from rollout.text import Tokenizer as Tokenizer
 
 __all__: list[str]
+__version__: str

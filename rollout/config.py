@@ -64,7 +64,6 @@ MEMORY_KINDS = ("auto", "device", "reserved", "torch_memory_saver", "unified")
 STABLE_MEMORY_KINDS = ("reserved", "torch_memory_saver", "unified")
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
-DEFAULT_MAX_SEQUENCE_LENGTH = 2560
 
 
 # Names of vLLM and SGLang.
@@ -92,7 +91,8 @@ class InferenceConfig:
         full sequences need, whichever is least.
     paused_buffer_size_gb: what requests that find no block may hold while they are paused; those
         beyond it are preempted, the newest first. None: the newest is preempted at once.
-    max_sequence_length: most tokens of prompt and output. None: 2560, or the model's longest.
+    max_sequence_length: most tokens of prompt and output. None: as many as the model has positions
+        for, or as the KV pool holds if that is less.
     kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
     static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
     memory_kind: how the pool is reserved: auto, device, reserved, torch_memory_saver or unified.

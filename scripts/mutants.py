@@ -4,10 +4,12 @@
     python scripts/mutants.py --count 20 --seed 7 rollout/blocks
 
 A mutant is one changed comparison, operator, condition, number or flag, or one call left out, drawn
-at random from the packages named. Each is tested in a copy of the tree, by the tests of its package
-first and then by those of the engine and the walks, until these have taken `--budget-s` seconds of
-CPU time: what is found does not depend on what else the machine does. The first failure kills a
-mutant, and so does a test that hangs. First the copy is tested as it is; a failure ends the script.
+at random from the packages named. First the tests of these packages, of the engine and the walks
+run once on the unchanged code, which records the lines that each test executes; a failure ends the
+script. Each mutant is then tested in a copy of the tree by the tests that execute its statement,
+the cheapest first, until these have taken `--budget-s` seconds of CPU time: what is found does not
+depend on what else the machine does. The first failure kills a mutant, and so does a test that
+hangs. A test that alone takes more than the budget is left out.
 
 Mutants that survive are listed with their line: each is a fault that these tests do not notice
 within the budget, or a change that means nothing. `--out` names a JSON file, which is written anew
@@ -17,9 +19,7 @@ after each mutant.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import copy
 import json
 import multiprocessing
 import os
@@ -30,19 +30,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
+import pytest
+from hypothesis import Phase, settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-if TYPE_CHECKING:
-    import pytest
+from scripts.mutation import Mutant, mutants_of, mutated
+from scripts.traced_tests import TracedTests, Tracer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -52,48 +53,17 @@ PACKAGES = (
     "rollout/requests",
 )
 LAST_TESTS = ("tests/engine", "tests/walks")
-# Imported once: every run forks from a process that has them, and none of the code under test.
-PRELOADED = ("torch", "numpy", "hypothesis", "pytest", "msgspec", "zmq", "transformers")
+LEFT_OUT = ("tests/engine/test_state_space.py",)  # minutes, more than any budget
 KILLED, TIMED_OUT = "killed", "killed by time"
-SURVIVED, OUT_OF_BUDGET = "survived", "survived the budget"
-_TEST_LIMIT_S = 120
-_INTERRUPTED = 2  # pytest's exit status
-
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """One change. `place` is the index of its node in the order in which `ast.walk` yields them."""
-
-    path: str
-    line: int
-    place: int
-    before: str
-    after: str
+SURVIVED, OUT_OF_BUDGET, NOT_COVERED = "survived", "survived the budget", "not covered"
+_OPTIONS = ("-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider")
+# A test hangs if it takes this long by the clock, and this long for each of its CPU seconds.
+_TEST_LIMIT_S, _LIMIT_PER_CPU_S = 120.0, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Whether a test noticed: KILLED, TIMED_OUT, SURVIVED all tests or OUT_OF_BUDGET."""
+    """Whether a test noticed: KILLED, TIMED_OUT, SURVIVED all tests, OUT_OF_BUDGET, NOT_COVERED."""
 
     mutant: Mutant
     fate: str
@@ -101,21 +71,31 @@ class Outcome:
 
 
 class CpuBudget:
-    """A pytest plugin that ends a run, between two tests, once its tests have used the budget.
+    """A pytest plugin that runs some of the tests, the cheapest first, until the budget is used.
 
     CPU seconds of this process from the first test on, and of child processes that have ended.
-    Tests that are marked with a timeout above the usual one come last: one of them alone may take
-    longer than the budget.
     """
 
-    def __init__(self, budget_s: float) -> None:
+    def __init__(self, cpu_s: Mapping[str, float], budget_s: float) -> None:
+        self._cpu_s = cpu_s
         self._budget_s = budget_s
         self._start_s = _cpu_s()
         self._has_timed_out = False
         self._is_spent = False
 
+    def pytest_collection(self) -> None:
+        """Before tests are imported: a failing example need not be made small."""
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", settings.default, phases=phases)
+        settings.load_profile("mutants")
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=_takes_long)
+        items[:] = [item for item in items if item.nodeid in self._cpu_s]
+        items.sort(key=lambda item: self._cpu_s[item.nodeid])
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                limit_s = _TEST_LIMIT_S + _LIMIT_PER_CPU_S * self._cpu_s[item.nodeid]
+                item.add_marker(pytest.mark.timeout(limit_s))
         self._start_s = _cpu_s()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -133,88 +113,16 @@ class CpuBudget:
 
     def fate(self, status: int) -> str:
         """Return what the exit status of pytest means. A failing last test outweighs the budget."""
-        if status == 0:
+        if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return SURVIVED
-        if self._is_spent and status == _INTERRUPTED:
+        if self._is_spent and status == pytest.ExitCode.INTERRUPTED:
             return OUT_OF_BUDGET
         return TIMED_OUT if self._has_timed_out else KILLED
-
-
-def _takes_long(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker("timeout")
-    return mark is not None and mark.args[0] > _TEST_LIMIT_S
 
 
 def _cpu_s() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def changed(node: ast.AST) -> ast.AST | None:
-    """Return another node in place of `node`; None if this kind is left alone."""
-    other = copy.deepcopy(node)
-    match other:
-        case ast.Compare(ops=[op]) if type(op) in _COMPARISONS:
-            other.ops = [_COMPARISONS[type(op)]()]
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in _OPERATORS:
-            other.op = _OPERATORS[type(op)]()
-        case ast.BoolOp(op=op):
-            other.op = ast.Or() if isinstance(op, ast.And) else ast.And()
-        case ast.UnaryOp(op=ast.Not()):
-            return other.operand
-        case ast.If() | ast.IfExp() | ast.While():
-            other.test = ast.UnaryOp(op=ast.Not(), operand=other.test)
-        case ast.Constant(value=bool(value)):
-            other.value = not value
-        case ast.Constant(value=int(value)):
-            other.value = value + 1
-        case ast.Expr(value=ast.Call(func=call)) if "logger" not in ast.unparse(call):
-            return ast.Pass()
-        case _:
-            return None
-    return other
-
-
-def _left_alone(tree: ast.AST) -> set[int]:
-    """The ids of nodes that are left alone: types, decorators, messages, assertions."""
-    alone: set[int] = set()
-    for node in ast.walk(tree):
-        parts: list[ast.AST | None] = []
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                parts = [node.returns, *node.decorator_list]
-            case ast.ClassDef():
-                parts = [*node.decorator_list, *node.keywords]
-            case ast.arg() | ast.AnnAssign():
-                parts = [node.annotation]
-            case ast.Raise() | ast.Assert() | ast.JoinedStr():
-                parts = [node]
-        alone.update(id(inner) for part in parts if part is not None for inner in ast.walk(part))
-    return alone
-
-
-def mutants_of(path: str, source: str) -> Iterator[Mutant]:
-    """Yield all mutants of one file."""
-    tree = ast.parse(source)
-    alone = _left_alone(tree)
-    for place, node in enumerate(ast.walk(tree)):
-        if id(node) in alone or not isinstance(node, (ast.expr, ast.stmt)):
-            continue
-        if (other := changed(node)) is not None:
-            before, after = (ast.unparse(part).partition("\n")[0] for part in (node, other))
-            yield Mutant(path=path, line=node.lineno, place=place, before=before, after=after)
-
-
-def mutated(source: str, mutant: Mutant) -> str:
-    """Return the source with the mutant's change."""
-    tree = ast.parse(source)
-    target = next(node for place, node in enumerate(ast.walk(tree)) if place == mutant.place)
-
-    class Change(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            return changed(node) or node if node is target else self.generic_visit(node)
-
-    return ast.unparse(ast.fix_missing_locations(Change().visit(tree)))
 
 
 def drawn(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
@@ -228,41 +136,90 @@ def drawn(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(everyone, min(count, len(everyone)))
 
 
-def tests_for(mutant: Mutant) -> list[str]:
-    """The tests to run, those of the mutant's own package first."""
-    package = Path(mutant.path).parts[1]
-    own = [f"tests/{package}"] if (ROOT / "tests" / package).is_dir() else []
-    return list(dict.fromkeys([*own, *LAST_TESTS]))
+def folders_of_tests(packages: Sequence[str]) -> list[str]:
+    """The tests that are used: those of the packages, and LAST_TESTS."""
+    own = [f"tests/{Path(package).parts[1]}" for package in packages]
+    return [name for name in dict.fromkeys([*own, *LAST_TESTS]) if (ROOT / name).is_dir()]
 
 
-def _run_tests(tree: str, tests: Sequence[str], budget_s: float, result: Connection) -> None:
-    """In a forked process: send (fate, CPU seconds)."""
+def _enter(tree: Path) -> None:
+    """In a process of its own: import from the tree, and say nothing."""
     os.setsid()  # what the tests start is killed with them
     os.chdir(tree)
-    sys.path.insert(0, tree)
-    os.environ["PYTHONPATH"] = tree
+    sys.path.insert(0, str(tree))
+    os.environ["PYTHONPATH"] = str(tree)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
-    import pytest
 
-    options = ["-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
-    budget = CpuBudget(budget_s)
-    status = pytest.main([*options, f"--timeout={_TEST_LIMIT_S}", *tests], plugins=[budget])
+
+def _trace(tree: Path, packages: Sequence[str], folders: Sequence[str], result: Connection) -> None:
+    """In a new process: send pytest's exit status, the TracedTests, environment and modules."""
+    _enter(tree)
+    sys.dont_write_bytecode = False  # every run of a mutant reads it
+    tracer = Tracer(tree, packages)
+    status = pytest.main(
+        [*_OPTIONS, *(f"--ignore={name}" for name in LEFT_OUT), *folders], plugins=[tracer]
+    )
+    modules = [
+        name
+        for name, module in list(sys.modules.items())
+        if (path := getattr(module, "__file__", None)) and not Path(path).is_relative_to(tree)
+    ]
+    result.send((status, tracer.traced, dict(os.environ), modules))
+
+
+def trace(
+    tree: Path, packages: Sequence[str], folders: Sequence[str]
+) -> tuple[TracedTests, dict[str, str], list[str]]:
+    """Run the tests of the unchanged tree. Returns (tests, their environment, others' modules).
+
+    Raises SystemExit if one fails.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_trace, args=(tree, packages, folders, sender))
+    process.start()
+    sender.close()
+    try:
+        status, traced, environment, modules = receiver.recv()
+    except EOFError:
+        raise SystemExit("without a mutant, the tests crashed") from None
+    finally:
+        process.join()
+    if status != pytest.ExitCode.OK:
+        raise SystemExit(f"without a mutant, {' '.join(folders)} ended with status {status}")
+    return traced, environment, modules
+
+
+def _run_tests(tree: Path, tests: Mapping[str, float], budget_s: float, result: Connection) -> None:
+    """In a forked process: send (fate, CPU seconds)."""
+    _enter(tree)
+    # Bytecode tells sources apart by second and size, which two mutants may have in common.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    budget = CpuBudget(tests, budget_s)
+    status = pytest.main([*_OPTIONS, *files], plugins=[budget])
     result.send((budget.fate(status), budget.used_s))
 
 
 def run(
-    tree: Path, mutant: Mutant | None, tests: Sequence[str], *, budget_s: float, limit_s: float
+    tree: Path,
+    mutant: Mutant | None,
+    tests: Mapping[str, float],
+    *,
+    budget_s: float,
+    limit_s: float,
 ) -> tuple[str, float]:
     """Test one mutant in a copy of the tree, or the copy as it is. Returns (fate, CPU seconds)."""
     path = tree / (mutant.path if mutant is not None else "pyproject.toml")
-    source = path.read_text()
+    source, status = path.read_text(), path.stat()
     if mutant is not None:
         path.write_text(mutated(source, mutant))
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run_tests, args=(str(tree), tests, budget_s, sender)
+        target=_run_tests, args=(tree, tests, budget_s, sender)
     )
     try:
         process.start()
@@ -275,10 +232,26 @@ def run(
         sender.close()
         receiver.close()
         if process.pid is not None:
+            process.kill()  # it may not have its group yet
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.join()
         path.write_text(source)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # its bytecode stays valid
+
+
+def fate_of(
+    mutant: Mutant, traced: TracedTests, tree: Path, budget_s: float, limit_s: float
+) -> Outcome:
+    """Test one mutant by the tests that execute its statement."""
+    executing = traced.tests_of(mutant)
+    tests = {test: test_s for test, test_s in executing.items() if test_s <= budget_s}
+    fate, cpu_s = NOT_COVERED, 0.0
+    if tests:
+        fate, cpu_s = run(tree, mutant, tests, budget_s=budget_s, limit_s=limit_s)
+    if fate in (SURVIVED, NOT_COVERED) and len(tests) < len(executing):
+        fate = OUT_OF_BUDGET
+    return Outcome(mutant=mutant, fate=fate, cpu_s=cpu_s)
 
 
 def copies(folder: str, count: int) -> list[Path]:
@@ -292,23 +265,12 @@ def copies(folder: str, count: int) -> list[Path]:
     return trees
 
 
-def run_unchanged(
-    mutants: Sequence[Mutant], tree: Path, budget_s: float, limit_s: float
-) -> dict[str, float]:
-    """Return the CPU seconds of each list of tests without a mutant, named after its first folder.
-
-    Raises SystemExit if a test fails.
-    """
-    used_s = {}
-    for tests in sorted({tuple(tests_for(mutant)) for mutant in mutants}):
-        fate, used_s[tests[0]] = run(tree, None, tests, budget_s=budget_s, limit_s=limit_s)
-        if fate not in (SURVIVED, OUT_OF_BUDGET):
-            raise SystemExit(f"without a mutant, {' '.join(tests)} were {fate}")
-    return used_s
-
-
 def run_all(
-    mutants: Sequence[Mutant], trees: Sequence[Path], budget_s: float, limit_s: float
+    mutants: Sequence[Mutant],
+    traced: TracedTests,
+    trees: Sequence[Path],
+    budget_s: float,
+    limit_s: float,
 ) -> Iterator[Outcome]:
     """Test the mutants, as many at a time as there are trees, beside a progress bar."""
     free: SimpleQueue[Path] = SimpleQueue()
@@ -318,10 +280,9 @@ def run_all(
     def one(mutant: Mutant) -> Outcome:
         tree = free.get()
         try:
-            fate, cpu_s = run(tree, mutant, tests_for(mutant), budget_s=budget_s, limit_s=limit_s)
+            return fate_of(mutant, traced, tree, budget_s, limit_s)
         finally:
             free.put(tree)
-        return Outcome(mutant=mutant, fate=fate, cpu_s=cpu_s)
 
     columns = (TextColumn("mutants"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ThreadPoolExecutor(len(trees)) as pool:
@@ -339,9 +300,11 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "mutants": len(outcomes),
         KILLED: fates[KILLED],
         TIMED_OUT: fates[TIMED_OUT],
-        SURVIVED: fates[SURVIVED] + fates[OUT_OF_BUDGET],
+        SURVIVED: len(outcomes) - num_killed,
         OUT_OF_BUDGET: fates[OUT_OF_BUDGET],
+        NOT_COVERED: fates[NOT_COVERED],
         "share killed": num_killed / len(outcomes) if outcomes else 0.0,
+        "mean CPU s": sum(outcome.cpu_s for outcome in outcomes) / max(1, len(outcomes)),
     }
 
 
@@ -354,9 +317,10 @@ def write(path: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
 def report(console: Console, seed: int, outcomes: Sequence[Outcome]) -> None:
     """Print the mutants that survived, by line, and the number of each fate."""
     for outcome in sorted(outcomes, key=lambda o: (o.mutant.path, o.mutant.line)):
-        if outcome.fate in (SURVIVED, OUT_OF_BUDGET):
+        if outcome.fate not in (KILLED, TIMED_OUT):
             mutant = outcome.mutant
-            line = f"{mutant.path}:{mutant.line}: {mutant.before} -> {mutant.after}"
+            change = f"{mutant.before} -> {mutant.after}"
+            line = f"{mutant.path}:{mutant.line}: {change} ({outcome.fate})"
             console.print(line, markup=False, highlight=False)
     console.print(f"seed {seed}: {summary(outcomes)}")
 
@@ -378,15 +342,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seed = random.SystemRandom().getrandbits(31) if given.seed is None else given.seed
     console = Console()
     mutants = drawn(given.packages, given.count, seed)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    folders = folders_of_tests(given.packages)
     os.environ["ROLLOUT_TEST_SEED"] = str(seed)
+    # Fewer random lives than usual: they are lived for each mutant.
+    os.environ.setdefault("ROLLOUT_TEST_LIVES", "5")
     with tempfile.TemporaryDirectory(prefix="rollout-mutants-") as folder:
         trees = copies(folder, given.jobs)
-        used_s = run_unchanged(mutants, trees[0], given.budget_s, given.limit_s)
-        for name, cpu_s in used_s.items():
-            console.print(f"without a mutant, {name} first: {cpu_s:.0f} CPU seconds")
+        traced, environment, modules = trace(trees[0], given.packages, folders)
+        os.environ.update(environment)
+        # Imported once: every run forks from a process that has them.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+        cheap = {test: cpu_s for test, cpu_s in traced.cpu_s.items() if cpu_s <= given.budget_s}
+        console.print(f"without a mutant: {sum(traced.cpu_s.values()):.0f} CPU seconds, traced")
+        console.print(f"{len(cheap)} of {len(traced.cpu_s)} tests take less than the budget")
+        limit_s = given.limit_s
+        fate, cpu_s = run(trees[0], None, cheap, budget_s=given.budget_s, limit_s=limit_s)
+        if fate not in (SURVIVED, OUT_OF_BUDGET):
+            raise SystemExit(f"without a mutant, the tests were {fate}")
+        console.print(f"without a mutant: {cpu_s:.0f} CPU seconds")
         outcomes: list[Outcome] = []
-        for outcome in run_all(mutants, trees, given.budget_s, given.limit_s):
+        for outcome in run_all(mutants, traced, trees, given.budget_s, limit_s):
             outcomes.append(outcome)
             if given.out is not None:
                 write(given.out, seed, outcomes)

@@ -26,7 +26,15 @@ from rollout import (
 from rollout.apis.arguments import config_with
 from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
-from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
+from tests.tiny_models import (
+    Margins,
+    drain,
+    generate_all,
+    pool_gb,
+    prompt_of,
+    tiny_engine,
+    tiny_model,
+)
 
 
 class ListWriter:
@@ -156,6 +164,51 @@ def test_sequences_are_no_longer_than_the_model_has_positions(
     engine = tiny_engine(short, max_sequence_length=None)
     engine.add_request(prompt_of(5), SamplingParams())
     assert drain(engine)[0].num_tokens == longest
+
+
+@cache
+def long_model() -> Any:
+    return tiny_model("llama", num_hidden_layers=1, max_position_embeddings=131_072)
+
+
+def test_without_a_longest_sequence_it_is_the_longest_that_the_pool_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", logger="rollout.engine.build"):
+        engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=5)
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "rollout.engine.build"]
+    assert "max_sequence_length=40" in message
+    assert "131072; raise buffer_size_gb" in message
+    engine.add_request(prompt_of(7), SamplingParams(ignore_eos=True))
+    assert drain(engine)[0].num_tokens == 40
+
+
+def test_a_long_context_takes_no_memory_before_it_is_used() -> None:
+    engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=2**14 + 1)
+    assert engine.build.sizes.max_sequence_length == 131_072
+    assert engine.build.model.rotary.num_positions < 10_000
+
+
+def test_tokens_are_right_on_both_sides_of_where_the_positions_grow() -> None:
+    engine, margins = (
+        tiny_engine(long_model(), max_sequence_length=None, num_blocks=1024),
+        Margins(),
+    )
+    reserved = engine.build.model.rotary.num_positions
+    for request in generate_all(engine, [(prompt_of(reserved - 3), params(8, seed=1))]):
+        margins.compare_with_oracle(long_model(), request)
+    assert engine.build.model.rotary.num_positions > reserved
+    margins.check()
+
+
+def test_requests_without_a_limit_run_beside_each_other_however_long_they_might_get() -> None:
+    """The pool holds one sequence of full length, and eight of usual ones."""
+    for limit, num_running in ((None, 8), (16_000, 1)):
+        engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=2**11 + 2**9)
+        for _ in range(8):
+            engine.add_request(prompt_of(7), SamplingParams(num_tokens_to_generate=limit))
+        engine.step()
+        assert engine.stats().num_running == num_running
 
 
 def check_kv_cache_management_mode() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +46,10 @@ SIGNATURES = {
 def test_a_pinned_name_is_public(name: str) -> None:
     assert name in rollout.__all__
     assert hasattr(rollout, name)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert rollout.__version__ == metadata.version("rollout-engine")
 
 
 def test_all_lists_exactly_what_exists() -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
-from rollout.models.checkpoint import INDEX_FILE
-from rollout.models.plain_tensors import full_tensor, refusal
+from trainer_hooks.weight_files import WeightFiles, weight_directory
 
-SHARED_MEMORY = Path("/dev/shm")
-STABLE_FILE = "STABLE"  # written last: whoever watches the directory may read it from now on
 _POLL_S = 0.5
 
 
@@ -54,8 +46,7 @@ class FileWeightTransfer:
         one. start_timeout_s: how long `init_weight_transfer` waits for the server. timeout_s: for
         each answer.
         """
-        default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._parent = default if directory is None else Path(directory).absolute()
+        self._parent = None if directory is None else Path(directory).absolute()
         self._url, self._admin_key = url.rstrip("/"), admin_key
         self._max_shard_bytes = max_shard_bytes
         self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
@@ -87,8 +78,11 @@ class FileWeightTransfer:
         """
         tensors = iter(iterator)
         try:
-            with self._update_directory() as directory:
-                _write(directory, _plain(tensors), self._max_shard_bytes)
+            with weight_directory(self._parent) as directory:
+                files = WeightFiles(directory, self._max_shard_bytes)
+                for name, tensor in tensors:
+                    files.add(name, tensor)
+                files.finish()
                 self._call("POST", "/update_weights", {"weight_dir": str(directory)})
         except WeightUpdateError:
             for _ in tensors:  # other ranks gather the rest together with this one
@@ -104,17 +98,6 @@ class FileWeightTransfer:
         """Leave the server running, also after an update that failed."""
         if self._is_paused:
             self.resume()
-
-    @contextmanager
-    def _update_directory(self) -> Iterator[Path]:
-        try:
-            directory = Path(tempfile.mkdtemp(prefix="rollout-weights-", dir=self._parent))
-        except OSError as error:
-            raise WeightUpdateError(f"{self._parent} cannot be written to: {error}") from error
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
         """Raises WeightUpdateError with the server's reason, or why there was no answer."""
@@ -133,49 +116,6 @@ class FileWeightTransfer:
             raise WeightUpdateError(f"{what} answered {error.code}: {reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise WeightUpdateError(f"{what} got no answer: {error}") from error
-
-
-def _plain(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on the host, each in memory of its own. Raises WeightUpdateError."""
-    names: set[str] = set()
-    for name, tensor in tensors:
-        if reason := refusal(tensor):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        if name in names:
-            raise WeightUpdateError(f"{name!r} comes twice")
-        names.add(name)
-        # A copy: the trainer may gather the next tensor into the same memory.
-        yield name, full_tensor(tensor).detach().to("cpu", copy=True).contiguous()
-
-
-@torch.no_grad()
-def _write(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    """Write shards of at least `max_shard_bytes`, their index, and last the file STABLE."""
-    weight_map: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    num_shards = num_bytes = 0
-    try:
-        for name, tensor in tensors:
-            shard[name] = tensor
-            num_bytes += tensor.nbytes
-            if num_bytes >= max_shard_bytes:
-                _write_shard(directory, num_shards, shard, weight_map)
-                shard, num_shards, num_bytes = {}, num_shards + 1, 0
-        if shard:
-            _write_shard(directory, num_shards, shard, weight_map)
-        index = json.dumps({"metadata": {}, "weight_map": weight_map})
-        (directory / INDEX_FILE).write_text(index, encoding="utf-8")
-        (directory / STABLE_FILE).touch()
-    except OSError as error:
-        raise WeightUpdateError(f"the weights cannot be written to {directory}: {error}") from error
-
-
-def _write_shard(
-    directory: Path, number: int, shard: dict[str, Tensor], weight_map: dict[str, str]
-) -> None:
-    file_name = f"model-{number:05d}.safetensors"
-    save_file(shard, directory / file_name, metadata={"format": "pt"})
-    weight_map |= dict.fromkeys(shard, file_name)
 
 
 def _reason(body: bytes) -> str:

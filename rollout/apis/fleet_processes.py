@@ -16,9 +16,9 @@ from rollout.backends.select import block_size_of
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import CoordinatorLostError, listening_host
+from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.routing.policies import find_policy
-from rollout.coordinator.security import CurveKeys, remove_private_address
+from rollout.coordinator.security import CurveKeys, listening_host, remove_private_address
 from rollout.errors import ConfigError
 
 _logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
+from rollout.engine.reports import HISTOGRAMS, EngineStats, ResumeReport, SuspendReport
 from rollout.errors import RequestAbortedError
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -109,17 +109,18 @@ def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport
 
 
 def engine_stats(results: Results) -> EngineStats:
-    """Sums over the engines, and the shortest of their longest sequences; state and version are
-    those of the fleet."""
+    """Sums over the engines; state and version are those of the fleet."""
     reports = _of_ranks(results)
-    others = ("state", "weights_version", "max_sequence_length")
-    counted = [f.name for f in fields(EngineStats) if f.name not in others]
-    return EngineStats(
-        state=CoordinatorState[results["state"]].engine_state,
-        weights_version=results["weights_version"],
-        max_sequence_length=min((r["max_sequence_length"] for r in reports), default=0),
-        **{name: sum(report[name] for report in reports) for name in counted},
-    )
+    values: dict[str, Any] = {
+        "state": CoordinatorState[results["state"]].engine_state,
+        "weights_version": results["weights_version"],
+        "max_sequence_length": min((r["max_sequence_length"] for r in reports), default=0),
+    }
+    for name in HISTOGRAMS:
+        values[name] = tuple(map(sum, zip(*(report[name] for report in reports), strict=True)))
+    for name in {f.name for f in fields(EngineStats)} - values.keys():
+        values[name] = sum(report[name] for report in reports)
+    return EngineStats(**values)
 
 
 def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:

@@ -197,6 +197,10 @@ class Executor(Protocol):
     overlaps: bool
     num_captures: int
 
+    def prepare(self, max_blocks: int) -> None:
+        """Called once, before the first launch: no row's block table ever has more blocks."""
+        ...
+
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs) on the device; the function returned waits for its result.
 

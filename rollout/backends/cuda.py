@@ -25,12 +25,11 @@ _MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] =
 
 
 def cuda_backend(
-    memory_kind: str, *, num_graphs: int, max_mixed_graphs: int, max_rows: int, max_blocks: int
+    memory_kind: str, *, num_graphs: int, max_mixed_graphs: int, max_rows: int
 ) -> Backend:
     """A Backend on the current CUDA device; no graphs at all with `num_graphs` 0.
 
-    `max_blocks` is the width of a row's block table. Raises ConfigError where there is no device,
-    or where the memory kind cannot work.
+    Raises ConfigError where there is no device, or where the memory kind cannot work.
     """
     runtime = CudaRuntime(torch.device("cuda"))
     device = runtime.device
@@ -38,7 +37,7 @@ def cuda_backend(
     executor: Executor = EagerExecutor(device)
     if num_graphs:
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
-        executor = GraphExecutor(device, CudaGraphs(device), ladder, max_blocks)
+        executor = GraphExecutor(device, CudaGraphs(device), ladder)
     properties = torch.cuda.get_device_properties(device)
     return Backend(
         device=device,

@@ -12,7 +12,6 @@ from rollout.backends.cpu import cpu_backend
 from rollout.backends.forks import prepare_for_forks
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
-    DEFAULT_MAX_SEQUENCE_LENGTH,
     DEFAULT_MAX_TOKENS,
     InferenceConfig,
     KVCacheManagementMode,
@@ -119,7 +118,6 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
     num_graphs, max_mixed = config.num_cuda_graphs, config.cuda_graph_mixed_prefill_count
     num_graphs = DEFAULT_NUM_GRAPHS if num_graphs is None else num_graphs
     max_mixed = num_graphs if max_mixed is None else max_mixed
-    longest = config.max_sequence_length or DEFAULT_MAX_SEQUENCE_LENGTH
     return cuda_backend(
         memory_kind,
         num_graphs=num_graphs,
@@ -127,7 +125,6 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
         max_rows=min(
             config.max_requests or DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_TOKENS
         ),
-        max_blocks=-(-longest // block_size_of(config)),
     )
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import listening_host
-from rollout.coordinator.security import server_keys_in
+from rollout.coordinator.security import listening_host, server_keys_in
 from rollout.errors import RolloutError
 
 

@@ -9,23 +9,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rollout.coordinator.protocol.codec import frames_in
-from rollout.coordinator.security import HANDSHAKE_FAULTS, CurveKeys
+from rollout.coordinator.security import HANDSHAKE_FAULTS, LOOPBACK, CurveKeys
 from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
-
-LOOPBACK = "127.0.0.1"
 
 
 class CoordinatorLostError(RolloutError):
     """The coordinator does not answer, has ended, or no longer knows what was asked of it."""
 
     is_transient = True
-
-
-def listening_host(host: str | None, port: int | None) -> str | None:
-    """Return the host at which a coordinator listens: the given one, loopback if there is only a
-    port, or None, without both, for a socket that only this user can reach."""
-    return LOOPBACK if host is None and port is not None else host
 
 
 def address_of(port_or_address: int | str) -> str:

@@ -24,6 +24,7 @@ from rollout.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 _PREFIX = "rollout-"
 _SOCKET = "socket"
 _ZAP_DOMAIN = b"rollout"
@@ -259,6 +260,12 @@ def resolve_host(host: str) -> str:
     return addresses.get(socket.AF_INET) or next(iter(addresses.values()))
 
 
+def listening_host(host: str | None, port: int | None) -> str | None:
+    """Return the host at which a coordinator listens: the given one, loopback if there is only a
+    port, or None, without both, for a socket that only this user can reach."""
+    return LOOPBACK if host is None and port is not None else host
+
+
 def tcp_address(host: str, port: int | str) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -270,7 +277,7 @@ def told_host(bound: str, advertise_host: str | None) -> str:
     address = ipaddress.ip_address(bound)
     if not address.is_unspecified:
         return bound
-    return "127.0.0.1" if address.version == 4 else "::1"
+    return LOOPBACK if address.version == 4 else "::1"
 
 
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:

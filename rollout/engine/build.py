@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from rollout.backends.select import block_size_of, create_backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
-    DEFAULT_MAX_SEQUENCE_LENGTH,
     DEFAULT_MAX_TOKENS,
     GIB,
     InferenceConfig,
@@ -39,8 +39,11 @@ from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_BUFFER_GB = 20.0
 DEFAULT_MEMORY_FRACTION = 0.25
+_NUM_CPU_POSITIONS = 4096  # of the rotary table when the engine starts; it grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,11 @@ class EngineSizes:
     num_rows: int
     num_blocks: int
     max_paused_blocks: int
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks of a sequence of `max_sequence_length` tokens."""
+        return -(-self.max_sequence_length // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +150,12 @@ def _model_on_device(
         fill=fill,
     )
     causal_lm.prepare(backend)
-    causal_lm.reserve_positions(sizes.max_sequence_length)
+    # Only graphs need the whole table, which takes gigabytes for a million positions.
+    num_positions = sizes.max_sequence_length
+    if backend.device.type == "cpu":
+        num_positions = min(num_positions, _NUM_CPU_POSITIONS)
+    causal_lm.reserve_positions(num_positions)
+    backend.executor.prepare(sizes.max_blocks_per_row)
     return EngineBuild(
         config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
     )
@@ -156,7 +169,7 @@ def _check_version(weights_version: int) -> None:
 
 
 def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> EngineSizes:
-    max_sequence_length = _max_sequence_length(config, model.spec)
+    longest = _longest(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
     block_size, paused_gb = block_size_of(config), config.paused_buffer_size_gb or 0.0
@@ -166,12 +179,20 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> Engine
         added_gb = paused_gb if config.unified_memory_level else 0.0
         num_blocks = num_blocks_in(backend.attention, spec, config.buffer_size_gb + added_gb)
     else:
-        usable = max_requests * -(-max_sequence_length // block_size)
+        usable = max_requests * -(-longest // block_size)
         buffer_gb = min(DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION * backend.memory_bytes / GIB)
         num_blocks = min(usable, num_blocks_in(backend.attention, spec, buffer_gb))
+    pool_tokens = num_blocks * block_size
+    if config.max_sequence_length is None and longest > pool_tokens:
+        logger.info(
+            "max_sequence_length=%d: the KV pool holds no longer sequence, and the model could do "
+            "%d; raise buffer_size_gb for more",
+            *(pool_tokens, longest),
+        )
+        longest = pool_tokens
     return EngineSizes(
         block_size=block_size,
-        max_sequence_length=max_sequence_length,
+        max_sequence_length=longest,
         max_tokens=max_tokens,
         # A request in context needs a block, and a token of every step.
         num_rows=min(max_requests, max_tokens, num_blocks),
@@ -180,8 +201,8 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> Engine
     )
 
 
-def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
-    """Return the config's value, or its default as far as the model goes.
+def _longest(config: InferenceConfig, spec: ModelSpec) -> int:
+    """Return the config's longest sequence; without one, that of the model.
 
     Raises ConfigError for a length that the model cannot do.
     """
@@ -193,7 +214,7 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
         longest = max(longest, int(rope.original_max_positions * rope.factor))
     wanted = config.max_sequence_length
     if wanted is None:
-        return min(DEFAULT_MAX_SEQUENCE_LENGTH, longest)
+        return longest
     if wanted > longest:
         raise ConfigError(
             f"max_sequence_length={wanted} is more than the model's {longest} positions "
@@ -206,7 +227,7 @@ def _max_sequence_length(config: InferenceConfig, spec: ModelSpec) -> int:
 def _batch_builder(sizes: EngineSizes) -> BatchBuilder:
     return BatchBuilder(
         num_rows=sizes.num_rows,
-        max_blocks=-(-sizes.max_sequence_length // sizes.block_size),
+        max_blocks=sizes.max_blocks_per_row,
         block_size=sizes.block_size,
     )
 

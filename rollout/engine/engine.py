@@ -192,9 +192,8 @@ class Engine:
     def _hand_out(
         self, records: list[DynamicInferenceRequestRecord]
     ) -> list[DynamicInferenceRequestRecord]:
-        if records:
-            num_failed = sum(record.current.failed() for record in records)
-            self._counters.add_ended(num_finished=len(records) - num_failed, num_failed=num_failed)
+        for record in records:
+            self._counters.add_ended(record)
         return records
 
     # ---- one step
@@ -416,11 +415,8 @@ class Engine:
         """Return requests by phase and blocks as of now, and counters since the start."""
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
-            self.state,
-            self.weights_version,
-            counts,
-            num_captures,
-            self._inputs.max_sequence_length,
+            *(self.state, self.weights_version, counts, num_captures),
+            max_sequence_length=self._inputs.max_sequence_length,
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:

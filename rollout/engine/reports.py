@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from rollout.engine.state import EngineState
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.step.plan import StepPlan
 from rollout.telemetry import MetricsWriter, SchedulerCounts, StepStats
+from rollout.version_spans import VersionSpans
+
+HISTOGRAMS = ("policy_staleness", "kv_staleness")
+NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,7 @@ class _OtherTotals:
 
     num_finished: int = 0
     num_failed: int = 0
+    num_prompt_tokens: int = 0
     num_recomputed_requests: int = 0
     num_suspends: int = 0
     num_weight_updates: int = 0
@@ -98,17 +105,23 @@ class _OtherTotals:
     update_seconds: float = 0.0
     suspended_bytes: int = 0
     resumed_bytes: int = 0
+    policy_staleness: list[int] = field(default_factory=lambda: [0] * NUM_AGES)
+    kv_staleness: list[int] = field(default_factory=lambda: [0] * NUM_AGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerCounts):
     """The state of an engine, its requests by phase and its blocks as of now, and totals since its
     start.
+
+    num_prompt_tokens: of the requests that have ended. policy_staleness, kv_staleness: how many of
+    their generated tokens were 0, 1, ... versions old when the request ended, by the version that
+    sampled them, and by the one that wrote their KV; the last number counts all that were older.
     """
 
     state: EngineState
     weights_version: int
-    max_sequence_length: int  # of prompt and output
+    max_sequence_length: int  # of a fleet: the least of its engines
     num_graph_captures: int  # 0 where steps run eagerly
     num_steps: int
     num_failed_steps: int  # forward passes that raised
@@ -119,6 +132,7 @@ class EngineStats(SchedulerCounts):
     num_prefix_hit_tokens: int
     num_finished: int
     num_failed: int
+    num_prompt_tokens: int
     num_pauses: int
     num_evictions: int
     num_recomputed_requests: int
@@ -130,11 +144,13 @@ class EngineStats(SchedulerCounts):
     update_seconds: float
     suspended_bytes: int
     resumed_bytes: int
+    policy_staleness: tuple[int, ...]
+    kv_staleness: tuple[int, ...]
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
         """Return the numbers under flat names, as a MetricsWriter takes them."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "state"}
-        return {f"{prefix}{name}": value for name, value in values.items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f"{prefix}{n}": v for n, v in values.items() if isinstance(v, (int, float))}
 
 
 class EngineCounters:
@@ -162,10 +178,16 @@ class EngineCounters:
         )
         self._write(stats.as_metrics())
 
-    def add_ended(self, *, num_finished: int, num_failed: int) -> None:
-        """Count requests that were handed out."""
-        self._others.num_finished += num_finished
-        self._others.num_failed += num_failed
+    def add_ended(self, record: DynamicInferenceRequestRecord) -> None:
+        """Count a request that is handed out."""
+        last, totals, num_prompt = record.current, self._others, len(record[0].prompt_tokens)
+        totals.num_failed += last.failed()
+        totals.num_finished += not last.failed()
+        totals.num_prompt_tokens += num_prompt
+        if last.completed_at_version is not None:
+            version = last.completed_at_version
+            _add_ages(totals.policy_staleness, last.policy_spans, version, num_prompt)
+            _add_ages(totals.kv_staleness, last.kv_spans, version, num_prompt)
 
     def add_recomputed(self, num_requests: int) -> None:
         """Count requests that are prefilled again because their KV is too old."""
@@ -200,6 +222,9 @@ class EngineCounters:
         max_sequence_length: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
+        others: dict[str, Any] = asdict(self._others)
+        for name in HISTOGRAMS:
+            others[name] = tuple(others[name])
         return EngineStats(
             state=state,
             weights_version=weights_version,
@@ -207,12 +232,20 @@ class EngineCounters:
             max_sequence_length=max_sequence_length,
             **asdict(counts),
             **asdict(self.steps),
-            **asdict(self._others),
+            **others,
         )
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self._writer is not None:
             self._writer.log({"engine/step": self.steps.num_steps, **metrics})
+
+
+def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
+    """Count the entries from `start` on by how much older than `version` they are. O(runs)."""
+    for run_start, end, made_under in spans:
+        if end > start:
+            age = min(version - made_under, len(counts) - 1)
+            counts[age] += end - max(run_start, start)
 
 
 def _numbers(

@@ -102,7 +102,7 @@ class CausalLM(nn.Module):
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
         longest = int(batch.context_lens.max())
-        if longest > self.rotary.cos_PD.shape[0]:  # an engine has reserved them all
+        if longest > self.rotary.cos_PD.shape[0]:  # never where graphs are captured
             self.rotary.reserve(longest)
         if self.fused is not None:
             fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)

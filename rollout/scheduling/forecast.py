@@ -22,6 +22,9 @@ _LARGEST_HAZARD = 1.0 - 1e-9
 # The blocks that preempted sequences held stay in reserve: at most this part of the pool, and less
 # by this fraction with each step.
 _LARGEST_RESERVE, _RESERVE_DECAY = 0.25, 1 / 512
+# Tokens that an output without a limit of its own is assumed to take as long as none has stopped.
+# The longest sequence of a model may be far longer than outputs ever get.
+ASSUMED_OUTPUT_TOKENS = 2048
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -48,6 +51,12 @@ class OutputLengthEstimator:
         self._stops_until_decay = _DECAY_AFTER_STOPS
         self._cumulative: Floats | None = None  # hazard before each block; None once counts change
         self._tail_hazard = 0.0  # of blocks beyond those seen
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether an output has stopped by itself; before that all are expected at their limits."""
+        self._cumulative_hazard()
+        return self._tail_hazard > 0
 
     def begin(self, start: int, end: int) -> None:
         """Record that an output has begun its blocks [start, end)."""
@@ -197,9 +206,11 @@ class MemoryForecast:
         self._own = now, growth
         shared = candidate.table.num_shared
         first = np.array([[num_own + shared], [candidate.num_prompt_blocks]], dtype=np.float64)
-        limit, draw = np.array([[candidate.max_blocks], [candidate.length_draw]])
+        limit, assumed, draw = np.array(
+            [[candidate.max_blocks], [candidate.assumed_blocks], [candidate.length_draw]]
+        )
         now = np.append(now, float(num_own))
-        growth = np.append(growth, self._growth(first[0], first[1], limit, draw))
+        growth = np.append(growth, self._growth(first[0], first[1], limit, assumed, draw))
         num_untaken = self._num_untaken + num_own
         # Blocks that no sequence counts as its own: shared ones whose first user has left, and
         # those of plans in flight.
@@ -225,17 +236,22 @@ class MemoryForecast:
                     s.table.num_shared,
                     s.num_prompt_blocks,
                     s.max_blocks,
+                    s.assumed_blocks,
                     s.length_draw,
                 )
                 for s in sequences
             ],
             dtype=np.float64,
         )
-        held, shared, prompt, limit, draw = columns.T
-        return held - shared, self._growth(held, prompt, limit, draw)
+        held, shared, prompt, limit, assumed, draw = columns.T
+        return held - shared, self._growth(held, prompt, limit, assumed, draw)
 
-    def _growth(self, held: Floats, prompt: Floats, limit: Floats, draw: Floats) -> Floats:
+    def _growth(
+        self, held: Floats, prompt: Floats, limit: Floats, assumed: Floats, draw: Floats
+    ) -> Floats:
         """Return how many blocks each output is expected to take beyond those that it holds."""
+        if not self._lengths.has_stops:
+            limit = np.maximum(assumed, held)
         last = self._lengths.last_blocks(held - prompt, limit - prompt, draw)
         growth: Floats = self._conservativeness * (prompt + last - held)
         return growth

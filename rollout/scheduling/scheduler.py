@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.sampling_params import SamplingParams
-from rollout.scheduling.forecast import MemoryForecast, length_draw
+from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.queues import RequestQueue, RunningRequests
@@ -109,6 +109,9 @@ class Scheduler:
             wants_prompt_logprobs=wants_prompt_logprobs,
             num_prompt_blocks=self._kv.blocks_for(num_prompt),
             max_blocks=self._kv.blocks_for(stop_rule.max_length - 1),
+            assumed_blocks=self._kv.blocks_for(
+                _assumed_length(num_prompt, sampling_params, stop_rule) - 1
+            ),
             length_draw=length_draw(self._num_arrivals),
         )
         self._num_arrivals += 1
@@ -392,3 +395,10 @@ class Scheduler:
         if leader is None or leader.is_on_device:  # it was prefilled alone, without forking
             return False
         return leader.phase in (Phase.RUNNING, Phase.PAUSED)
+
+
+def _assumed_length(num_prompt: int, params: SamplingParams, rule: StopRule) -> int:
+    """Return the length that a request is assumed to reach as long as no output has stopped."""
+    is_limited = params.num_tokens_to_generate is not None or params.num_tokens_total is not None
+    assumed = rule.max_length if is_limited else num_prompt + ASSUMED_OUTPUT_TOKENS
+    return min(rule.max_length, assumed)

@@ -36,6 +36,7 @@ class Sequence:
     order           (-priority, arrival): a smaller one runs first, a larger one is preempted first
     num_prompt      length of the original prompt, before any checkpoint
     num_prompt_blocks, max_blocks   blocks of the prompt, and of all tokens that may be computed
+    assumed_blocks  max_blocks, or fewer where no limit was given
     length_draw     says how long the output is expected to be, among outputs of equal requests
     num_output_blocks   blocks of output that the forecast has counted
     num_computed    positions whose KV is written
@@ -62,6 +63,7 @@ class Sequence:
     wants_prompt_logprobs: bool
     num_prompt_blocks: int
     max_blocks: int
+    assumed_blocks: int
     length_draw: float
 
     phase: Phase = Phase.WAITING

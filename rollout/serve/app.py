@@ -24,6 +24,7 @@ from rollout.serve.openai.models import model_routes
 from rollout.serve.openai.tokenizer import tokenizer_routes
 from rollout.serve.openai.tokens_in_out import generate_routes
 from rollout.serve.openapi import document
+from rollout.serve.page.routes import page_routes
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def routes_of(doors: Sequence[str]) -> list[Route]:
         routes += generate_routes()
         routes += tokenizer_routes()
     routes += control_routes(doors)
-    return [*routes, _openapi_route(routes)]
+    return [*routes, _openapi_route(routes), *page_routes()]
 
 
 def _openapi_route(routes: Sequence[Route]) -> Route:

@@ -9,10 +9,17 @@ from rollout.coordinator.client.streams import RequestFuture
 
 
 class LiveRequests:
-    """`abort_sample` ends the sample with a request id of ours."""
+    """`abort_sample` ends the sample with a request id of ours. `on_end` gets the samples of each
+    request that is over, whether or not they have ended.
+    """
 
-    def __init__(self, abort_sample: Callable[[int], None]) -> None:
-        self._abort_sample = abort_sample
+    def __init__(
+        self,
+        abort_sample: Callable[[int], None],
+        *,
+        on_end: Callable[[Sequence[RequestFuture]], None] = lambda samples: None,
+    ) -> None:
+        self._abort_sample, self._on_end = abort_sample, on_end
         self._samples: dict[int, tuple[str, Sequence[RequestFuture]]] = {}
         self._next_key = 0
 
@@ -35,6 +42,7 @@ class LiveRequests:
             yield
         finally:
             del self._samples[key]
+            self._on_end(samples)
 
     def abort(self, names: Sequence[str] | None = None) -> int:
         """Abort requests, None: all; they are answered with the tokens that they have. Returns how

@@ -21,6 +21,8 @@ from rollout.serve.limits import Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import load_template
+from rollout.serve.page.feed import FleetFeed
+from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
@@ -37,7 +39,7 @@ class Server:
     def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
         """max_sequence_length: of the engines."""
         self.config = config
-        directory = llm.model_directory
+        directory, recent = llm.model_directory, RecentSamples()
         self.state = ServerState(
             llm=llm,
             config=config,
@@ -49,10 +51,14 @@ class Server:
             turnstile=Turnstile(
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
             ),
-            live=LiveRequests(lambda request_id: llm.client.abort(request_id)),
+            live=LiveRequests(
+                lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
+            ),
             texts=TokenTexts(llm.tokenizer),
             template=load_template(directory, config.chat_template),
             metrics=ServerMetrics(),
+            feed=FleetFeed(llm),
+            recent=recent,
         )
         self._runner = web.AppRunner(
             make_app(self.state),
@@ -135,6 +141,7 @@ class Server:
             with suppress(RolloutError):  # of a fleet that has ended
                 self.state.live.abort()
             await self._is_idle_within(_LAST_ANSWERS_S)
+        self.state.feed.close()
         await self._runner.cleanup()
 
     async def _is_idle_within(self, seconds: float) -> bool:

@@ -16,6 +16,8 @@ from rollout.serve.limits import Access, Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import ChatTemplate
+from rollout.serve.page.feed import FleetFeed
+from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.token_texts import TokenTexts
 
@@ -38,6 +40,8 @@ class ServerState:
     texts: TokenTexts
     template: ChatTemplate | None
     metrics: ServerMetrics
+    feed: FleetFeed
+    recent: RecentSamples
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)

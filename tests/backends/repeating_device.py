@@ -22,7 +22,6 @@ from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
-from rollout.config import DEFAULT_MAX_SEQUENCE_LENGTH
 from rollout.step.output import StepOutput
 from tests.tiny_models import tiny_engine
 
@@ -118,9 +117,7 @@ def graph_engine(
     def create_backend(config: Any) -> Any:
         backend = cpu_backend("device")
         shapes = ladder or make_ladder(12, config.max_requests or 24, 6)
-        longest = config.max_sequence_length or DEFAULT_MAX_SEQUENCE_LENGTH
-        max_blocks = -(-longest // config.block_size_tokens)
-        made.append(GraphExecutor(CPU, device, shapes, max_blocks))
+        made.append(GraphExecutor(CPU, device, shapes))
         return replace(
             backend,
             ops=ops or backend.ops,

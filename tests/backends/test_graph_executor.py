@@ -120,7 +120,8 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
     data: list[StepInputs[Any]], num_graphs: int
 ) -> None:
     ladder = make_ladder(num_graphs, 16, num_graphs)
-    executor = GraphExecutor(CPU, RepeatingDevice(), ladder, MAX_BLOCKS)
+    executor = GraphExecutor(CPU, RepeatingDevice(), ladder)
+    executor.prepare(MAX_BLOCKS)
     fetches = []
     for inputs in data:
         expected = EagerExecutor(CPU).launch(fingerprint, inputs)()

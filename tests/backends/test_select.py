@@ -113,16 +113,13 @@ def asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_auto_is_cuda_where_there_is_a_device(
     asked_of_cuda: list[dict[str, Any]], device: str
 ) -> None:
-    create_backend(
-        InferenceConfig(device=device, max_sequence_length=100, block_size_tokens=16, max_tokens=50)
-    )
+    create_backend(InferenceConfig(device=device, max_tokens=50))
     assert asked_of_cuda == [
         {
             "memory_kind": "device",
             "num_graphs": 32,
             "max_mixed_graphs": 16,
             "max_rows": 50,
-            "max_blocks": 7,
         }
     ]
 

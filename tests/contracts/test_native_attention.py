@@ -6,7 +6,7 @@ Tolerances: 2e-5 for outputs in float32, 2e-2 in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -96,8 +96,12 @@ class Decoding:
         parts = fused.to(forest.dtype).split([heads, kv_heads, kv_heads], dim=1)
         self.q, self.k, self.v = parts
 
-    def attend(self, attention: NativePagedAttention, rows: list[int]) -> Tensor:
+    def attend(
+        self, attention: NativePagedAttention, rows: list[int], *, as_prompts: bool = False
+    ) -> Tensor:
         batch = make_batch([self.rows[i] for i in rows], self.kv, self.forest.block_size)
+        if as_prompts:
+            batch = replace(batch, num_decode_rows=0)
         return attention.attend(self.q[rows], self.k[rows], self.v[rows], 0, batch)
 
     def expected(self, index: int) -> Tensor:
@@ -208,3 +212,16 @@ def test_float32_queries_meet_a_bfloat16_cache() -> None:
     out = attention.attend(q, k, v, 0, batch)
     expected = causal_attention(q, k.bfloat16(), v.bfloat16())
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@given(forest=forests)
+@settings(max_examples=60, deadline=None)
+def test_a_decoded_token_has_the_bits_of_the_last_token_of_a_prompt(forest: Forest) -> None:
+    attention = NativePagedAttention(kernels())
+    decoding = Decoding(forest, attention)
+    rows = list(range(len(decoding.rows)))
+    if not rows:
+        return
+    decoded = decoding.attend(attention, rows)
+    prefilled = decoding.attend(attention, rows, as_prompts=True)
+    assert torch.equal(decoded, prefilled)

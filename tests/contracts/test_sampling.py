@@ -36,7 +36,7 @@ draws = st.builds(
     Draw,
     uniform=st.one_of(st.floats(0, ALMOST_ONE), st.just(0.0), st.just(ALMOST_ONE)),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 0, 1, 3, 40, 5000]),
+    top_k=st.sampled_from([0, 0, 1, 3, 40, 5000, 2**31 - 1]),
     top_p=st.sampled_from([0.0, 0.0, 0.1, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
     mode=st.sampled_from(MODES),

@@ -91,6 +91,37 @@ def test_the_reference_numbers_where_kv_is_recomputed() -> None:
     assert str(request.policy_staleness.dtype) == "torch.int32"
 
 
+@pytest.mark.parametrize(("how", "kv"), [("persist", (3, 3, 2)), ("recompute", (8, 0, 0))])
+def test_stats_count_generated_tokens_by_their_age(how: str, kv: tuple[int, ...]) -> None:
+    """The reference numbers, and beside them a request that has only just begun."""
+    engine = tiny_engine(tiny_model())
+    engine.add_request(PROMPT, params())
+    for count in (3, 3):
+        steps(engine, count)
+        bump(engine, how)
+    engine.add_request(PROMPT[:3], SamplingParams(num_tokens_to_generate=40))
+    assert sum(engine.stats().policy_staleness) == engine.stats().num_prompt_tokens == 0
+    assert len(steps(engine, 3)) == 1
+    stats = engine.stats()
+    assert stats.policy_staleness == (2, 3, 3, 0, 0, 0, 0, 0, 0)
+    assert stats.kv_staleness == (*kv, 0, 0, 0, 0, 0, 0)
+    assert stats.num_prompt_tokens == 8
+    engine.abort_request(1)
+    assert engine.stats().policy_staleness[0] > 2
+    assert engine.stats().num_prompt_tokens == 11
+
+
+def test_stats_count_all_tokens_older_than_seven_versions_together() -> None:
+    engine = tiny_engine(tiny_model())
+    engine.add_request(PROMPT, params())
+    steps(engine, 1)
+    engine.pause()
+    engine.set_generation_epoch(1000)
+    engine.unpause()
+    steps(engine, 7)
+    assert engine.stats().policy_staleness == (7, 0, 0, 0, 0, 0, 0, 0, 1)
+
+
 def test_later_versions_age_a_finished_request_only_on_demand() -> None:
     request = three_versions("persist")
     policy, kv = request.staleness_at(7)

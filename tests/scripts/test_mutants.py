@@ -1,25 +1,27 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
 from scripts.mutants import (
     KILLED,
+    NOT_COVERED,
     OUT_OF_BUDGET,
     PACKAGES,
     ROOT,
     SURVIVED,
     TIMED_OUT,
-    Mutant,
     Outcome,
     drawn,
-    mutants_of,
-    mutated,
+    fate_of,
     run,
-    run_unchanged,
     summary,
+    trace,
 )
+from scripts.mutation import Mutant, mutants_of, mutated
+from scripts.traced_tests import TracedTests
 
 SOURCE = '''
 """1 + 1 in a docstring."""
@@ -39,6 +41,7 @@ class Pool:
         return count - 1 >= 3
 '''
 
+MUTANT = Mutant(path="x.py", line=1, start=1, end=1, place=0, before="", after="")
 SUCCESSOR = "def successor(number):\n    return number + 1\n"
 GOOD_TEST = """
 from successor import successor
@@ -90,6 +93,22 @@ def test_a_seed_draws_the_same_mutants_again() -> None:
     assert all((ROOT / mutant.path).is_file() for mutant in drawn(PACKAGES, 20, 7))
 
 
+def test_a_statement_ends_where_the_statements_inside_of_it_begin() -> None:
+    source = """
+def total(numbers,
+          start=1):
+    if (start > 1
+            and numbers):
+        return 2
+    return sum(
+        numbers,
+        3,
+    )
+"""
+    lines = {(m.before, m.start, m.end) for m in mutants_of("total.py", source)}
+    assert {("1", 2, 3), ("1", 4, 5), ("start > 1", 4, 5), ("2", 6, 6), ("3", 7, 10)} <= lines
+
+
 @pytest.fixture
 def tree(tmp_path):
     """A tree of one module; a test adds its tests of it."""
@@ -99,8 +118,11 @@ def tree(tmp_path):
 
 
 def fate(tree, tests: str, mutant=None, *, budget_s: float = 60.0, limit_s: float = 60.0) -> str:
+    """The fate by tests that run in their order in the file."""
     (tree / "test_successor.py").write_text(tests)
-    return run(tree, mutant, ["test_successor.py"], budget_s=budget_s, limit_s=limit_s)[0]
+    names = [f"test_successor.py::{name}" for name in re.findall(r"^def (test_\w+)", tests, re.M)]
+    cpu_s = {name: 0.001 * place for place, name in enumerate(names)}
+    return run(tree, mutant, cpu_s, budget_s=budget_s, limit_s=limit_s)[0]
 
 
 def test_a_change_is_noticed_and_taken_back(tree) -> None:
@@ -116,10 +138,15 @@ def test_no_test_begins_once_the_budget_is_spent(tree) -> None:
     assert fate(tree, tests) == KILLED
 
 
-def test_what_is_marked_as_long_comes_last(tree) -> None:
-    long = "import pytest\n\n@pytest.mark.timeout(600)" + BUSY_TEST.replace("import time", "")
-    tests = "import time\n" + long + FAILING_TEST
-    assert fate(tree, tests, budget_s=BUSY_S / 2) == KILLED
+def test_the_cheapest_test_comes_first_and_no_others_run_than_those_named(tree) -> None:
+    (tree / "test_successor.py").write_text(
+        BUSY_TEST + FAILING_TEST + FAILING_TEST.replace("test_failing", "test_other")
+    )
+    busy, failing = "test_successor.py::test_busy", "test_successor.py::test_failing"
+    limits = {"budget_s": BUSY_S / 2, "limit_s": 60.0}
+    assert run(tree, None, {busy: 2.0, failing: 1.0}, **limits)[0] == KILLED
+    assert run(tree, None, {busy: 2.0, failing: 3.0}, **limits)[0] == OUT_OF_BUDGET
+    assert run(tree, None, {busy: 2.0}, budget_s=60.0, limit_s=60.0)[0] == SURVIVED
 
 
 def test_a_failure_counts_although_it_spends_the_budget(tree) -> None:
@@ -149,20 +176,82 @@ def test_a_crash_is_noticed(tree) -> None:
     assert fate(tree, "import os\n\ndef test_it():\n    os.abort()\n") == KILLED
 
 
+SHOP = """
+PRICE = 3
+
+def price(count):
+    if count > 9:
+        return PRICE * count - 1
+    return PRICE * count
+
+def discount():
+    return 1
+"""
+SHOP_TESTS = """
+import subprocess, sys
+from shop.prices import price
+
+def test_one():
+    assert price(1) == 3
+
+def test_many():
+    assert price(10) == 29
+    sum(range(3_000_000))
+
+def test_child():
+    subprocess.run([sys.executable, "-c", "sum(range(300_000))"], check=True)
+
+def test_arithmetic():
+    assert 1 + 1 == 2
+"""
+
+
+def test_a_mutant_is_tested_by_what_executes_its_statement(tree) -> None:
+    path = tree / "shop" / "prices.py"
+    path.parent.mkdir()
+    path.write_text(SHOP)
+    (tree / "test_shop.py").write_text(SHOP_TESTS)
+    traced, environment, modules = trace(tree, ["shop"], ["test_shop.py"])
+    assert environment["PYTHONPATH"] == str(tree)
+    assert "pytest" in modules
+    assert "shop.prices" not in modules
+    names = {mutant.line: mutant for mutant in mutants_of("shop/prices.py", SHOP)}
+    one, many, child = (f"test_shop.py::test_{name}" for name in ("one", "many", "child"))
+    assert set(traced.tests_of(names[2])) == {one, many, child}  # executed at import
+    assert set(traced.tests_of(names[5])) == {one, many, child}
+    assert set(traced.tests_of(names[6])) == {many, child}
+    assert set(traced.tests_of(names[7])) == {one, child}
+    assert not traced.tests_of(names[10])
+    assert traced.cpu_s[one] < traced.cpu_s[many]
+    fates = {line: fate_of(names[line], traced, tree, 60.0, 60.0).fate for line in (6, 10)}
+    assert fates == {6: KILLED, 10: NOT_COVERED}
+
+
 def test_the_unchanged_tree_has_to_pass(tree) -> None:
-    mutant = Mutant(path="rollout/nowhere/x.py", line=1, place=0, before="", after="")
+    (tree / "test_failing.py").write_text(FAILING_TEST)
     with pytest.raises(SystemExit, match="without a mutant"):
-        run_unchanged([mutant], tree, 60.0, 60.0)
+        trace(tree, ["shop"], ["test_failing.py"])
 
 
-def test_mutants_that_survive_a_spent_budget_count_as_survivors() -> None:
-    mutant = Mutant(path="x.py", line=1, place=0, before="", after="")
-    fates = [KILLED, KILLED, TIMED_OUT, SURVIVED, OUT_OF_BUDGET]
-    assert summary([Outcome(mutant=mutant, fate=fate, cpu_s=1.0) for fate in fates]) == {
-        "mutants": 5,
-        KILLED: 2,
+def test_a_test_that_exceeds_the_budget_is_left_out(tree) -> None:
+    (tree / "test_failing.py").write_text(FAILING_TEST)
+    name = "test_failing.py::test_failing"
+    lines = {"successor.py": {2: {name}}}
+    traced = TracedTests(cpu_s={name: 5.0}, tests_by_line=lines)
+    mutant = next(iter(mutants_of("successor.py", SUCCESSOR)))
+    assert fate_of(mutant, traced, tree, 4.0, 60.0).fate == OUT_OF_BUDGET
+    assert fate_of(mutant, traced, tree, 6.0, 60.0).fate == KILLED
+
+
+def test_every_mutant_that_is_not_killed_counts_as_a_survivor() -> None:
+    fates = [KILLED, KILLED, KILLED, TIMED_OUT, SURVIVED, OUT_OF_BUDGET, NOT_COVERED, NOT_COVERED]
+    assert summary([Outcome(mutant=MUTANT, fate=fate, cpu_s=1.5) for fate in fates]) == {
+        "mutants": 8,
+        KILLED: 3,
         TIMED_OUT: 1,
-        SURVIVED: 2,
+        SURVIVED: 4,
         OUT_OF_BUDGET: 1,
-        "share killed": 0.6,
+        NOT_COVERED: 2,
+        "share killed": 0.5,
+        "mean CPU s": 1.5,
     }

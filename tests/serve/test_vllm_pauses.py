@@ -26,7 +26,7 @@ PROMPT = prompt_of(20)
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("checkpoint")
     save_file(tensors_of(0), root / "model.safetensors")
-    config = replace(CONFIG, enable_prefix_caching=True)
+    config = replace(CONFIG, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
     make = partial(AsyncLLM, directory(), None, config)
     server = Served(make, ServeConfig(port=0, checkpoint_roots=(str(root),)))
     try:

@@ -14,7 +14,8 @@ from aiohttp import web
 from rollout import WeightUpdateError
 from rollout.models.checkpoint import Checkpoint
 from tests.loopback_server import serving
-from trainer_hooks.file_weight_transfer import STABLE_FILE, FileWeightTransfer
+from trainer_hooks.file_weight_transfer import FileWeightTransfer
+from trainer_hooks.weight_files import STABLE_FILE
 
 
 class FakeServer:

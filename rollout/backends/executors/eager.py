@@ -17,6 +17,9 @@ class EagerExecutor:
         self._device = device
         self.overlaps = device.type != "cpu"
 
+    def prepare(self, max_blocks: int) -> None:
+        """Nothing to prepare."""
+
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs); what it returns is queued on its way to the host."""
         return download(program(inputs, upload(inputs, self._device)), self._device)

@@ -55,16 +55,19 @@ class GraphExecutor:
 
     overlaps = True
 
-    def __init__(
-        self, device: torch.device, graphs: GraphDevice, ladder: Ladder, max_blocks: int
-    ) -> None:
-        self._graphs, self._ladder = graphs, ladder
+    _static: StaticInputs
+
+    def __init__(self, device: torch.device, graphs: GraphDevice, ladder: Ladder) -> None:
+        self._device, self._graphs, self._ladder = device, graphs, ladder
         self._eager = EagerExecutor(device)
-        shapes = (*ladder.decode, *ladder.mixed)
-        self._static = StaticInputs(shapes, max_blocks, device, graphs.pinned)
         self._captured: dict[GraphShape, _Captured] = {}
         self._is_doubtful = False
         self.num_captures = 0
+
+    def prepare(self, max_blocks: int) -> None:
+        """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""
+        shapes = (*self._ladder.decode, *self._ladder.mixed)
+        self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Replay the smallest graph that the step fits; what it returns is queued to the host."""

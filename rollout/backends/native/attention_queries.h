@@ -6,7 +6,8 @@
 
 #include "paged_cache.h"
 
-#define LINE 64 /* bytes of a cache line */
+#define LINE 64     /* bytes of a cache line */
+#define MAX_DIM 256
 
 /* The online softmax of one query. */
 struct softmax {
@@ -14,9 +15,11 @@ struct softmax {
     float largest, padding[7];
 };
 
+/* Query i sees keys up to position + i / per_position. */
 struct queries {
     float *q, *sums; /* [query][dim]: scaled by 1 / sqrt(dim); sums of weight * V */
     struct softmax *softmax;
+    int64_t position, per_position;
 };
 
 /* Scores of the first `seen` keys become weights, those of the others 0; older sums shrink if the

@@ -1,4 +1,4 @@
-/* Attention of single tokens to their paged context, reading blocks in place.
+/* Attention of single tokens to their paged context.
 
    A context is read in tiles of tokens, in order, with an online softmax (Milakov and Gimelshein
    2018). Decoding many rows is bound by reading the cache, hence two things. The next tile is
@@ -7,55 +7,9 @@
    al. 2024, "Hydragen"). A row goes through the same tiles in the same order and with the same
    arithmetic whether it shares them or not, so its result does not depend on the other rows. */
 
-#include "attention_queries.h"
+#include "attention_tiles.h"
 
-#define TILE 16                   /* tokens; a multiple of 8 */
 #define STATE_BYTES (512 * 1024) /* of rows worked on together: about a second-level cache */
-
-struct tile {
-    int64_t count;
-    const float *tokens[TILE]; /* K of each is at k_offset from here; those that are missing can be
-                                  read as well */
-    int64_t k_offset, v_offset;
-};
-
-/* What will be needed next: K and V of tokens, in stretches of memory. A few lines are fetched now
-   and then while work goes on: processors drop prefetches that come in bursts. */
-struct ahead {
-    const char *const *tokens;
-    int64_t runs_per_token, run_bytes, skipped, v_bytes;
-    int64_t lines_per_fetch;
-    int64_t run, num_runs;
-    const char *position, *end; /* of run `run` */
-};
-
-INLINE void begin_run(struct ahead *ahead) {
-    if (ahead->run == ahead->num_runs) return;
-    const int64_t token = ahead->run / ahead->runs_per_token, is_v = ahead->run % ahead->runs_per_token;
-    ahead->position = ahead->tokens[token] + ahead->skipped + is_v * ahead->v_bytes;
-    ahead->end = ahead->position + ahead->run_bytes;
-}
-
-/* At most `lines_per_fetch` lines, all of one run. */
-INLINE void fetch(struct ahead *ahead) {
-    if (ahead->run == ahead->num_runs) return;
-    const char *position = ahead->position;
-    for (int64_t i = ahead->lines_per_fetch; i > 0; i--, position += LINE) __builtin_prefetch(position);
-    ahead->position = position;
-    if (position < ahead->end) return;
-    ahead->run++;
-    begin_run(ahead);
-}
-
-#define WIDTH 8
-#include "decode_tile.h"
-#undef WIDTH
-
-#ifdef __AVX512F__
-#define WIDTH 16
-#include "decode_tile.h"
-#undef WIDTH
-#endif
 
 /* KV heads [kv_first, kv_last) of some rows, sorted so that rows with a common prefix are adjacent.
    Queries are [KV head, row, query head of the group]. */
@@ -64,7 +18,7 @@ struct job {
     const int32_t *rows;
     int64_t num_rows, kv_first, kv_last, group;
     struct queries queries;
-    float *packed; /* [token][K or V][dim] */
+    struct tile tile; /* the room for one */
 };
 
 /* Tokens [start, end) of the contexts of sorted rows [first, last), which share them. */
@@ -80,7 +34,7 @@ static int64_t shared_tokens(const struct attention *a, int64_t row, int64_t oth
     if (a->context_lens[other] < tokens) tokens = a->context_lens[other];
     while (block * a->block_size < tokens && table[block] == other_table[block]) block++;
     if (block * a->block_size < tokens) tokens = block * a->block_size;
-    return tokens / TILE * TILE;
+    return tokens / tile_capacity(a->dim) * tile_capacity(a->dim);
 }
 
 /* By the blocks of their contexts, then by length. */
@@ -129,17 +83,10 @@ static int64_t find_segments(const struct job *job, int64_t first, int64_t last,
     return count;
 }
 
-/* Where the tokens of a segment's tile lie. */
-struct place {
-    int64_t start, count;
-    const char *tokens[TILE];
-};
-
-static void find_place(const struct job *job, const struct segment *segment, int64_t start,
-                       struct place *place) {
+static void find_tile(const struct job *job, const struct segment *segment, int64_t start, struct place *place) {
     const int64_t left = segment->end - start;
     place->start = start;
-    place->count = left < TILE ? left : TILE;
+    place->count = left < job->tile.capacity ? left : job->tile.capacity;
     find_tokens(job->a, job->rows[segment->first], start, place->count, place->tokens);
 }
 
@@ -157,54 +104,24 @@ static struct ahead look_ahead(const struct job *job, const struct place *next, 
         .skipped = job->kv_first * a->dim * size,
         .v_bytes = a->kv_heads * a->dim * size,
     };
-    const int64_t calls = (count + 3) / 4 * 2 + (a->dim + 31) / 32;
-    const int64_t fetches = num_heads * (queries + 1) / 2 * calls;
+    const int64_t fetches = num_heads * fetches_of_tile(count, queries, a->dim);
     const int64_t lines = next->count * 2 * num_heads * a->dim * size / LINE;
     ahead.lines_per_fetch = (lines + fetches - 1) / fetches;
     begin_run(&ahead);
     return ahead;
 }
 
-INLINE void pack_as(const struct job *job, const struct place *place, int64_t kv_head, struct tile *tile,
-                    const int64_t type) {
-    const int64_t dim = job->a->dim, k = kv_head * dim, v = (job->a->kv_heads + kv_head) * dim;
-    for (int64_t i = 0; i < TILE; i++) {
-        float *packed = job->packed + i * 2 * dim;
-        tile->tokens[i] = packed;
-        if (i >= place->count) continue;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            store(packed + d, load_as(place->tokens[i], k + d, type));
-            store(packed + dim + d, load_as(place->tokens[i], v + d, type));
-        }
-    }
-    tile->k_offset = 0, tile->v_offset = dim;
-}
-
-/* The tile at `place` meets the queries of the segment's rows, while that at `next` is fetched. Float32
-   for one row is read in place. For more rows each head's part is packed first: in the cache, tokens of
-   one head are so far apart that they displace each other from the first-level cache. */
-static void attend_tile(const struct job *job, const struct segment *segment, const struct place *place,
-                        const struct place *next) {
+/* The tile at `place` meets the queries of the segment's rows, while that at `next` is fetched. */
+static void attend_place(const struct job *job, const struct segment *segment, const struct place *place,
+                         const struct place *next) {
     const struct attention *a = job->a;
-    const int64_t num_rows = segment->last - segment->first, group = job->group;
-    const int64_t first = segment->first * group, stride = job->num_rows * group;
-    struct ahead ahead = look_ahead(job, next, place->count, num_rows * group);
-    struct tile tile = {.count = place->count, .k_offset = job->kv_first * a->dim};
-    if (num_rows == 1 && a->cache_type == FLOAT32) {
-        for (int64_t i = 0; i < TILE; i++) {
-            tile.tokens[i] = (const float *)place->tokens[i < place->count ? i : 0];
-        }
-        CHOOSE_WIDTH(a->lanes, decode_in_place)
-        (&job->queries, first, stride, group, job->kv_last - job->kv_first, a->kv_heads * a->dim, &tile,
-         a->dim, &ahead);
-        return;
-    }
+    const int64_t count = (segment->last - segment->first) * job->group;
+    struct tile tile = job->tile;
+    struct ahead ahead = look_ahead(job, next, place->count, count);
     for (int64_t head = job->kv_first; head < job->kv_last; head++) {
-        const int64_t query = first + (head - job->kv_first) * stride;
-        if (a->cache_type == BFLOAT16) pack_as(job, place, head, &tile, BFLOAT16);
-        else pack_as(job, place, head, &tile, FLOAT32);
-        CHOOSE_WIDTH(a->lanes, decode_packed)
-        (&job->queries, query, query + num_rows * group, &tile, a->dim, &ahead);
+        const int64_t first = ((head - job->kv_first) * job->num_rows + segment->first) * job->group;
+        pack_tile(a, place, head, &tile, &ahead);
+        attend_tile(a->lanes, &job->queries, first, first + count, &tile, a->dim, &ahead);
     }
 }
 
@@ -220,15 +137,15 @@ static void decode_rows(const struct job *job) {
         begin_queries(a, &job->queries, i, group, token, first_head + i / group / job->num_rows * group);
     }
     const int64_t count = find_segments(job, 0, job->num_rows, 0, segments, 0);
-    find_place(job, segments, segments[0].start, &places[0]);
+    find_tile(job, segments, segments[0].start, &places[0]);
     for (const struct segment *now = segments; now < segments + count; now++) {
-        for (int64_t start = now->start; start < now->end; start += TILE) {
+        for (int64_t start = now->start; start < now->end; start += job->tile.capacity) {
             struct place *place = &places[turn], *next = &places[turn ^= 1];
-            const int64_t following = start + TILE;
+            const int64_t following = start + job->tile.capacity;
             next->count = 0;
-            if (following < now->end) find_place(job, now, following, next);
-            else if (now + 1 < segments + count) find_place(job, now + 1, now[1].start, next);
-            attend_tile(job, now, place, next);
+            if (following < now->end) find_tile(job, now, following, next);
+            else if (now + 1 < segments + count) find_tile(job, now + 1, now[1].start, next);
+            attend_place(job, now, place, next);
         }
     }
     for (int64_t i = 0; i < num_queries; i += group) {
@@ -246,8 +163,9 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
     const int64_t fitting = STATE_BYTES / query_bytes / row_queries;
     const int64_t most = fitting < 1 ? 1 : fitting < last - first ? fitting : last - first;
     const int64_t num_queries = most * row_queries;
+    const int64_t tile = tile_capacity(a->dim);
     struct softmax softmax[num_queries];
-    float unaligned[2 * (TILE + num_queries) * a->dim + LINE];
+    float unaligned[2 * (tile + num_queries) * a->dim + LINE];
     float *buffer = (float *)(((uintptr_t)unaligned + LINE - 1) / LINE * LINE);
     int32_t rows[last - first];
     sort_rows(a, first, last, rows);
@@ -255,8 +173,9 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
         const int64_t left = last - first - i;
         struct job job = {.a = a, .rows = rows + i, .num_rows = left < most ? left : most,
                           .kv_first = kv_first, .kv_last = kv_last, .group = group};
-        job.packed = buffer;
-        job.queries.q = buffer + 2 * TILE * a->dim;
+        job.tile = (struct tile){.capacity = tile, .k = buffer, .v = buffer + tile * a->dim};
+        job.queries.position = INT32_MAX, job.queries.per_position = 1; /* all keys are seen */
+        job.queries.q = buffer + 2 * tile * a->dim;
         job.queries.sums = job.queries.q + num_queries * a->dim;
         job.queries.softmax = softmax;
         decode_rows(&job);
@@ -271,7 +190,8 @@ static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last
 }
 
 /* One of `parts` parts of rows [first, last), one query token each, for threads: about equal numbers
-   of tokens, counted for each KV head. The head dim is a multiple of 16. Parts are whole KV heads as far as possible, so that none reads what another reads. */
+   of tokens, counted for each KV head. The head dim is a multiple of 16. Parts are whole KV heads
+   as far as possible, so that none reads what another reads. */
 EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part,
                                int64_t parts) {
     int64_t tokens = 0;

@@ -46,8 +46,8 @@ class NativeDecoder:
     def __init__(
         self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
     ) -> None:
-        """`deterministic`: attention works on decode rows as on prompts, so that a token has the
-        same bits in either. Raises ConfigError where the kernels cannot run the decoder at all.
+        """`deterministic`: every pass is to run here. Raises ConfigError where the kernels cannot
+        run the decoder at all.
         """
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         if deterministic and not _is_supported(parts):
@@ -131,8 +131,7 @@ class NativeDecoder:
         assert query_starts.dtype == context_lens.dtype == np.int32
         num_threads = torch.get_num_threads()
         room = self._room(num_tokens, out_LE.shape[0])
-        num_decode_rows = 0 if self._deterministic else batch.num_decode_rows
-        has_prefill = len(context_lens) > num_decode_rows
+        has_prefill = len(context_lens) > batch.num_decode_rows
         num_bytes = num_threads * self._kernels.prefill_scratch_bytes() if has_prefill else 0
         scratch = torch.empty(num_bytes, dtype=torch.uint8)
         cache, tables_RM = batch.kv[0], batch.block_tables_RM
@@ -140,7 +139,7 @@ class NativeDecoder:
             *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
             *(batch.logit_indices_L.data_ptr(), *(part.data_ptr() for part in room)),
             *(scratch.data_ptr(), out_LE.shape[0], len(context_lens)),
-            *(num_decode_rows, num_threads),
+            *(batch.num_decode_rows, num_threads),
             AttentionArgs(
                 slots=batch.slots_T.data_ptr(),
                 tables=tables_RM.data_ptr(),

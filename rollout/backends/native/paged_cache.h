@@ -30,7 +30,8 @@ INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
 /* Numbers [i, i + 8) of an array of this type. */
 INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
     if (type == FLOAT32) return load((const float *)array + i);
-    return (v8f)(__builtin_convertvector(*(const v8h *)((const uint16_t *)array + i), v8u) << 16);
+    const uint16_t *h = (const uint16_t *)array + i; /* one by one: GCC makes one instruction of it */
+    return (v8f)((v8u){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 }
 
 /* Bfloat16 rounds to nearest, ties to even; a NaN stays one. */
@@ -53,7 +54,7 @@ INLINE const char *token_at(const struct attention *a, int64_t row, int64_t posi
 }
 
 /* Where the tokens [start, start + count) of a row lie. */
-static void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
+static inline void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
                         const char **tokens) {
     const int64_t token_bytes = 2 * a->kv_heads * a->dim * size_of(a->cache_type);
     int64_t offset = start % a->block_size;

@@ -2,13 +2,9 @@
    all query heads that share a KV head form one matrix of queries, worked on in blocks; keys come in
    tiles that are packed once for each block, K transposed, so that both products are plain ones. */
 
-#include "attention_queries.h"
+#include "attention_tiles.h"
 
-#define STRIP 6           /* queries whose sums stay in registers */
-#define QUERIES 240       /* of a block, a multiple of STRIP */
-#define MAX_TOKENS 64     /* of a tile, a multiple of 16 */
-#define TILE_NUMBERS 4096 /* of K in a tile */
-#define MAX_DIM 256
+#define QUERIES 240 /* of a block */
 
 struct workspace {
     float q[QUERIES * MAX_DIM], sums[QUERIES * MAX_DIM];
@@ -16,112 +12,28 @@ struct workspace {
     struct softmax softmax[QUERIES];
 };
 
-/* Tokens [start, start + count) of a context, at most `capacity`, a multiple of 16. */
-struct tile {
-    int64_t start, count, capacity;
-    float *k, *v; /* [dim][capacity], [token][dim] */
-};
-
-/* A block: query i sees keys up to position + i / group. */
-struct block {
-    struct queries queries;
-    int64_t position, group;
-};
-
-INLINE int64_t visible(const struct block *block, int64_t i, const struct tile *tile) {
-    const int64_t seen = block->position + i / block->group + 1 - tile->start;
-    return seen < tile->count ? seen : tile->count;
-}
-
-#define WIDTH 8
-#include "prefill_tile.h"
-#undef WIDTH
-
-#ifdef __AVX512F__
-#define WIDTH 16
-#include "prefill_tile.h"
-#undef WIDTH
-#endif
-
-/* Eight rows of eight floats become columns, `stride` apart. */
-INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
-    v8f pairs[8], fours[8];
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        pairs[i + 1] = SHUFFLE8(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        for (int j = 0; j < 2; j++) {
-            fours[i + 2 * j] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            fours[i + 2 * j + 1] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    for (int i = 0; i < 4; i++) {
-        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
-    }
-}
-
-/* K of `count` tokens, at most eight, from the i-th on; those that are missing have zero keys. */
-INLINE void pack_keys(const char *const *tokens, int64_t i, const int count, int64_t offset, int64_t dim,
-                      const int64_t type, struct tile *tile) {
-    for (int64_t d = 0; d < dim; d += LANES) {
-        v8f rows[LANES];
-        for (int t = 0; t < LANES; t++) {
-            rows[t] = t < count ? load_as(tokens[i + t], offset + d, type) : splat(0);
-        }
-        store_transposed(tile->k + d * tile->capacity + i, tile->capacity, rows);
-    }
-}
-
-INLINE void pack_as(const char *const *tokens, int64_t k_offset, int64_t v_offset, int64_t dim,
-                    const int64_t type, struct tile *tile) {
-    int64_t i = 0;
-    for (; i + LANES <= tile->count; i += LANES) {
-        pack_keys(tokens, i, LANES, k_offset, dim, type, tile);
-    }
-    for (; i < (tile->count + 15) / 16 * 16; i += LANES) {
-        pack_keys(tokens, i, tile->count > i ? (int)(tile->count - i) : 0, k_offset, dim, type, tile);
-    }
-    for (i = 0; i < tile->count; i++) {
-        const char *token = tokens[i];
-        for (int64_t d = 0; d < dim; d += LANES) {
-            store(tile->v + i * dim + d, load_as(token, v_offset + d, type));
-        }
-    }
-}
-
-/* One KV head of a row's tokens [start, start + count). */
-static void pack_tile(const struct attention *a, int64_t row, int64_t start, int64_t count,
-                      int64_t kv_head, struct tile *tile) {
-    const int64_t dim = a->dim, k = kv_head * dim, v = (a->kv_heads + kv_head) * dim;
-    const char *tokens[MAX_TOKENS];
-    tile->start = start, tile->count = count;
-    find_tokens(a, row, start, count, tokens);
-    if (a->cache_type == BFLOAT16) pack_as(tokens, k, v, dim, BFLOAT16, tile);
-    else pack_as(tokens, k, v, dim, FLOAT32, tile);
-}
-
 /* Tokens [first, last) of a row, at most QUERIES / group, and one KV head. */
 static void attend_block(const struct attention *a, struct workspace *w, int64_t row, int64_t kv_head,
                          int64_t first, int64_t last) {
     const int64_t group = a->heads / a->kv_heads, token = a->query_starts[row] + first;
     const int64_t cached = a->context_lens[row] - (a->query_starts[row + 1] - a->query_starts[row]);
     const int64_t position = cached + first, end = cached + last, count = (last - first) * group;
-    const int64_t fitting = TILE_NUMBERS / a->dim / 16 * 16;
-    const struct block block = {{w->q, w->sums, w->softmax}, position, group};
-    struct tile tile = {.capacity = fitting < MAX_TOKENS ? fitting : MAX_TOKENS, .k = w->k, .v = w->v};
+    const struct queries queries = {w->q, w->sums, w->softmax, position, group};
+    struct place place;
+    struct tile tile = {.capacity = tile_capacity(a->dim), .k = w->k, .v = w->v};
     for (int64_t i = 0; i < count; i += group) {
-        begin_queries(a, &block.queries, i, group, token + i / group, kv_head * group);
+        begin_queries(a, &queries, i, group, token + i / group, kv_head * group);
     }
     for (int64_t start = 0; start < end; start += tile.capacity) {
         const int64_t keys = end - start < tile.capacity ? end - start : tile.capacity;
         const int64_t seeing = start > position ? (start - position) * group : 0;
-        pack_tile(a, row, start, keys, kv_head, &tile);
-        CHOOSE_WIDTH(a->lanes, prefill_tile)(&block, seeing, count, &tile, a->dim);
+        place.start = start, place.count = keys;
+        find_tokens(a, row, start, keys, place.tokens);
+        pack_tile(a, &place, kv_head, &tile, NULL);
+        attend_tile(a->lanes, &queries, seeing, count, &tile, a->dim, NULL);
     }
     for (int64_t i = 0; i < count; i += group) {
-        end_queries(a, &block.queries, i, group, token + i / group, kv_head * group);
+        end_queries(a, &queries, i, group, token + i / group, kv_head * group);
     }
 }
 

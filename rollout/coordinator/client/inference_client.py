@@ -441,7 +441,7 @@ class InferenceClient:
             elif isinstance(message, ConnectAck):
                 self.coordinator = message
                 self._requests.welcome(message)
-                self._commands.grace_s = message.answer_grace_s
+                self._commands.welcome(message)
 
     def _lose(self, error: RolloutError) -> None:
         self._lost = error

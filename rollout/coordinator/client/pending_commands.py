@@ -11,6 +11,7 @@ from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     Ack,
     Command,
+    ConnectAck,
     Message,
     Nack,
     UpdateWeights,
@@ -22,18 +23,22 @@ CommandFuture = asyncio.Future[dict[str, Any]]
 
 
 class PendingCommands:
-    """Futures by command id, in one event loop. A failed future that nobody awaits is not reported.
-    grace_s: how long after a deadline the coordinator may still answer."""
+    """Futures by command id, in one event loop. What fails while nobody awaits it is not reported."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
-        self._send, self.grace_s = send, 0.0
+        self._send = send
+        self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
         self._futures: dict[int, CommandFuture] = {}
+
+    def welcome(self, ack: ConnectAck) -> None:
+        """Take the grace period from the coordinator's ConnectAck."""
+        self._grace_s = ack.answer_grace_s
 
     def submit(self, command: Command | UpdateWeights) -> CommandFuture:
         """Send a command. Returns the future of its result. Raises ProtocolError if it is
         malformed.
 
-        The coordinator keeps the deadline; `grace_s` later the future fails by itself.
+        The coordinator keeps the deadline; a grace period later the future fails by itself.
         """
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: CommandFuture = loop.create_future()
@@ -42,7 +47,7 @@ class PendingCommands:
         future.add_done_callback(_retrieve_exception)
         future.add_done_callback(lambda _: self._futures.pop(command_id, None))
         if command.deadline_s is not None:
-            limit_s = command.deadline_s + self.grace_s
+            limit_s = command.deadline_s + self._grace_s
             name = command_name(command)
             error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
             timer = loop.call_later(limit_s, set_exception, future, error)

@@ -1,19 +1,21 @@
 /* Small matrix products, and what a strip of queries takes from a tile, with vectors of WIDTH
-   floats. prefill.c includes it for each width. Every number is summed in the order of
+   floats. attention_tiles.c includes it for each width. Every number is summed in the order of
    `depth`, whatever the width and the number of rows: results do not depend on either. */
 
 #define JOIN_(name, width) name##_##width
 #define JOIN(name, width) JOIN_(name, width)
-#define vec JOIN(prefill_vec, WIDTH)
+#define vec JOIN(tile_vec, WIDTH)
 #define product JOIN(product, WIDTH)
 #define columns JOIN(columns, WIDTH)
 #define attend_strip JOIN(attend_strip, WIDTH)
+#define attend_strips JOIN(attend_strips, WIDTH)
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 /* c (+)= a b for `rows` x `count` vectors, which fit the registers; both are constants. */
 INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
-                    int64_t b_stride, int64_t depth, const int adds, const int rows, const int count) {
+                    int64_t b_stride, int64_t depth, const int adds, const int rows, const int count,
+                    struct ahead *ahead) {
     vec sums[STRIP][8];
     for (int i = 0; i < rows; i++) {
         for (int j = 0; j < count; j++) {
@@ -22,6 +24,7 @@ INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride
     }
     for (int64_t p = 0; p < depth; p++, b += b_stride) {
         vec row[8];
+        if (p % FETCH_EVERY == 0) fetch(ahead);
         for (int j = 0; j < count; j++) {
             row[j] = *(const vec *)(b + j * WIDTH);
             if (rows > 1) KEEP(row[j]);
@@ -38,48 +41,59 @@ INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride
 /* The same for any number of columns that is a multiple of 16. About eight to twelve sums at once
    keep the arithmetic units busy. */
 INLINE void columns(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
-                    int64_t b_stride, int64_t depth, int64_t width, const int adds, const int rows) {
+                    int64_t b_stride, int64_t depth, int64_t width, const int adds, const int rows,
+                    struct ahead *ahead) {
     const int most = rows == 1 ? 8 : rows == 2 ? 4 : 2;
     int64_t j = 0;
     for (; j + most * WIDTH <= width; j += most * WIDTH) {
-        product(c + j, c_stride, a, a_stride, b + j, b_stride, depth, adds, rows, most);
+        product(c + j, c_stride, a, a_stride, b + j, b_stride, depth, adds, rows, most, ahead);
+    }
+    if (rows == 1 && j + 4 * WIDTH <= width) {
+        product(c + j, c_stride, a, a_stride, b + j, b_stride, depth, adds, rows, 4, ahead);
+        j += 4 * WIDTH;
     }
     for (; j < width; j += 16) {
-        product(c + j, c_stride, a, a_stride, b + j, b_stride, depth, adds, rows, 16 / WIDTH);
+        product(c + j, c_stride, a, a_stride, b + j, b_stride, depth, adds, rows, 16 / WIDTH, ahead);
     }
 }
 
 /* Queries [i, i + rows) of which the last sees most. */
-INLINE void attend_strip(const struct block *block, int64_t i, const struct tile *tile, int64_t dim,
-                         const int rows) {
-    const int64_t depth = visible(block, i + rows - 1, tile), width = (depth + 15) / 16 * 16;
-    const struct queries *queries = &block->queries;
+INLINE void attend_strip(const struct queries *queries, int64_t i, const struct tile *tile, int64_t dim,
+                         struct ahead *ahead, const int rows) {
+    const int64_t depth = visible(queries, i + rows - 1, tile), width = (depth + 15) / 16 * 16;
     float *q = queries->q + i * dim, *sums = queries->sums + i * dim;
     _Alignas(LINE) float scores[STRIP * MAX_TOKENS];
     if (depth <= 0) return;
-    columns(scores, MAX_TOKENS, q, dim, tile->k, tile->capacity, dim, width, 0, rows);
+    columns(scores, MAX_TOKENS, q, dim, tile->k, tile->capacity, dim, width, 0, rows, ahead);
     for (int j = 0; j < rows; j++) {
-        weigh(scores + j * MAX_TOKENS, visible(block, i + j, tile), width,
+        weigh(scores + j * MAX_TOKENS, visible(queries, i + j, tile), width,
               queries->softmax + i + j, sums + j * dim, dim);
     }
-    columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows);
+    columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows, ahead);
 }
 
 /* Queries [first, last), in strips that fill the registers well: one or three together do not. */
-static void JOIN(prefill_tile, WIDTH)(const struct block *block, int64_t first, int64_t last,
-                                      const struct tile *tile, int64_t dim) {
+INLINE void attend_strips(const struct queries *queries, int64_t first, int64_t last,
+                          const struct tile *tile, int64_t dim, struct ahead *ahead) {
     for (int64_t i = first, rows; i < last; i += rows) {
         const int64_t left = last - i;
         rows = left <= STRIP ? left : left == 8 ? 4 : left <= 9 ? 5 : STRIP;
         switch (rows) {
-            case 1: attend_strip(block, i, tile, dim, 1); break;
-            case 2: attend_strip(block, i, tile, dim, 2); break;
-            case 3: attend_strip(block, i, tile, dim, 3); break;
-            case 4: attend_strip(block, i, tile, dim, 4); break;
-            case 5: attend_strip(block, i, tile, dim, 5); break;
-            default: attend_strip(block, i, tile, dim, 6);
+            case 1: attend_strip(queries, i, tile, dim, ahead, 1); break;
+            case 2: attend_strip(queries, i, tile, dim, ahead, 2); break;
+            case 3: attend_strip(queries, i, tile, dim, ahead, 3); break;
+            case 4: attend_strip(queries, i, tile, dim, ahead, 4); break;
+            case 5: attend_strip(queries, i, tile, dim, ahead, 5); break;
+            default: attend_strip(queries, i, tile, dim, ahead, 6);
         }
     }
+}
+
+/* Without `ahead`, as in prefill, the products have no fetches in them: these cost a fifth of the time. */
+static void JOIN(attend_tile, WIDTH)(const struct queries *queries, int64_t first, int64_t last,
+                                     const struct tile *tile, int64_t dim, struct ahead *ahead) {
+    if (ahead) attend_strips(queries, first, last, tile, dim, ahead);
+    else attend_strips(queries, first, last, tile, dim, NULL);
 }
 
 #undef JOIN_
@@ -88,3 +102,4 @@ static void JOIN(prefill_tile, WIDTH)(const struct block *block, int64_t first, 
 #undef product
 #undef columns
 #undef attend_strip
+#undef attend_strips

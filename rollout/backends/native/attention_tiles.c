@@ -1,0 +1,94 @@
+/* Queries against a tile of a context: both products are plain ones, as in FlashAttention-2 (Dao 2023),
+   because K is packed transposed. A query's result depends neither on which queries go with it nor on
+   the width of the vectors: decoding and prefill give a token the same bits. */
+
+#include "attention_tiles.h"
+
+#define STRIP 6       /* queries whose sums stay in registers */
+#define FETCH_EVERY 4 /* steps of a product */
+
+/* Of the tile, those that query i sees. */
+INLINE int64_t visible(const struct queries *queries, int64_t i, const struct tile *tile) {
+    const int64_t seen = queries->position + i / queries->per_position + 1 - tile->start;
+    return seen < tile->count ? seen : tile->count;
+}
+
+#define WIDTH 8
+#include "attention_tile.h"
+#undef WIDTH
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#include "attention_tile.h"
+#undef WIDTH
+#endif
+
+void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, int64_t last,
+                 const struct tile *tile, int64_t dim, struct ahead *ahead) {
+    CHOOSE_WIDTH(lanes, attend_tile)(queries, first, last, tile, dim, ahead);
+}
+
+/* Eight rows of eight floats become columns, `stride` apart. */
+INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
+    v8f pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[i + 1] = SHUFFLE8(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            fours[i + 2 * j + 1] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+    }
+}
+
+/* K of `count` tokens, at most eight, from the i-th on; those that are missing have zero keys. */
+INLINE void pack_keys(const char *const *tokens, int64_t i, const int count, int64_t offset, int64_t dim,
+                      const int64_t type, struct tile *tile, struct ahead *ahead) {
+    float *out = tile->k + i;
+    const int64_t stride = tile->capacity;
+    for (int64_t d = 0; d < dim; d += LANES, out += LANES * stride) {
+        v8f rows[LANES];
+        fetch(ahead);
+        for (int t = 0; t < LANES; t++) {
+            rows[t] = t < count ? load_as(tokens[i + t], offset + d, type) : splat(0);
+        }
+        store_transposed(out, stride, rows);
+    }
+}
+
+INLINE void pack_as(const struct place *place, int64_t k_offset, int64_t v_offset, int64_t dim,
+                    const int64_t type, struct tile *tile, struct ahead *ahead) {
+    const int64_t count = place->count;
+    float *v = tile->v;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        pack_keys(place->tokens, i, LANES, k_offset, dim, type, tile, ahead);
+    }
+    for (; i < (count + 15) / 16 * 16; i += LANES) {
+        const int left = count > i ? (int)(count - i) : 0;
+        pack_keys(place->tokens, i, left, k_offset, dim, type, tile, ahead);
+    }
+    for (i = 0; i < count; i++, v += dim) {
+        fetch(ahead);
+        for (int64_t d = 0; d < dim; d += LANES) store(v + d, load_as(place->tokens[i], v_offset + d, type));
+    }
+}
+
+void pack_tile(const struct attention *a, const struct place *place, int64_t kv_head, struct tile *tile,
+               struct ahead *ahead) {
+    const int64_t dim = a->dim, k = kv_head * dim, v = (a->kv_heads + kv_head) * dim;
+    tile->start = place->start, tile->count = place->count;
+    if (a->cache_type == BFLOAT16) pack_as(place, k, v, dim, BFLOAT16, tile, ahead);
+    else pack_as(place, k, v, dim, FLOAT32, tile, ahead);
+}
+
+int64_t fetches_of_tile(int64_t count, int64_t queries, int64_t dim) {
+    const int64_t strips = (queries + STRIP - 1) / STRIP;
+    return (count + LANES - 1) / LANES * (dim / LANES) + count + strips * (dim + count) / FETCH_EVERY;
+}

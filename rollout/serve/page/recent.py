@@ -1,0 +1,105 @@
+"""RecentSamples: the latest finished samples, and what a page shows of one."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.coordinator.client.streams import RequestFuture
+from rollout.requests.record import DynamicInferenceRequestRecord
+
+MAX_SAMPLES = 1000
+MAX_TOKENS = 500_000  # some 28 bytes each
+MAX_SHOWN_TOKENS = 400
+_MAX_SHOWN_PROMPT_TOKENS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """serial: counts all finished samples of a server. time: seconds since 1970 of its end."""
+
+    serial: int
+    time: float
+    record: DynamicInferenceRequestRecord
+    num_tokens: int
+
+
+class RecentSamples:
+    """A ring: the oldest samples leave when there are too many, or too many tokens."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+        self._num_tokens = 0
+        self.num_added = 0
+
+    def add_ended(self, futures: Iterable[RequestFuture]) -> None:
+        """Keep the records of those that have one. Nothing is read of them now."""
+        for future in futures:
+            if not future.done() or future.cancelled() or future.exception() is not None:
+                continue
+            record = future.result()
+            num_tokens = sum(segment.num_tokens for segment in record.requests)
+            sample = Sample(
+                serial=self.num_added, time=time.time(), record=record, num_tokens=num_tokens
+            )
+            self.num_added += 1
+            self._samples.append(sample)
+            self._num_tokens += num_tokens
+            while len(self._samples) > MAX_SAMPLES or self._num_tokens > MAX_TOKENS:
+                self._num_tokens -= self._samples.popleft().num_tokens
+
+    def since(self, serial: int, limit: int) -> list[Sample]:
+        """Return the latest `limit` samples whose serial is at least this, oldest first."""
+        found: list[Sample] = []
+        for sample in reversed(self._samples):
+            if sample.serial < serial or len(found) == limit:
+                break
+            found.append(sample)
+        return found[::-1]
+
+
+def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return what a page shows: the first tokens with their log-probs and versions, and counts of
+    tokens by staleness over all of them.
+
+    Staleness is relative to the version at which the sample ended. log_probs is None unless the
+    request asked for them.
+    """
+    request = sample.record.merge()
+    num_prompt = len(request.prompt_tokens)
+    versions = request.policy_versions.numpy()
+    now = request.completed_at_version or request.weights_version
+    policy_ages = now - versions
+    _, all_kv_ages = request.staleness_at(now)
+    kv_ages = all_kv_ages[num_prompt:].numpy()
+    log_probs = request.generated_log_probs
+    shown = slice(0, MAX_SHOWN_TOKENS)
+    prompt = request.prompt_tokens[-_MAX_SHOWN_PROMPT_TOKENS:].tolist()
+    return {
+        "serial": sample.serial,
+        "time": sample.time,
+        "finish_reason": request.finish_reason,
+        "version": now,
+        "num_prompt_tokens": num_prompt,
+        "num_tokens": request.num_generated_tokens,
+        "prompt": "".join(map(text_of, prompt)),
+        "tokens": [text_of(token) for token in request.generated_tokens[shown]],
+        "versions": versions[shown].tolist(),
+        "kv_staleness": kv_ages[shown].tolist(),
+        "log_probs": None
+        if log_probs is None
+        else [round(float(value), 3) for value in log_probs[shown]],
+        "policy_counts": _counts(policy_ages),
+        "kv_counts": _counts(kv_ages),
+    }
+
+
+def _counts(ages: npt.NDArray[np.integer[Any]]) -> dict[str, int]:
+    values, counts = np.unique(ages, return_counts=True)
+    return {str(value): int(count) for value, count in zip(values, counts, strict=True)}

@@ -1,0 +1,100 @@
+"""The routes of the page: three static files, and a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollout.serve.errors import ApiError
+from rollout.serve.limits import Access
+from rollout.serve.page.recent import MAX_SAMPLES, shown_sample
+from rollout.serve.state import STATE, Handler, Route, ServerState
+
+_DEFAULT_NUM_SAMPLES = 100
+_SAMPLES_PER_EVENT = 20
+_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+# Nothing is loaded from elsewhere, and nothing that a sample says can run.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def page_routes() -> list[Route]:
+    """The files hold no data and need no key; what they show does."""
+    static = [
+        Route(method="GET", path=path, handler=_file(*found), access=Access.OPEN)
+        for path, found in _FILES.items()
+    ]
+    return [*static, Route(method="GET", path="/events", handler=_events)]
+
+
+def _file(name: str, content_type: str) -> Handler:
+    content = files("rollout.serve.page").joinpath(name).read_bytes()
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+    async def answer(request: web.Request, body: Any) -> web.Response:
+        return web.Response(
+            body=content, content_type=content_type, charset="utf-8", headers=headers
+        )
+
+    return answer
+
+
+async def _events(request: web.Request, body: Any) -> web.StreamResponse:
+    """Send `fleet` events once a second, and `samples` events with those that have ended since.
+
+    samples: how many of the latest ones are sent, at first and with each snapshot; 0 for none.
+    """
+    state = request.app[STATE]
+    limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))
+    response = web.StreamResponse(headers={"Cache-Control": "no-store"})
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    next_serial = 0
+    try:
+        await _send(state, response, "server", _about(state))
+        async with aclosing(state.feed.snapshots()) as snapshots:
+            async for snapshot in snapshots:
+                await _send(state, response, "fleet", snapshot)
+                samples = state.recent.since(next_serial, limit)
+                for start in range(0, len(samples), _SAMPLES_PER_EVENT):
+                    batch = samples[start : start + _SAMPLES_PER_EVENT]
+                    shown = [shown_sample(sample, state.texts.of) for sample in batch]
+                    await _send(state, response, "samples", shown)
+                    await asyncio.sleep(0)  # others are served between two batches
+                next_serial = state.recent.num_added
+    except (ConnectionError, asyncio.TimeoutError):
+        pass  # the watcher has gone, or takes nothing
+    return response
+
+
+def _about(state: ServerState) -> dict[str, Any]:
+    return {"model": state.served_name, "started": state.created}
+
+
+def _num_samples(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_SAMPLES:
+        raise ApiError(
+            400, f"samples={text:.20} must be an integer in [0, {MAX_SAMPLES}]", param="samples"
+        )
+    return int(text)
+
+
+async def _send(state: ServerState, response: web.StreamResponse, kind: str, content: Any) -> None:
+    data = b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+    await asyncio.wait_for(response.write(data), state.config.stalled_stream_timeout_s)

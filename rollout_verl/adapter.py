@@ -1,0 +1,86 @@
+"""ServerAdapter: what each trainer rank has of its replica, to send weights and to free memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Any
+
+import ray
+from torch import Tensor
+from verl.workers.rollout.base import BaseRollout
+
+from rollout.errors import ConfigError
+from rollout_verl.replica import actor_name
+from trainer_hooks.weight_files import WeightFiles, weight_directory
+
+
+class ServerAdapter(BaseRollout):
+    """The first rank of a replica speaks to its actor; the others only gather with it."""
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        rank = int(os.environ["RANK"])
+        world_size = self.config.data_parallel_size  # of a replica: engines are one process each
+        self.replica_rank = rank // world_size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % world_size == 0
+        self._server: Any = None
+
+    @property
+    def _handle(self) -> Any:
+        # The actor is started after the trainer's workers.
+        if self._server is None:
+            self._server = ray.get_actor(actor_name(self.replica_rank))
+        return self._server
+
+    async def resume(self, tags: list[str]) -> None:
+        """Restore the memory of "weights" or "kv_cache"."""
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await self._handle.wake_up.remote(tags=tags)
+
+    async def release(self) -> None:
+        """Release the memory of both."""
+        if self.config.free_cache_engine and self.is_leader_rank:
+            await self._handle.sleep.remote()
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: Any = None,
+        base_sync_done: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Send all tensors through a directory in shared memory, and wait for the commit.
+
+        Raises ConfigError for deltas and adapters, and WeightUpdateError.
+        """
+        if wire_format != "named_tensors":
+            raise ConfigError(f"wire_format={wire_format!r} is not supported; use 'named_tensors'")
+        if peft_config is not None and base_sync_done:
+            raise ConfigError("adapters are not supported; merge them (model.lora.merge=True)")
+        if not self.is_leader_rank:  # gathering is a collective of all ranks
+            async for _ in _as_async(weights):
+                pass
+            return
+        bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        with weight_directory() as directory:
+            files = WeightFiles(directory, bucket_bytes)
+            async for name, tensor in _as_async(weights):
+                files.add(name, tensor)
+            files.finish()
+            await self._handle.update_weights.remote(str(directory), global_steps)
+
+
+async def _as_async(
+    pairs: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+) -> AsyncIterator[tuple[str, Tensor]]:
+    if isinstance(pairs, AsyncIterable):
+        async for pair in pairs:
+            yield pair
+    else:
+        for pair in pairs:
+            yield pair

@@ -1,0 +1,55 @@
+"""EngineReplica: starts the actor of a replica, next to the trainer's workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from verl.utils.device import get_resource_name, get_visible_devices_keyword
+from verl.workers.rollout.replica import RolloutReplica
+
+from rollout.errors import ConfigError
+from rollout_verl.server import EngineServer
+
+
+def actor_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
+    """Return the name by which trainers find the actor of a replica."""
+    return f"rollout_server_{role}{replica_rank}_0{suffix}"
+
+
+class EngineReplica(RolloutReplica):
+    """One actor, whose AsyncLLM has `rollout.data_parallel_size` engines on one node."""
+
+    async def launch_servers(self) -> None:
+        """Start the actor on the node of the first worker, with the devices of all."""
+        if self.nnodes != 1:
+            raise ConfigError(f"a replica over {self.nnodes} nodes is not supported; use one node")
+        places = await asyncio.gather(
+            *[worker.__ray_call__.remote(_place) for worker in self.workers]
+        )
+        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        if devices := [device for _, device in places if device is not None]:
+            environment[get_visible_devices_keyword()] = ",".join(devices)
+        server = (
+            ray.remote(EngineServer)
+            .options(
+                name=actor_name(self.replica_rank, role, self.name_suffix),
+                scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                    node_id=places[0][0], soft=False
+                ),
+                runtime_env={"env_vars": environment},
+                max_concurrency=self.max_concurrency,
+            )
+            .remote(self.config, self.model_config.local_path, self.rollout_mode)
+        )
+        self.servers, self._server_handle = [server], server
+        self._server_address = await server.launch.remote()
+
+
+def _place(worker: Any) -> tuple[str, str | None]:
+    """Return the node and the first device of a worker; runs in that worker."""
+    context = ray.get_runtime_context()
+    devices = context.get_accelerator_ids().get(get_resource_name()) or [None]
+    return context.get_node_id(), devices[0]

@@ -1,0 +1,198 @@
+"""EngineServer: the engines of one replica, as a Ray actor. It is an AsyncLLM with verl's verbs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+
+from rollout import AsyncLLM, DynamicInferenceRequest, EngineState, InvalidRequestError, ServeConfig
+from rollout.errors import RolloutError
+from rollout.models.checkpoint import Checkpoint
+from rollout_verl.settings import engine_fields, sampling_params_of
+
+_OWNERS = ("kv_cache", "weights")
+
+
+class EngineServer:
+    """Requests that are aborted come back with the tokens that they have. New ones wait from
+    `abort_all_requests` to `resume_generation`, or are answered as aborted at once.
+
+    A reply brings `global_steps`, and, since the engine knows which weights drew each token,
+    `min_global_steps` and `max_global_steps` of its own tokens.
+    """
+
+    def __init__(self, config: Any, model_path: str, rollout_mode: RolloutMode) -> None:
+        self._config, self._model_path, self._mode = config, model_path, rollout_mode
+        self._llm: AsyncLLM | None = None
+        self._live: set[int] = set()  # ids of requests that run
+        self._is_open, self._rejects = asyncio.Event(), False
+        self._is_open.set()
+        self._global_steps: int | None = None
+        self._steps_of_version: dict[int, int | None] = {}
+
+    async def launch(self) -> str:
+        """Start the engines and an OpenAI-compatible server; returns its address, "ip:port"."""
+        self._llm = AsyncLLM(self._model_path, **engine_fields(self._config))
+        await self._llm.start()
+        await self._llm.serve(ServeConfig(port=0, doors=("openai",)), blocking=False)
+        assert self._llm.serving.address is not None
+        host, port = self._llm.serving.address
+        return f"{host}:{port}"
+
+    async def shutdown(self) -> None:
+        """End the engines."""
+        if self._llm is not None:
+            await self._llm.shutdown()
+
+    @property
+    def llm(self) -> AsyncLLM:
+        assert self._llm is not None, "launch() comes first"
+        return self._llm
+
+    # ---- generation
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """Generate from token ids. Raises InvalidRequestError for images, video or sound, and
+        RolloutError if the request failed. verl's request ids are for its own routing.
+        """
+        if image_data or video_data or audio_data:
+            raise InvalidRequestError("images, video and sound are not supported")
+        prompt = list(prompt_ids)
+        params = sampling_params_of(sampling_params, self._config, len(prompt))
+        while not self._is_open.is_set():
+            if self._rejects:
+                return TokenOutput(
+                    token_ids=[],
+                    stop_reason="aborted",
+                    extra_fields={"global_steps": self._global_steps},
+                )
+            await self._is_open.wait()
+        (future,) = self.llm.client.add_groups([(prompt, [params])], priority=priority)[0]
+        self._live.add(future.request_id)
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            self.llm.client.abort(future.request_id)
+            raise
+        finally:
+            self._live.discard(future.request_id)
+        return self._output(self.llm.request_of(future, prompt, params))
+
+    def _output(self, request: DynamicInferenceRequest) -> TokenOutput:
+        is_aborted = request.finish_reason == "abort"
+        if request.failed() and not is_aborted:
+            errors = [e.payload for e in request.events if isinstance(e.payload, BaseException)]
+            raise RolloutError(f"the request failed: {errors[-1] if errors else request}")
+        log_probs = request.generated_log_probs
+        return TokenOutput(
+            token_ids=list(request.generated_tokens),
+            log_probs=None if log_probs is None else [float(value) for value in log_probs],
+            stop_reason="aborted" if is_aborted else "completed",
+            extra_fields=self._provenance(request),
+        )
+
+    def _provenance(self, request: DynamicInferenceRequest) -> dict[str, Any]:
+        versions = request.policy_versions.tolist()
+        fields: dict[str, Any] = {"global_steps": self._global_steps, "num_cached_tokens": None}
+        known = [self._steps_of_version.get(version) for version in (versions[:1] + versions[-1:])]
+        # Versions only rise, so the first and the last token have the extremes.
+        if versions and None not in known:
+            fields |= {"min_global_steps": known[0], "max_global_steps": known[-1]}
+        return fields
+
+    # ---- aborts
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Abort all requests, and admit no new ones until `resume_generation`. reject_request: new
+        ones are answered as aborted, in place of waiting.
+        """
+        self._is_open.clear()
+        self._rejects = reject_request
+        request_ids = sorted(self._live)
+        for request_id in request_ids:
+            self.llm.client.abort(request_id)
+        while self._live:
+            await asyncio.sleep(0.005)
+        return {"aborted_count": len(request_ids), "request_ids": [str(i) for i in request_ids]}
+
+    async def resume_generation(self) -> None:
+        self._rejects = False
+        self._is_open.set()
+
+    # ---- memory
+
+    async def sleep(self) -> None:
+        """Release KV and weights. Hybrid replicas discard the weights, which the next update
+        brings; colocated ones keep them on the host.
+        """
+        if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
+            discards = self._mode is RolloutMode.HYBRID
+            await self._suspend(_OWNERS, discard_weights=discards)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Restore the memory of `tags` ("weights", "kv_cache"), None: all."""
+        if self._mode is not RolloutMode.STANDALONE:
+            await self._restore(tags or _OWNERS)
+
+    async def release_kv_cache(self) -> None:
+        if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
+            await self._suspend(("kv_cache",))
+
+    async def resume_kv_cache(self) -> None:
+        if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
+            await self._restore(("kv_cache",))
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing needs to be cleared: cached prefixes serve the weights that wrote them only."""
+
+    async def _suspend(self, release: Sequence[str], *, discard_weights: bool = False) -> None:
+        if self.llm.state is EngineState.RUNNING:
+            await self.llm.pause()
+        await self.llm.suspend("recompute", release, discard_weights)
+
+    async def _restore(self, owners: Sequence[str]) -> None:
+        for owner in owners:
+            if self.llm.state is EngineState.SUSPENDED:
+                await self.llm.resume(owner)
+        if self.llm.state is EngineState.PAUSED:
+            await self.llm.unpause()
+
+    # ---- weights
+
+    async def update_weights(self, directory: str, global_steps: int | None) -> int:
+        """Commit the weights of a directory in shared memory on all engines, or on none. Returns
+        their version. Requests that run go on under them.
+        """
+        checkpoint = Checkpoint.open(Path(directory))
+        report = await self.llm.update_weights(
+            checkpoint.items(), in_flight=self.llm.state is EngineState.RUNNING
+        )
+        self._steps_of_version[report.version] = global_steps
+        if global_steps is not None:
+            self._global_steps = global_steps
+        return report.version
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Name the current weights by the trainer's step."""
+        self._global_steps = global_steps
+        self._steps_of_version[self.llm.weights_version] = global_steps
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        """verl's profilers do not reach into engine processes."""
+
+    async def stop_profile(self) -> None:
+        """As `start_profile`."""

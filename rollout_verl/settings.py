@@ -1,0 +1,84 @@
+"""verl's settings as ours: the config of an engine, and the sampling of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.sampling_params import SamplingParams
+
+# The key of rollout.engine_kwargs under which fields of InferenceConfig stand.
+ENGINE_KWARGS = "rollout"
+_LIMITS = ("max_tokens", "max_new_tokens")
+_PASSED_ON = (
+    *("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop_token_ids", "ignore_eos", "min_tokens"),
+)
+_CONVERTED = ("top_k", "top_p", "stop", "logprobs")
+# What verl sends for its own server and means nothing here.
+_IGNORED = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "n", "best_of")
+
+
+def engine_fields(config: Any) -> dict[str, Any]:
+    """Return keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for what has no effect.
+
+    `rollout.engine_kwargs.rollout` may hold any field of InferenceConfig, such as buffer_size_gb.
+    """
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(config, name)) != 1:
+            raise ConfigError(
+                f"rollout.{name}={size} is not supported: an engine is one process; use 1"
+            )
+    if config.disaggregation.enabled:
+        raise ConfigError("rollout.disaggregation.enabled=True is not supported; leave it False")
+    fields = {
+        "data_parallel_size": config.data_parallel_size,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "max_sequence_length": max_model_len(config),
+        "max_requests": config.max_num_seqs,
+        "max_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+    }
+    return fields | dict((config.engine_kwargs or {}).get(ENGINE_KWARGS) or {})
+
+
+def max_model_len(config: Any) -> int:
+    """Return most tokens of prompt and response."""
+    return int(config.max_model_len or config.prompt_length + config.response_length)
+
+
+def sampling_params_of(
+    given: Mapping[str, Any], config: Any, num_prompt_tokens: int
+) -> SamplingParams:
+    """Return the parameters of one request from those that verl's agent loops send.
+
+    Log-probs are those that `rollout.logprobs_mode` names. Raises InvalidRequestError.
+    """
+    room = max_model_len(config) - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"a prompt of {num_prompt_tokens} tokens leaves no room to generate within "
+            f"{max_model_len(config)}; raise rollout.max_model_len"
+        )
+    unknown = sorted(set(given) - {*_LIMITS, *_PASSED_ON, *_IGNORED, *_CONVERTED})
+    if unknown:
+        raise InvalidRequestError(f"sampling parameter {unknown[0]} is not supported here")
+    limits = [given[name] for name in _LIMITS if given.get(name) is not None]
+    both = config.prompt_length + config.response_length
+    default = min(config.response_length, both - num_prompt_tokens)
+    defaults = {name: getattr(config, name) for name in ("repetition_penalty", "ignore_eos")}
+    fields = defaults | {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    return SamplingParams(
+        **fields,
+        # verl switches these off by -1 and 1.0.
+        top_k=max(0, given.get("top_k", 0)),
+        top_p=0.0 if given.get("top_p", 1.0) >= 1.0 else given["top_p"],
+        stop_words=given.get("stop") or None,
+        num_tokens_to_generate=max(1, min(limits[0] if limits else default, room)),
+        # 0 asks for the sampled token's own.
+        return_log_probs=given.get("logprobs") not in (None, False),
+        logprobs_mode="processed" if config.logprobs_mode == "processed_logprobs" else "raw",
+    )

@@ -1,0 +1,32 @@
+"""What the reports of several engines come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.apis.results import engine_stats
+from tests.tiny_models import tiny_engine, tiny_model
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """An engine's answer, as it arrives: tuples are lists."""
+    stats = tiny_engine(tiny_model()).stats()
+    values = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+    values |= {"state": "RUNNING", "policy_staleness": [0] * 9, "kv_staleness": [0] * 9}
+    return values | changes
+
+
+def test_stats_of_a_fleet_are_sums_and_the_least_longest_sequence() -> None:
+    first = report(num_finished=3, max_sequence_length=64, policy_staleness=[5, 1] + [0] * 7)
+    second = report(num_finished=4, max_sequence_length=40, policy_staleness=[2, 0] + [1] * 7)
+    results = {"state": "PAUSED", "weights_version": 7, "ranks": {"0": first, "1": second}}
+    stats = engine_stats(results)
+    assert (stats.state.name, stats.weights_version) == ("PAUSED", 7)
+    assert (stats.num_finished, stats.max_sequence_length) == (7, 40)
+    assert stats.policy_staleness == (7, 1, 1, 1, 1, 1, 1, 1, 1)
+    assert stats.kv_staleness == (0,) * 9
+
+
+def test_a_fleet_without_engines_has_stats_of_nothing() -> None:
+    stats = engine_stats({"state": "RUNNING", "weights_version": 0, "ranks": {}})
+    assert (stats.num_blocks_total, stats.max_sequence_length, stats.kv_staleness) == (0, 0, ())

@@ -1,0 +1,191 @@
+"""The plug-in of verl over fakes of its registries: settings, the server's verbs, the adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import ConfigError, InvalidRequestError, SamplingParams
+from rollout.models.checkpoint import Checkpoint
+from tests.apis.fleets import directory, weights
+from tests.rollout_verl.fake_verl import RolloutMode, fake_verl, rollout_config
+
+
+@pytest.fixture
+def verl() -> Iterator[SimpleNamespace]:
+    with fake_verl() as verl:
+        yield verl
+
+
+GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def test_the_import_registers_the_replica_and_the_adapter(verl: SimpleNamespace) -> None:
+    import_module("rollout_verl.plugin")
+    assert verl.registry["rollout"]().__name__ == "EngineReplica"
+    module, _, name = verl.adapters["rollout", "async"].rpartition(".")
+    assert getattr(import_module(module), name).__name__ == "ServerAdapter"
+
+
+def test_sampling_parameters_of_verl_become_ours(verl: SimpleNamespace) -> None:
+    settings = import_module("rollout_verl.settings")
+    config = rollout_config()
+    given = {**GREEDY, "logprobs": True, "max_tokens": 7, "stop_token_ids": [3], "n": 1}
+    assert settings.sampling_params_of(given, config, 10) == SamplingParams(
+        temperature=0.0,
+        num_tokens_to_generate=7,
+        stop_token_ids=[3],
+        return_log_probs=True,
+        logprobs_mode="processed",
+    )
+    for given, num_prompt, num_tokens in (
+        ({}, 10, 450),
+        ({}, 100, 380),
+        ({"max_new_tokens": 9}, 10, 9),
+        ({"max_tokens": 10**6}, 10, 470),
+    ):
+        params = settings.sampling_params_of(given, config, num_prompt)
+        assert (params.num_tokens_to_generate, params.top_k, params.top_p) == (num_tokens, 0, 0.0)
+    with pytest.raises(InvalidRequestError, match="leaves no room"):
+        settings.sampling_params_of({}, config, 480)
+    with pytest.raises(InvalidRequestError, match="guided_json is not supported"):
+        settings.sampling_params_of({"guided_json": {}}, config, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 is not supported"),
+        ({"disaggregation": SimpleNamespace(enabled=True)}, "disaggregation"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    change: dict[str, Any], message: str, verl: SimpleNamespace
+) -> None:
+    settings = import_module("rollout_verl.settings")
+    with pytest.raises(ConfigError, match=message):
+        settings.engine_fields(rollout_config(**change))
+
+
+@pytest.mark.distributed
+def test_a_server_generates_aborts_parks_updates_and_sleeps(verl: SimpleNamespace) -> None:
+    server = import_module("rollout_verl.server").EngineServer(
+        rollout_config(), directory(), RolloutMode.HYBRID
+    )
+
+    async def generate(num_tokens: int, **more: Any) -> Any:
+        params = {**GREEDY, "logprobs": True, "max_tokens": num_tokens}
+        return await server.generate([5, 6, 7], params, "name", **more)
+
+    async def run() -> None:
+        address = await server.launch()
+        assert address.startswith("127.0.0.1:")
+        try:
+            await check()
+        finally:
+            await server.shutdown()
+
+    async def check() -> None:
+        short = await generate(8)
+        assert (len(short.token_ids), short.stop_reason) == (8, "completed")
+        assert len(short.log_probs) == 8
+        with pytest.raises(InvalidRequestError, match="images"):
+            await generate(8, image_data=["picture"])
+
+        running = asyncio.ensure_future(generate(400))
+        await asyncio.sleep(0)  # it is sent now, and cannot have ended
+        report = await server.abort_all_requests()
+        assert report["aborted_count"] == 1
+        cut = await running
+        assert cut.stop_reason == "aborted"
+        assert cut.token_ids[:8] == short.token_ids[: len(cut.token_ids)]
+        parked = asyncio.ensure_future(generate(8))
+        await asyncio.sleep(0.02)
+        assert not parked.done()
+        await server.set_global_steps(3)
+        await server.resume_generation()
+        assert (await parked).token_ids == short.token_ids
+        assert (await parked).extra_fields["min_global_steps"] == 3
+
+        await server.abort_all_requests(reject_request=True)
+        rejected = await generate(8)
+        assert (rejected.token_ids, rejected.stop_reason) == ([], "aborted")
+        await server.resume_generation()
+
+        await server.sleep()
+        await server.wake_up(["weights"])
+        assert await server.update_weights(directory(), global_steps=4) == 1
+        await server.wake_up(["kv_cache"])
+        after = await generate(8)
+        assert after.token_ids == short.token_ids, "the same weights came back"
+        assert after.extra_fields["global_steps"] == 4
+        await server.release_kv_cache()
+        await server.resume_kv_cache()
+        assert (await generate(8)).token_ids == short.token_ids
+
+    asyncio.run(run())
+
+
+class Method:
+    """A method of an actor: `remote` is awaited."""
+
+    def __init__(self, received: list[Any]) -> None:
+        self._received = received
+
+    async def remote(self, path: str, global_steps: int | None) -> None:
+        tensors = {name: t.clone() for name, t in Checkpoint.open(Path(path)).items()}
+        self._received.append((tensors, global_steps))
+
+
+def test_the_leader_sends_all_tensors_and_other_ranks_gather(
+    verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter_of = import_module("rollout_verl.adapter").ServerAdapter
+    received: list[Any] = []
+    verl.actors["rollout_server_1_0"] = SimpleNamespace(update_weights=Method(received))
+    state, gathered = weights().state_dict(), []
+
+    async def pairs() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            gathered.append(name)
+            yield name, tensor
+
+    config = rollout_config(data_parallel_size=2)
+    for rank in (2, 3):
+        monkeypatch.setenv("RANK", str(rank))
+        adapter = adapter_of(config, None, None)
+        assert (adapter.replica_rank, adapter.is_leader_rank) == (1, rank == 2)
+        asyncio.run(adapter.update_weights(pairs(), global_steps=5))
+    assert gathered == [*state, *state]
+    ((tensors, global_steps),) = received
+    assert global_steps == 5
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+    with pytest.raises(ConfigError, match="delta_flush"):
+        asyncio.run(adapter.update_weights(pairs(), wire_format="delta_flush"))
+
+
+def test_the_self_check_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = import_module("rollout_verl.__main__")
+
+    def version_of(name: str) -> str:
+        raise check.PackageNotFoundError(name)
+
+    monkeypatch.setattr(check, "version", version_of)
+    assert check.main() == 1
+    assert "failed: RuntimeError: verl is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(check, "version", lambda name: "0.8.2")
+    assert check.main() == 1
+    assert "verl 0.8.2 has no plug-ins; install verl>=0.9" in capsys.readouterr().err
+    monkeypatch.setattr(check, "version", lambda name: "0.9.1")
+    monkeypatch.setattr(check, "entry_points", lambda group: [])
+    assert check.main() == 1
+    assert "no entry point 'rollout' in verl.plugins" in capsys.readouterr().err
