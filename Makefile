@@ -2,6 +2,7 @@
 #   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
+#   make test-doors       real clients (openai, litellm, lm-eval) against a server; installs each once
 #   make test-long        full counts and the slow tests as well
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
@@ -14,6 +15,8 @@
 PYTHON ?= python3
 SEEDS ?= 1
 LIVES ?= 2000
+# Names of clients in tests/doors/run.py; all without any.
+DOORS ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 
@@ -29,7 +32,7 @@ STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; }
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo test test-doors test-long lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,6 +53,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu" --timeout 120
+
+test-doors: $(STAMP)
+	PYTHONPATH=. $(PY) tests/doors/run.py $(DOORS)
 
 test-long: $(STAMP)
 	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
@@ -76,5 +82,5 @@ gpu-check:
 	@$(PYTHON) -u scripts/gpu_check.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

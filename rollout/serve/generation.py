@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ class Generation:
             for future in futures:
                 future.cancel()  # those that are not done
 
-    async def stream(self) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+    async def stream(self) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
         """Yield (index of the sample, its new tokens) as they come, and for each sample its whole
         request at last. Raises as `results`.
         """
@@ -97,7 +97,7 @@ class Generation:
 
     async def _items(
         self, index: int, tokens: AsyncIterator[object], future: RequestFuture
-    ) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+    ) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
         try:
             async for item in tokens:
                 if isinstance(item, TokenRun):
@@ -139,7 +139,7 @@ def _error_of(request: Request) -> RolloutError:
 
 async def _merged(
     each: Sequence[AsyncIterator[tuple[int, TokenRun | Request]]],
-) -> AsyncIterator[tuple[int, TokenRun | Request]]:
+) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
     """Yield the items of all iterators as they come. Raises what one of them raises."""
     arrived: asyncio.Queue[tuple[int, TokenRun | Request] | Exception] = asyncio.Queue(
         _MAX_RUNS_WAITING

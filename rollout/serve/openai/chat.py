@@ -41,7 +41,7 @@ from rollout.serve.openai.token_data import (
     spelling,
 )
 from rollout.serve.openai.tokenizer import chat_ids
-from rollout.serve.openai.tool_calls import ToolCallReader, tool_names
+from rollout.serve.openai.tool_calls import ToolCall, ToolCallReader, tool_names
 from rollout.serve.sampling import check_length, sampling_params_of
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import STATE, Route, ServerState
@@ -160,7 +160,8 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     """Return a whole choice."""
     body, data = job.body, of_generated(request)
     text = text_of(job.state, request, with_special_tokens=shows_special_tokens(body))
-    content, calls = text, []
+    content: str = text
+    calls: list[ToolCall] = []
     if job.tools:
         reader = ToolCallReader(job.tools)
         (content, calls), (rest, last) = reader.push(text), reader.finish()
@@ -253,7 +254,7 @@ def _chunks(
     chunks = []
     if not progress.has_begun:
         progress.has_begun = True
-        first = {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
+        first: dict[str, Any] = {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
         if job.body.return_token_ids:
             first["prompt_token_ids"] = job.prompt
         chunks.append(first)

@@ -157,7 +157,8 @@ async def _prompts_of(
 ) -> tuple[list[list[int]], list[str | None]]:
     """Return the ids of all prompts, and the texts of those that are texts."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
-    prompts, texts = [], []
+    prompts: list[list[int]] = []
+    texts: list[str | None] = []
     for prompt in given:
         if isinstance(prompt, str):
             with_special = body.add_special_tokens is not False
