@@ -9,6 +9,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 from rollout.backends.products.choice import (
@@ -98,6 +99,7 @@ class ProductSelection:
     def _measure(self, unknown: dict[str, Tensor], model_bytes: int) -> None:
         candidates = choosable([*self._candidates.values()])
         seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
+        trim_heap()  # of the packed samples
         found = {key: choose(seconds[key], candidates) for key in unknown}
         # What a slow or busy machine could not finish is measured again by the next engine.
         kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
