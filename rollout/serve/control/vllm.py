@@ -85,66 +85,77 @@ class ResetBody(msgspec.Struct):
     reset_running_requests: bool = False
 
 
+_post, _get = partial(Route, method="POST", access=Access.ADMIN), partial(Route, method="GET")
+
+
 def vllm_routes() -> list[Route]:
     """Return the routes of the door."""
-    post, get = partial(Route, method="POST", access=Access.ADMIN), partial(Route, method="GET")
+    return [*_pause_routes(), *_weight_routes()]
+
+
+def _pause_routes() -> list[Route]:
     return [
-        post(path="/pause", handler=_pause, summary="Stop the engines at their next step"),
-        post(path="/resume", handler=_resume, summary="End a pause"),
-        get(path="/is_paused", handler=_is_paused, summary="Whether a pause is in force"),
-        post(
+        _post(path="/pause", handler=_pause, summary="Stop the engines at their next step"),
+        _post(path="/resume", handler=_resume, summary="End a pause"),
+        _get(path="/is_paused", handler=_is_paused, summary="Whether a pause is in force"),
+        _post(
             path="/abort_requests",
             handler=_abort,
             body=AbortBody,
             summary="Answer requests with the tokens that they have",
         ),
-        post(path="/sleep", handler=_sleep, summary="Pause and release memory"),
-        post(path="/wake_up", handler=_wake_up, summary="Restore memory and end the pause"),
-        get(path="/is_sleeping", handler=_is_sleeping, summary="Whether the server sleeps"),
-        post(
+        _post(path="/sleep", handler=_sleep, summary="Pause and release memory"),
+        _post(path="/wake_up", handler=_wake_up, summary="Restore memory and end the pause"),
+        _get(path="/is_sleeping", handler=_is_sleeping, summary="Whether the server sleeps"),
+        _post(
             path="/release_kv_cache_memory",
             handler=_release_kv_cache,
             summary="Release the memory of the KV cache",
         ),
-        post(
+        _post(
             path="/reset_prefix_cache",
             handler=_reset_prefix_cache,
             body=ResetBody,
             summary="Forget cached prefixes",
         ),
-        get(path="/get_world_size", handler=_world_size, summary="Ranks in a trainer's group"),
-        get(path="/weight_info", handler=_weight_info, summary="Label of the weights"),
-        post(
+    ]
+
+
+def _weight_routes() -> list[Route]:
+    return [
+        _get(path="/get_world_size", handler=_world_size, summary="Ranks in a trainer's group"),
+        _get(path="/weight_info", handler=_weight_info, summary="Label of the weights"),
+        _post(
             path="/update_weight_version",
             handler=_update_weight_version,
             body=VersionBody,
             summary="Begin a version without new weights",
         ),
-        post(
+        _post(
             path="/weight_checker",
             handler=_weight_checker,
             body=CheckerBody,
             summary="Checksum of the weights",
         ),
-        post(
+        _post(
             path="/init_weight_transfer_engine",
             handler=_init_transfer,
             body=InitBody,
             summary="Join the trainer's group",
         ),
-        post(
+        _post(
             path="/start_weight_update",
             handler=_start,
             body=StartBody,
             summary="Begin an update",
         ),
-        post(
+        _post(
             path="/update_weights",
             handler=_update,
             body=UpdateBody,
             summary="Receive tensors that are broadcast, or load a directory",
         ),
-        post(
+        _post(
             path="/finish_weight_update",
             handler=_finish,
             body=FinishBody,
