@@ -6,6 +6,7 @@ Shape letters: T tokens, R compute rows, L logit rows, S sample rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ from rollout.step.plan import StepPlan
 from rollout.step.seeds import uniforms
 
 _SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DrawnRows:
+    """How the tokens of sample rows are drawn, which does not change while the rows stay the same.
+
+    inputs: of StepInputs, by name. seeds: uint64 [S].
+    """
+
+    inputs: dict[str, Any]
+    seeds: NDArray[np.uint64]
 
 
 class BatchBuilder:
@@ -37,11 +49,12 @@ class BatchBuilder:
         self._wants_ranks = np.zeros(self.num_rows, dtype=np.bool_)
         self._top_n = np.zeros(self.num_rows, dtype=np.int64)
         self._logits = LogitsBuilder(self.num_rows)
+        self._drawn_rows: tuple[bytes, _DrawnRows] | None = None  # those of the latest step
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
         """Apply the plan's changes to rows and block tables, and return the inputs of its step.
 
-        The arrays belong to the step: the next plan may be built while it runs.
+        The next plan may be built while the step runs; nobody writes to the arrays.
         """
         self._apply_changes(plan)
         return StepInputs(
@@ -54,6 +67,8 @@ class BatchBuilder:
         )
 
     def _apply_changes(self, plan: StepPlan) -> None:
+        if plan.new_rows:
+            self._drawn_rows = None
         for new in plan.new_rows:
             row, params = new.row, new.sampling_params
             wants_logprobs = params.return_log_probs or params.top_n_logprobs > 0
@@ -101,40 +116,55 @@ class BatchBuilder:
 
         Except where a group forks, each logit row is drawn from once, in order.
         """
-        rows = plan.sample_rows
+        rows = self._rows_to_draw(plan.sample_rows)
         sources, draws = _distinct(plan.sample_sources)
-        temperature, top_k = self._temperature[rows], self._top_k[rows]
-        top_p, min_p = self._top_p[rows], self._min_p[rows]
+        processing = None
+        if self._logits.rows:
+            inputs = rows.inputs
+            processing = self._logits.build(plan, inputs["mode_S"], inputs["temperature_S"])
+        return {
+            **rows.inputs,
+            "logit_indices_L": np.concatenate([sources, plan.score_sources], dtype=np.int64),
+            "draws_S": draws,
+            "uniforms_S": uniforms(rows.seeds, plan.sample_positions),
+            "processing": processing,
+            "num_drawn_logits": len(sources),
+            "draws_in_order": len(sources) == len(draws),
+        }
+
+    def _rows_to_draw(self, rows_S: NDArray[np.int32]) -> _DrawnRows:
+        """Return how these rows are drawn: mostly the rows of the step before."""
+        key = rows_S.tobytes()
+        if self._drawn_rows is None or self._drawn_rows[0] != key:
+            self._drawn_rows = key, self._gather(rows_S)
+        return self._drawn_rows[1]
+
+    def _gather(self, rows_S: NDArray[np.int32]) -> _DrawnRows:
+        temperature, top_k = self._temperature[rows_S], self._top_k[rows_S]
+        top_p, min_p = self._top_p[rows_S], self._min_p[rows_S]
         truncates = (top_k > 0) | ((top_p > 0) & (top_p < 1)) | (min_p > 0)
         flags = SamplingFlags(
             all_greedy=bool((temperature == 0).all()),
             any_greedy=bool((temperature == 0).any()),
             any_truncation=bool((truncates & (temperature > 0)).any()),
-            any_logprobs=bool(self._wants_logprobs[rows].any()),
-            any_ranks=bool(self._wants_ranks[rows].any()),
-            top_n=int(self._top_n[rows].max(initial=0)),
+            any_logprobs=bool(self._wants_logprobs[rows_S].any()),
+            any_ranks=bool(self._wants_ranks[rows_S].any()),
+            top_n=int(self._top_n[rows_S].max(initial=0)),
         )
-        mode, processing = self._mode[rows], None
-        if self._logits.rows:
-            processing = self._logits.build(plan, mode, temperature)
-        return {
-            "logit_indices_L": np.concatenate([sources, plan.score_sources], dtype=np.int64),
-            "draws_S": draws,
-            "sample_rows_S": rows.astype(np.int64),
-            "uniforms_S": uniforms(self._seeds[rows], plan.sample_positions),
+        inputs = {
+            "sample_rows_S": rows_S.astype(np.int64),
             "temperature_S": temperature,
             "top_k_S": top_k,
             "top_p_S": top_p,
             "min_p_S": min_p,
-            "mode_S": mode,
-            "processing": processing,
-            "num_drawn_logits": len(sources),
-            "draws_in_order": len(sources) == len(draws),
+            "mode_S": self._mode[rows_S],
             "flags": flags,
         }
+        return _DrawnRows(inputs=inputs, seeds=self._seeds[rows_S])
 
 
 def _distinct(sources_S: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return the distinct sources, which come in rising order, and which one each sample has."""
-    is_new_S = np.diff(sources_S, prepend=-1) > 0
+    is_new_S = np.ones(len(sources_S), dtype=np.bool_)
+    np.not_equal(sources_S[1:], sources_S[:-1], out=is_new_S[1:])
     return sources_S[is_new_S], np.cumsum(is_new_S, dtype=np.int64) - 1
