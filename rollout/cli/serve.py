@@ -32,6 +32,8 @@ def run(words: Sequence[str]) -> int:
     )
     given = parser.parse(words)
     of_server, of_llm = read_settings(given.settings, SERVE_KINDS, llm_kinds(), hints=_HINTS)
+    # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
+    of_llm.setdefault("materialize_only_last_token_logits", False)
     config = ServeConfig(**of_server)
     model_of(of_llm)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")

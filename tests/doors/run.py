@@ -41,7 +41,7 @@ def main(names: list[str]) -> int:
     (call_id,) = chat_model.tokenizer().encode(chat_model.CALL).ids
     command = [sys.executable, "-m", "rollout", "serve", "--json", f"model={directory}", "port=0"]
     command += ["served_model_name=model", "api_key=sesame", "num_threads=1"]
-    command += ["max_sequence_length=512", "materialize_only_last_token_logits=false"]
+    command += ["max_sequence_length=512"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     failed = []
     try:

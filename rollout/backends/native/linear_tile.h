@@ -4,7 +4,6 @@
 #define JOIN_(name, width) name##_##width
 #define JOIN(name, width) JOIN_(name, width)
 #define vec JOIN(vec, WIDTH)
-#define bfloats JOIN(bfloats, WIDTH)
 #define words JOIN(words, WIDTH)
 #define load_weights JOIN(load_weights, WIDTH)
 #define store_sums JOIN(store_sums, WIDTH)
@@ -16,12 +15,17 @@
 #define PANEL (2 * WIDTH)
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint16_t bfloats __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
 
 INLINE vec load_weights(const char *p, const int is_bfloat16) {
     if (!is_bfloat16) return *(const vec *)p;
-    return (vec)(__builtin_convertvector(*(const bfloats *)p, words) << 16);
+    const uint16_t *h = (const uint16_t *)p; /* one by one: GCC makes one instruction of it */
+#if WIDTH == 8
+    return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
+#else
+    return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], h[8], h[9], h[10], h[11], h[12],
+                         h[13], h[14], h[15]} << 16);
+#endif
 }
 
 /* A panel's sums of one token to their place in y; the last panel may be wider than what is left. */
@@ -29,6 +33,20 @@ static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t
                                                  const float *sums) {
     int64_t n = panel * PANEL, left = a->outputs - n < PANEL ? a->outputs - n : PANEL;
     float *y = a->y + token * a->outputs + n;
+    if (left == PANEL) {
+        vec low = *(const vec *)sums, high = *(const vec *)(sums + WIDTH);
+        if (a->bias) {
+            low += *(const vec *)(a->bias + n);
+            high += *(const vec *)(a->bias + n + WIDTH);
+        }
+        if (a->accumulate) {
+            low = *(const vec *)y + low;
+            high = *(const vec *)(y + WIDTH) + high;
+        }
+        *(vec *)y = low;
+        *(vec *)(y + WIDTH) = high;
+        return;
+    }
     for (int64_t j = 0; j < left; j++) {
         float sum = a->bias ? sums[j] + a->bias[n + j] : sums[j];
         y[j] = a->accumulate ? y[j] + sum : sum;
@@ -44,6 +62,11 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
     vec sums[MAX_TOKENS][8], weights[8];
     UNROLL for (int i = 0; i < tokens; i++) {
         UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] = (vec){0};
+    }
+    UNROLL for (int i = 0; i < tokens; i++) { /* the sums' places, which are far apart */
+        UNROLL for (int j = 0; j < panels; j++) {
+            __builtin_prefetch(a->y + (token + i) * a->outputs + (panel + j * step) * PANEL, 1);
+        }
     }
     for (int64_t k = 0; k < a->inputs; k++, w += PANEL * size) {
         UNROLL for (int j = 0; j < panels; j++) {
@@ -144,7 +167,6 @@ static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t l
 #undef JOIN_
 #undef JOIN
 #undef vec
-#undef bfloats
 #undef words
 #undef load_weights
 #undef store_sums
