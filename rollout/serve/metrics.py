@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from rollout.engine.reports import EngineStats
+from rollout.engine.reports import HISTOGRAMS, NUM_AGES, EngineStats
 from rollout.serve.state import STATE, Route, ServerState
 from rollout.telemetry import SchedulerCounts
 
@@ -58,7 +58,19 @@ class _Present(Collector):
                 states = GaugeMetricFamily(name, "1 for the state of the fleet", labels=["state"])
                 states.add_metric([value.name], 1.0)
                 yield states
+            elif field.name in HISTOGRAMS:
+                yield _by_age(name, value)
             elif field.name in _GAUGES:
                 yield GaugeMetricFamily(name, "Of all engines, as of now", value=value)
             else:
                 yield CounterMetricFamily(name, "Of all engines, since their start", value=value)
+
+
+def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
+    """Return generated tokens of requests that have ended by their age in versions; the last number
+    is of all that are older."""
+    ages = [*map(str, range(NUM_AGES - 1)), f"{NUM_AGES - 1}+"]
+    family = CounterMetricFamily(name, "Tokens by their age in versions", labels=["versions"])
+    for age, number in zip(ages, num_tokens, strict=True):
+        family.add_metric([age], number)
+    return family

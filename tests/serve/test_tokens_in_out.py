@@ -86,6 +86,7 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
     served.post(PATH, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}})
     assert value(name) == before[0] + 1
     assert value("rollout_engine_num_sampled_tokens_total ") == before[1] + 5
+    assert value('rollout_engine_policy_staleness_total{versions="0"} ') >= 5
     assert value("rollout_samples_running ") == 0
     assert value('rollout_engine_state{state="RUNNING"} ') == 1
 
