@@ -145,20 +145,19 @@ def _draw_row(axis: Any, row: Sequence[Comparison], peers: Sequence[str]) -> Non
         for name, result in comparison.workloads.items()
     ]
     width = 0.8 / len(peers)
-    for place, peer in enumerate(peers):
-        for spot, (_, clock, result) in enumerate(spots):
+    for spot, (_, clock, result) in enumerate(spots):
+        for place, peer in enumerate(result.peers):
             ratios = result.ratios_to(peer, clock)
-            if not ratios:
-                continue
             middle = statistics.median(ratios)
             axis.bar(
-                spot + (place - len(peers) / 2 + 0.5) * width,
+                spot + (place - (len(result.peers) - 1) / 2) * width,
                 middle,
                 width,
                 yerr=[[middle - min(ratios)], [max(ratios) - middle]],
                 ecolor="gray",
-                color=f"C{place}",
+                color=f"C{peers.index(peer)}",
             )
+    axis.set_xlim(-0.6, len(spots) - 0.4)
     axis.set_xticks(range(len(spots)), [title for title, _, _ in spots])
     axis.axhline(1, color="black", linewidth=0.8)
     axis.grid(axis="y", alpha=0.3)

@@ -56,10 +56,16 @@ class WorkloadResult:
         return statistics.median(self.num_counted / seconds[name][clock] for seconds in rounds)
 
     def updated(self, newer: WorkloadResult) -> WorkloadResult:
-        """Groups of `newer` replace those that have one of their peers."""
-        played_again = set(newer.peers)
-        kept = [group for group in self.groups if played_again.isdisjoint(group[0])]
-        return replace(newer, groups=[*kept, *newer.groups])
+        """With the rounds of `newer` in place of those that its peers have here."""
+        kept: list[list[Seconds]] = []
+        for group in self.groups:
+            others = [_without(seconds, newer.peers) for seconds in group]
+            kept.append([seconds for seconds in others if len(seconds) > 1])
+        return replace(newer, groups=[*filter(None, kept), *newer.groups])
+
+
+def _without(seconds: Seconds, names: Sequence[str]) -> Seconds:
+    return {name: each for name, each in seconds.items() if name not in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

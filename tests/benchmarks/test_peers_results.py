@@ -86,6 +86,16 @@ def test_later_run_replaces_the_rounds_of_its_peers_only() -> None:
     assert one.date == "2026-01-02"
 
 
+def test_later_run_of_one_peer_leaves_those_that_were_in_memory_beside_it() -> None:
+    together = [taken(rollout=1, quick=2, slow=4), taken(rollout=1, quick=2)]
+    before, after = workload(together), workload([taken(rollout=1, quick=5)])
+    (one,) = merged([comparison(W1=before)], [comparison(W1=after)])
+    result = one.workloads["W1"]
+    assert result.ratios_to("slow", "cpu") == [4]
+    assert result.ratios_to("quick", "cpu") == [5]
+    assert result.groups == [[taken(rollout=1, slow=4)], [taken(rollout=1, quick=5)]]
+
+
 def test_comparisons_of_other_models_and_threads_stay_apart() -> None:
     result = workload([taken(rollout=1, quick=2)])
     large, small = comparison("large", W1=result), comparison(W1=result)
