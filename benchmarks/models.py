@@ -35,7 +35,7 @@ SMALL = ModelSpec(
     max_position_embeddings=512,
     tie_word_embeddings=True,
 )
-# Qwen2.5-0.5B's.
+# The shape of Qwen2.5-0.5B, with fewer positions.
 QWEN_05B = ModelSpec(
     family="qwen2",
     vocab_size=151_936,

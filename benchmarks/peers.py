@@ -255,11 +255,13 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Compa
 def estimate_table(arguments: argparse.Namespace) -> Table:
     """Lines and their minutes."""
     table = Table("model, dtype, threads", "workloads", "minutes, about")
-    minutes = [line.total_seconds(arguments.rounds) / 60 for line in lines(arguments)]
-    for line, each in zip(lines(arguments), minutes, strict=True):
+    total = 0.0
+    for line in lines(arguments):
         names = " ".join(contest.name for contest in line.contests)
-        table.add_row(line.name, names, f"{each:.0f}")
-    table.add_row("all", "", f"{sum(minutes):.0f}")
+        minutes = line.total_seconds(arguments.rounds) / 60
+        table.add_row(line.name, names, f"{minutes:.0f}")
+        total += minutes
+    table.add_row("all", "", f"{total:.0f}")
     return table
 
 

@@ -46,7 +46,7 @@ def _require_instructions(precision: str) -> None:
 
 
 class OpenVino:
-    """Reads OpenVINO's own form of a model, in float32 or with weights of int8."""
+    """Reads OpenVINO's own form of a model, in float32, bfloat16 or with weights of int8."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         _require_instructions(precision)

@@ -68,7 +68,7 @@ class Contest:
     def chosen(self, num_rows: int) -> dict[str, str]:
         """What the engine takes, by shape."""
         bucket = bucket_of(num_rows)
-        return {label(la.weight): la.handle.products[bucket].name for la in self._layers}
+        return {label(layer.weight): layer.handle.products[bucket].name for layer in self._layers}
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
         spent: dict[str, float] = {}

@@ -156,6 +156,14 @@ def committing_amid_a_step() -> tuple[FakeFleet, FakeClient, list[FakeEngine], U
     return fleet, client, engines, update
 
 
+def assert_rank_0_is_removed(fleet: FakeFleet, client: FakeClient, update: UpdateWeights) -> None:
+    fleet.run()
+    assert list(fleet.core.ranks()) == [1]
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == [0]
+
+
 def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> None:
     fleet, client, engines, update = committing_amid_a_step()
     step_s = LIMITS.progress_deadline_s - 2
@@ -176,11 +184,7 @@ def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> N
 def test_an_engine_that_makes_no_step_for_the_progress_deadline_is_removed_amid_a_commit() -> None:
     fleet, client, _, update = committing_amid_a_step()
     fleet.pass_time(LIMITS.progress_deadline_s + 2)
-    fleet.run()
-    assert list(fleet.core.ranks()) == [1]
-    answer = client.answer(update)
-    assert isinstance(answer, Ack)
-    assert answer.result["lost_ranks"] == [0]
+    assert_rank_0_is_removed(fleet, client, update)
 
 
 def test_asking_for_stats_does_not_prolong_a_commit_that_hangs() -> None:
@@ -189,11 +193,7 @@ def test_asking_for_stats_does_not_prolong_a_commit_that_hangs() -> None:
         fleet.send(client, client.command(Headers.STATS, deadline_s=0.5))
         fleet.run(client)
         fleet.pass_time(1)
-    fleet.run()
-    assert list(fleet.core.ranks()) == [1]
-    answer = client.answer(update)
-    assert isinstance(answer, Ack)
-    assert answer.result["lost_ranks"] == [0]
+    assert_rank_0_is_removed(fleet, client, update)
 
 
 def test_an_engine_that_steps_on_but_never_commits_is_removed() -> None:
@@ -201,11 +201,7 @@ def test_an_engine_that_steps_on_but_never_commits_is_removed() -> None:
     for _ in range(2 * int(LIMITS.progress_deadline_s) + 4):
         engines[0].num_steps += 1
         fleet.pass_time(1)
-    fleet.run()
-    assert list(fleet.core.ranks()) == [1]
-    answer = client.answer(update)
-    assert isinstance(answer, Ack)
-    assert answer.result["lost_ranks"] == [0]
+    assert_rank_0_is_removed(fleet, client, update)
 
 
 def test_votes_with_different_checksums_roll_all_back() -> None:
