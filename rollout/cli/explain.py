@@ -100,7 +100,7 @@ def _blocks(build: EngineBuild) -> Iterator[Fact]:
     why = "the device's default" if config.block_size_tokens is None else "as given"
     yield Fact(name="block_size_tokens", value=sizes.block_size, why=why)
     yield Fact(name="num_blocks", value=sizes.num_blocks, why=_why_blocks(build))
-    per_sequence = -(-sizes.max_sequence_length // sizes.block_size)
+    per_sequence = sizes.max_blocks_per_row
     yield Fact(
         name="full sequences at once",
         value=sizes.num_blocks // per_sequence,
@@ -114,7 +114,7 @@ def _why_blocks(build: EngineBuild) -> str:
     config, sizes = build.config, build.sizes
     if config.buffer_size_gb is not None:
         return f"what buffer_size_gb={config.buffer_size_gb} holds"
-    per_sequence = -(-sizes.max_sequence_length // sizes.block_size)
+    per_sequence = sizes.max_blocks_per_row
     if sizes.num_blocks % per_sequence == 0 and sizes.num_rows * per_sequence == sizes.num_blocks:
         return f"what {sizes.num_rows} full sequences need"
     share = f"{DEFAULT_MEMORY_FRACTION:.0%} of {_gib(build.backend.memory_bytes)}"

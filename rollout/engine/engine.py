@@ -206,7 +206,7 @@ class Engine:
         EngineStateError outside RUNNING, and the error of a forward pass if the device fails
         without any request, too. The next step returns the records that an error held back.
         """
-        # What is called here raises: the conditions stand outside, for they hold at every step.
+        # Both are tested here first: a call that nearly always finds nothing costs time each step.
         if self._machine.state is not EngineState.RUNNING:
             self._machine.require(EngineState.RUNNING, to="step")
         if not self._weights.has_values:

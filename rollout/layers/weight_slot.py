@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.backends.base import Ops, RepackedWeight
+from rollout.backends.base import RepackedWeight
 
 
 class WeightSlot(Protocol):
@@ -31,10 +31,6 @@ class WeightSlot(Protocol):
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         """Replace the rows from `first_row` on, which is in place; `values` are cast."""
-        ...
-
-    def fingerprint(self, ops: Ops) -> Tensor:
-        """Return `ops.fingerprint` of the values."""
         ...
 
 
@@ -71,12 +67,10 @@ class TensorSlot:
         return self._tensor
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
-        is_whole = values.shape == self._tensor.shape
-        rows = slice(None) if is_whole else slice(first_row, first_row + len(values))
-        self._tensor[rows if self._tensor.dim() else ...].copy_(values)
-
-    def fingerprint(self, ops: Ops) -> Tensor:
-        return ops.fingerprint(self._tensor, self._tensor.dtype)
+        place = self._tensor
+        if values.shape != place.shape:
+            place = place[first_row : first_row + len(values)]
+        place.copy_(values)
 
 
 class RepackedSlot:
@@ -104,6 +98,3 @@ class RepackedSlot:
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         self._repacked.write(values, self._start + first_row)
-
-    def fingerprint(self, ops: Ops) -> Tensor:
-        return ops.fingerprint(self.read(), self.dtype)

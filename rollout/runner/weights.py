@@ -151,7 +151,9 @@ class ServedWeights:
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         slots = self._model.weight_slots()
-        return checksum_of(_fetch({n: slot.fingerprint(self._ops) for n, slot in slots.items()}))
+        # One weight at a time: what a slot reads may be a copy.
+        queued = {n: self._ops.fingerprint(slot.read(), slot.dtype) for n, slot in slots.items()}
+        return checksum_of(_fetch(queued))
 
     def data_ptrs(self) -> dict[str, int]:
         """Return the address of each weight by its Hugging Face name."""
@@ -298,6 +300,7 @@ class ServedWeights:
         if self.has_values:
             self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
         self.is_resident = False
+        # Since `__init__` weights may have been repacked, which changes their shapes.
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
         self._model.release_packed()
         for parameter in self._model.parameters():

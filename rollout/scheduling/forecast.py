@@ -54,7 +54,7 @@ class OutputLengthEstimator:
 
     @property
     def has_stops(self) -> bool:
-        """Whether an output has stopped by itself; before that all are expected at their limits."""
+        """Whether an output has stopped by itself."""
         self._cumulative_hazard()
         return self._tail_hazard > 0
 

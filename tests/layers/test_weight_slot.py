@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.native_weight import NativeWeight
 from rollout.layers.linear import Linear
 from rollout.layers.weight_slot import RepackedSlot, TensorSlot, WeightSlot
@@ -103,14 +102,6 @@ def test_rows_are_written_where_they_belong(form: Form, dtype: torch.dtype) -> N
         case.slot.write(values[first:end], first)
     assert torch.equal(case.slot.read(), values.to(dtype))
     assert not any(neighbour.any() for neighbour in case.neighbours())
-
-
-@all_forms
-@all_dtypes
-def test_its_fingerprint_is_that_of_its_values(form: Form, dtype: torch.dtype) -> None:
-    case, values, ops = form(dtype), randn(ROWS, INPUTS), ReferenceOps()
-    case.slot.write(values)
-    assert torch.equal(case.slot.fingerprint(ops), ops.fingerprint(values, dtype))
 
 
 @all_forms

@@ -45,13 +45,6 @@ INLINE void weigh(float *scores, int64_t seen, int64_t width, struct softmax *so
     softmax->total = total;
 }
 
-/* The widest vectors that this processor has, unless others are asked for. */
-#ifdef __AVX512F__
-#define CHOOSE_WIDTH(lanes, function) ((lanes) == 8 ? function##_8 : function##_16)
-#else
-#define CHOOSE_WIDTH(lanes, function) ((void)(lanes), function##_8)
-#endif
-
 /* Query heads of one token and KV head, scaled, with nothing summed yet. */
 INLINE void begin_queries(const struct attention *a, const struct queries *queries, int64_t i,
                           int64_t count, int64_t token, int64_t head) {

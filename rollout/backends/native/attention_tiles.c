@@ -23,9 +23,17 @@ INLINE int64_t visible(const struct queries *queries, int64_t i, const struct ti
 #undef WIDTH
 #endif
 
+/* With the widest vectors that this processor has, unless others are asked for. */
 void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, int64_t last,
                  const struct tile *tile, int64_t dim, struct ahead *ahead) {
-    CHOOSE_WIDTH(lanes, attend_tile)(queries, first, last, tile, dim, ahead);
+#ifdef __AVX512F__
+    if (lanes != 8) {
+        attend_tile_16(queries, first, last, tile, dim, ahead);
+        return;
+    }
+#endif
+    (void)lanes; /* read with AVX-512 only */
+    attend_tile_8(queries, first, last, tile, dim, ahead);
 }
 
 /* Eight rows of eight floats become columns, `stride` apart. */

@@ -71,7 +71,7 @@ def _build(compiler: str) -> tuple[Path, bool]:
 
 
 def _compile(command: list[str]) -> None:
-    """With OpenMP, or, where the compiler has none, for one thread in `decoder.c`."""
+    """With OpenMP, or for one thread in `decoder.c` and `exchange` where the compiler has none."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMPILE_TIMEOUT_S}
     if subprocess.run([*command, "-fopenmp"], **options).returncode:
         subprocess.run(command, check=True, **options)

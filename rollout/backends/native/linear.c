@@ -86,6 +86,7 @@ EXPORT void unpack_weights(char *panels, char *w, int64_t outputs, int64_t input
 
 /* Exchange two arrays of `bytes`, and count it: whoever interrupts Python can tell whether it was done. */
 EXPORT void exchange(char *a, char *b, int64_t bytes, int64_t threads, int64_t *times) {
+    (void)threads; /* read with OpenMP only */
     const int64_t vectors = bytes / (int64_t)sizeof(v8f);
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(threads) if (threads > 1)

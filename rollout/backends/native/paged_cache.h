@@ -55,7 +55,7 @@ INLINE const char *token_at(const struct attention *a, int64_t row, int64_t posi
 
 /* Where the tokens [start, start + count) of a row lie. */
 static inline void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
-                        const char **tokens) {
+                               const char **tokens) {
     const int64_t token_bytes = 2 * a->kv_heads * a->dim * size_of(a->cache_type);
     int64_t offset = start % a->block_size;
     for (int64_t i = 0; i < count; offset = 0) {
@@ -64,8 +64,8 @@ static inline void find_tokens(const struct attention *a, int64_t row, int64_t s
     }
 }
 
-/* One of `parts` parts of the decode rows [first, last), and of the other rows: for threads. */
 void write_tokens(const struct attention *a);
+/* One of `parts` parts of the decode rows [first, last), and of the other rows: for threads. */
 void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part, int64_t parts);
 void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last, int64_t part,
                          int64_t parts);

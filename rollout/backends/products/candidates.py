@@ -22,7 +22,6 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the 
 
 _PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
 _PROBED_ROWS = (1, 3, 64, 129)
-_MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def bucket_of(num_rows: int) -> int:
@@ -213,7 +212,8 @@ class NativeProduct(Product):
         if x_TK.stride(1) != 1:
             x_TK = x_TK.contiguous()
         num_tokens, num_inputs = x_TK.shape
-        panels_PKW, num_outputs = handle.packed.panels_PKW, handle.packed.num_outputs
+        packed: NativeWeight = handle.packed
+        panels_PKW, num_outputs = packed.panels_PKW, packed.num_outputs
         bias_N = None if handle.bias_N is None else handle.bias_N.float()
         y_TN = torch.empty(num_tokens, num_outputs, dtype=torch.float32)
         args = LinearArgs(
@@ -226,8 +226,7 @@ class NativeProduct(Product):
         def work(first: int, last: int) -> None:
             self._kernels.linear(addressof(args), first, last)
 
-        num_panels, _, width = panels_PKW.shape
-        self._kernels.split(num_panels, work, _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1)
+        self._kernels.split(len(panels_PKW), work, packed.min_panels_per_thread)
         return y_TN.to(panels_PKW.dtype)
 
 

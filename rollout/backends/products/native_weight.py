@@ -26,13 +26,18 @@ class NativeWeight:
     implements `RepackedWeight`.
     """
 
-    __slots__ = ("_kernels", "_num_exchanges", "num_outputs", "panels_PKW", "sizes_PKW")
+    __slots__ = (
+        *("_kernels", "_num_exchanges", "min_panels_per_thread", "num_outputs", "panels_PKW"),
+        "sizes_PKW",
+    )
 
     def __init__(self, kernels: Kernels, panels_PKW: Tensor, num_outputs: int) -> None:
         self._kernels = kernels
         self._num_exchanges = c_int64(0)
         self.panels_PKW, self.num_outputs = panels_PKW, num_outputs
         self.sizes_PKW = tuple(panels_PKW.shape)  # known while the memory is released, too
+        _, num_inputs, width = self.sizes_PKW
+        self.min_panels_per_thread = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
 
     @classmethod
     def copy_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
@@ -140,5 +145,4 @@ class NativeWeight:
         def work(first: int, last: int) -> None:
             function(*addresses, *shape, first, last)
 
-        smallest = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
-        self._kernels.split(-(-len(rows_RK) // width), work, smallest)
+        self._kernels.split(-(-len(rows_RK) // width), work, self.min_panels_per_thread)
