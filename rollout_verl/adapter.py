@@ -62,14 +62,21 @@ class ServerAdapter(BaseRollout):
             raise ConfigError(f"wire_format={wire_format!r} is not supported; use 'named_tensors'")
         if peft_config is not None and base_sync_done:
             raise ConfigError("adapters are not supported; merge them (model.lora.merge=True)")
-        if not self.is_leader_rank:  # gathering is a collective of all ranks
-            async for _ in _as_async(weights):
+        pairs = _as_async(weights)
+        try:
+            if self.is_leader_rank:
+                await self._send(pairs, global_steps)
+        finally:
+            async for _ in pairs:  # gathering is a collective: no rank leaves it early
                 pass
-            return
+
+    async def _send(
+        self, pairs: AsyncIterator[tuple[str, Tensor]], global_steps: int | None
+    ) -> None:
         bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         with weight_directory() as directory:
             files = WeightFiles(directory, bucket_bytes)
-            async for name, tensor in _as_async(weights):
+            async for name, tensor in pairs:
                 files.add(name, tensor)
             files.finish()
             await self._handle.update_weights.remote(str(directory), global_steps)

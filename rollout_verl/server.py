@@ -10,11 +10,10 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from rollout import AsyncLLM, DynamicInferenceRequest, EngineState, InvalidRequestError, ServeConfig
+from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
 from rollout.models.checkpoint import Checkpoint
 from rollout_verl.settings import engine_fields, sampling_params_of
-
-_OWNERS = ("kv_cache", "weights")
 
 
 class EngineServer:
@@ -141,20 +140,20 @@ class EngineServer:
         """
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
-            await self._suspend(_OWNERS, discard_weights=discards)
+            await self._suspend(OWNERS, discard_weights=discards)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Restore the memory of `tags` ("weights", "kv_cache"), None: all."""
         if self._mode is not RolloutMode.STANDALONE:
-            await self._restore(tags or _OWNERS)
+            await self._restore(tags or OWNERS)
 
     async def release_kv_cache(self) -> None:
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
-            await self._suspend(("kv_cache",))
+            await self._suspend((KV_CACHE,))
 
     async def resume_kv_cache(self) -> None:
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
-            await self._restore(("kv_cache",))
+            await self._restore((KV_CACHE,))
 
     async def clear_kv_cache(self) -> None:
         """Nothing needs to be cleared: cached prefixes serve the weights that wrote them only."""

@@ -7,16 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console
 
 from rollout.apis.llm import LLM
+from rollout.cli.bench_load import BenchLoad
 from rollout.cli.bench_serving import ServingLoad, measure_serving
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm
 from rollout.cli.prompt_files import error_of
-from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings, require
+from rollout.cli.settings import Parser, fields_of, read_settings, require
 from rollout.config import CONFIG_HINTS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -35,13 +36,17 @@ bench serving:
   api_key=KEY           sent as a bearer token
   model=NAME            (the first one that the server lists)
 """
-_LOAD_KINDS: Kinds = {
-    "num_prompts": int,
-    "prompt_tokens": int,
-    "num_tokens": int,
-    "max_token_id": int,
-    "n": int,
-}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineLoad(BenchLoad):
+    """n: samples of each prompt."""
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        BenchLoad.__post_init__(self)
+        self._check_counts("n")
 
 
 def run(words: Sequence[str]) -> int:
@@ -51,12 +56,12 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("bench", "Measure offline throughput, or `bench serving` that of a server.")
     parser.epilog = f"{MODEL_HELP}{_LOAD_HELP}{_SERVING_HELP}"
     given = parser.parse(words)
-    load, of_llm = read_settings(given.settings, _LOAD_KINDS, llm_kinds(), hints=CONFIG_HINTS)
-    for name, value in load.items():
-        if value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+    values, of_llm = read_settings(
+        given.settings, fields_of(OfflineLoad), llm_kinds(), hints=CONFIG_HINTS
+    )
+    load = OfflineLoad(**values)
     with make_llm(of_llm) as llm:
-        summary = _measure(llm, knows_cpu_time=not is_fleet(of_llm), **load)
+        summary = _measure(llm, load, knows_cpu_time=not is_fleet(of_llm))
     _show(summary, f"offline, {of_llm['model']}", is_json=given.json)
     return 1 if summary.num_failed else 0
 
@@ -73,25 +78,16 @@ def _run_serving(words: Sequence[str]) -> int:
     return 1 if summary.num_failed else 0
 
 
-def _measure(
-    llm: LLM,
-    *,
-    knows_cpu_time: bool,
-    num_prompts: int = 64,
-    prompt_tokens: int = 128,
-    num_tokens: int = 128,
-    max_token_id: int = 100,
-    n: int = 1,
-) -> Summary:
+def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
     """Run all prompts at once, after one short request that warms the engine up.
 
     The engines of a fleet work in other processes, whose CPU time is not known here.
     """
-    prompts = np.random.default_rng(0).integers(1, max_token_id + 1, (num_prompts, prompt_tokens))
-    params = SamplingParams(num_tokens_to_generate=num_tokens, ignore_eos=True)
-    llm.generate(prompts[0, :1].tolist(), SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
+    prompts = load.prompts()
+    params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
+    llm.generate(prompts[0][:1], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
     start, cpu_start = time.perf_counter(), time.process_time()
-    requests = llm.generate([prompt.tolist() for prompt in prompts], params, n)
+    requests = llm.generate(prompts, params, load.n)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     assert isinstance(requests, list)
     done = [request for request in requests if request.succeeded()]

@@ -11,13 +11,15 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from rollout.cli.bench_load import BenchLoad
+from rollout.cli.http_faults import named_http_faults
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.settings import UsageError
 from rollout.errors import RolloutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingLoad:
+class ServingLoad(BenchLoad):
     """The requests of a run. Raises UsageError.
 
     rate: requests that are started per second, at random times; None starts one whenever another
@@ -27,18 +29,13 @@ class ServingLoad:
     url: str
     model: str | None = None
     api_key: str | None = None
-    num_prompts: int = 64
-    prompt_tokens: int = 128
-    num_tokens: int = 128
-    max_token_id: int = 100
     concurrency: int = 32
     rate: float | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "prompt_tokens", "num_tokens", "max_token_id", "concurrency"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+        BenchLoad.__post_init__(self)
+        self._check_counts("concurrency")
         if self.rate is not None and not self.rate > 0:
             raise UsageError(f"rate={self.rate} must be above 0, or none")
         if not self.url.startswith(("http://", "https://")):
@@ -48,8 +45,7 @@ class ServingLoad:
 async def measure_serving(load: ServingLoad) -> Summary:
     """Send all requests and wait for the last. A request that fails is counted, not raised.
 
-    Raises OSError (aiohttp's ClientError) if the server cannot be reached, and RolloutError if it
-    lists no model.
+    Raises OSError if the server cannot be reached, RolloutError if it does not list a model.
     """
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
@@ -59,10 +55,9 @@ async def measure_serving(load: ServingLoad) -> Summary:
         timeout=aiohttp.ClientTimeout(total=load.timeout_s),
         read_bufsize=2**22,  # a line of a stream must fit
     ) as session:
-        model = load.model or await _first_model(session)
-        prompts = np.random.default_rng(0).integers(
-            1, load.max_token_id + 1, (load.num_prompts, load.prompt_tokens)
-        )
+        with named_http_faults(load.url):
+            model = load.model or await _first_model(session)
+        prompts = load.prompts()
         gaps_s = np.random.default_rng(1).exponential(1 / (load.rate or 1.0), load.num_prompts)
         places = asyncio.Semaphore(load.concurrency)
 
@@ -73,7 +68,7 @@ async def measure_serving(load: ServingLoad) -> Summary:
         start = time.perf_counter()
         tasks = []
         for prompt, gap_s in zip(prompts, gaps_s, strict=True):
-            tasks.append(asyncio.ensure_future(one(prompt.tolist())))
+            tasks.append(asyncio.ensure_future(one(prompt)))
             if load.rate is not None:
                 await asyncio.sleep(gap_s)
         ended = await asyncio.gather(*tasks)

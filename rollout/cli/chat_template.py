@@ -1,37 +1,34 @@
-"""Messages as the text of a prompt, by the chat template of a model's tokenizer."""
+"""Messages as the text of a prompt, by the chat template that a server would take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from rollout.cli.settings import UsageError
+from rollout.serve.errors import ApiError
+from rollout.serve.openai.chat_template import ChatTemplate, load_template
 
 
 def chat_template_of(directory: str) -> Callable[[list[Any]], str]:
     """Return a function that turns messages into the text that asks for the next answer.
 
-    It loads the tokenizer when it is first called. Raises UsageError without transformers or
-    without a template.
+    It reads the template when it is first called. Raises UsageError for a directory without a
+    template and for messages that it refuses, ConfigError for a template that cannot be read.
     """
-    loaded: list[Any] = []
+
+    @cache
+    def template() -> ChatTemplate:
+        found = load_template(directory, None)
+        if found is None:
+            raise UsageError(f"{directory} has no chat template; give prompts instead of messages")
+        return found
 
     def apply(messages: list[Any]) -> str:
-        if not loaded:
-            loaded.append(_load(directory))
-        return str(
-            loaded[0].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        try:
+            return template().render(messages)
+        except ApiError as error:
+            raise UsageError(str(error)) from error
 
     return apply
-
-
-def _load(directory: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UsageError("messages need transformers: pip install 'rollout-engine[hf]'") from error
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    if tokenizer.chat_template is None:
-        raise UsageError(f"the tokenizer of {directory} has no chat template; give prompts instead")
-    return tokenizer

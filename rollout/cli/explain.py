@@ -14,7 +14,12 @@ from rich.table import Table
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
-from rollout.engine.build import DEFAULT_MEMORY_FRACTION, EngineBuild
+from rollout.engine.build import (
+    DEFAULT_BUFFER_GB,
+    DEFAULT_MEMORY_FRACTION,
+    EngineBuild,
+    longest_sequence,
+)
 from rollout.kv.layout import bytes_per_block
 
 
@@ -64,17 +69,17 @@ def explain(build: EngineBuild) -> dict[str, list[Fact]]:
 def products_of(build: EngineBuild) -> list[str]:
     """Return the lines of the table of products that are about this model's weights."""
     heading, *lines = build.backend.ops.explain().splitlines() or [""]
-    handles = [layer.handle for layer in build.model.linear_layers().values()]
-    # Weights that lie in panels have one product; nothing was chosen for them.
-    weights = [handle.weight_NK for handle in handles if handle.weight_NK.dim() == 2]
-    names = set(map(_weight_name, weights))
+    if not lines:
+        return []
+    names = {_weight_name(layer.handle) for layer in build.model.linear_layers().values()}
     found = [line for line in lines if " ".join(line.split()[:2]) in names]
     return [heading, *found] if found else []
 
 
-def _weight_name(weight_NK: torch.Tensor) -> str:
-    num_outputs, num_inputs = weight_NK.shape
-    return f"{num_outputs}x{num_inputs} {str(weight_NK.dtype).removeprefix('torch.')}"
+def _weight_name(handle: Any) -> str:
+    """Return how the table names the weight, whose own shape is another one once it is repacked."""
+    dtype = str(handle.weight_NK.dtype).removeprefix("torch.")
+    return f"{handle.num_outputs}x{handle.num_inputs} {dtype}"
 
 
 def _model(build: EngineBuild) -> Iterator[Fact]:
@@ -114,11 +119,10 @@ def _why_blocks(build: EngineBuild) -> str:
     config, sizes = build.config, build.sizes
     if config.buffer_size_gb is not None:
         return f"what buffer_size_gb={config.buffer_size_gb} holds"
-    per_sequence = sizes.max_blocks_per_row
-    if sizes.num_blocks % per_sequence == 0 and sizes.num_rows * per_sequence == sizes.num_blocks:
+    if sizes.num_rows * sizes.max_blocks_per_row == sizes.num_blocks:
         return f"what {sizes.num_rows} full sequences need"
     share = f"{DEFAULT_MEMORY_FRACTION:.0%} of {_gib(build.backend.memory_bytes)}"
-    return f"what a pool of 20 GiB holds, or one of {share} if less"
+    return f"what a pool of {DEFAULT_BUFFER_GB:g} GiB holds, or one of {share} if less"
 
 
 def _memory(build: EngineBuild) -> Iterator[Fact]:
@@ -134,7 +138,7 @@ def _memory(build: EngineBuild) -> Iterator[Fact]:
 
 def _limits(build: EngineBuild) -> Iterator[Fact]:
     config, sizes = build.config, build.sizes
-    longest = build.model.spec.max_position_embeddings
+    longest = longest_sequence(config, build.model.spec)
     if config.max_sequence_length is not None:
         why = "as given"
     elif sizes.max_sequence_length == longest:

@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
+from rollout import __version__
 from rollout.cli.settings import UsageError
 from rollout.errors import ConfigError, InvalidRequestError, RolloutError
 
@@ -50,7 +50,7 @@ def _run(words: list[str]) -> int:
         return 0 if words else USAGE
     name, *rest = words
     if name in ("-V", "--version"):
-        print(f"rollout {version('rollout-engine')}")
+        print(f"rollout {__version__}")
         return 0
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

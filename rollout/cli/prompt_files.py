@@ -70,6 +70,8 @@ def _of_json(text: str, number: int, apply_chat_template: Callable[[list[Any]], 
     key = given[0]
     prompt = row[key]
     if key == "messages":
+        if not (isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)):
+            raise UsageError(f"line {number}: messages must be a list of objects")
         prompt = apply_chat_template(prompt)
     elif not _is_prompt(prompt):
         raise UsageError(f"line {number}: {key} must be text or a list of token ids")

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.errors import RolloutError
@@ -45,7 +46,8 @@ def run(words: Sequence[str]) -> int:
         snapshots = of_server(targets[0], values.get("api_key"))
     else:
         snapshots = of_coordinator(targets[0], interval_s)
-    asyncio.run(_show(snapshots, count, is_json=given.json))
+    with named_http_faults(targets[0]):
+        asyncio.run(_show(snapshots, count, is_json=given.json))
     return 0
 
 

@@ -169,7 +169,7 @@ def _check_version(weights_version: int) -> None:
 
 
 def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> EngineSizes:
-    longest = _longest(config, model.spec)
+    longest = longest_sequence(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
     block_size, paused_gb = block_size_of(config), config.paused_buffer_size_gb or 0.0
@@ -201,7 +201,7 @@ def _sizes(config: InferenceConfig, backend: Backend, model: CausalLM) -> Engine
     )
 
 
-def _longest(config: InferenceConfig, spec: ModelSpec) -> int:
+def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
     """Return the config's longest sequence; without one, that of the model.
 
     Raises ConfigError for a length that the model cannot do.

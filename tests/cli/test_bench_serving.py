@@ -87,6 +87,29 @@ def test_what_the_server_refuses_is_told(
     assert "GET /v1/models answered 401" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["bench", "serving", "url={}"], ["top", "{}"]])
+def test_a_server_that_is_none_of_ours_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def page(request: web.Request) -> web.StreamResponse:
+        """HTML where JSON is wanted; of /events, a connection that ends before its stream does."""
+        if request.path != "/events":
+            return web.Response(text="<html>", content_type="text/html")
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", page)
+    with serving(app) as url:
+        assert main([word.format(url) for word in words]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"rollout: error: {url} did not answer")
+        assert told.count("\n") == 1
+
+
 def test_a_rate_spreads_the_starts(served: tuple[FakeServer, str]) -> None:
     load = ServingLoad(
         url=served[1], model="m", num_prompts=5, num_tokens=1, prompt_tokens=2, rate=100.0

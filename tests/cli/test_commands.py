@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import rollout
 from rollout import LLM, SamplingParams
+from rollout.cli.explain import products_of
 from rollout.cli.main import COMMANDS, main
 from tests.apis.fleets import directory
 
@@ -64,6 +69,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
     assert main([]) == 2
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rollout {rollout.__version__}\n"
 
 
 def test_the_module_runs_as_a_program() -> None:
@@ -124,6 +134,8 @@ def test_a_failed_request_has_its_error_and_the_exit_code_is_1(
     [
         (['{"prompt": [1]}', "oops"], "line 2 is no JSON"),
         (['{"question": 1}'], "line 1 must be an object with one of prompt,"),
+        (['{"messages": "hello"}'], "line 1: messages must be a list of objects"),
+        (['{"messages": [{"role": "user"}]}'], "has no chat template"),
         (['{"prompt": ["a"]}'], "line 1: prompt must be text or a list of token ids"),
         (["hello"], "text prompts need a tokenizer"),
     ],
@@ -200,3 +212,32 @@ def test_explain_says_what_is_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "KV blocks" in shown
     assert "as given" in shown
+
+
+def test_explain_knows_the_positions_that_a_rope_scaling_adds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(directory(), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    assert main(["explain", f"model={tmp_path}", *SMALL, "--json"]) == 0
+    (sections,) = lines_of(capsys.readouterr().out)
+    (fact,) = (each for each in sections["limits"] if each["name"] == "max_sequence_length")
+    assert (fact["value"], fact["why"]) == (1024, "the model's longest")
+
+
+def test_products_of_repacked_weights_are_shown() -> None:
+    def layer(num_outputs: int, num_inputs: int, *shape: int) -> SimpleNamespace:
+        handle = SimpleNamespace(
+            num_outputs=num_outputs, num_inputs=num_inputs, weight_NK=torch.empty(shape)
+        )
+        return SimpleNamespace(handle=handle)
+
+    layers = {"head": layer(21, 48, 21, 48), "qkv": layer(64, 48, 4, 48, 16)}
+    lines = ["weight rows product", "21x48 float32 1 a", "64x48 float32 1 b", "9x9 float32 1 c"]
+    build: Any = SimpleNamespace(
+        backend=SimpleNamespace(ops=SimpleNamespace(explain=lambda: "\n".join(lines))),
+        model=SimpleNamespace(linear_layers=lambda: layers),
+    )
+    assert products_of(build) == lines[:3]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollout import ConfigError, InvalidRequestError, SamplingParams
+from rollout.errors import WeightUpdateError
 from rollout.models.checkpoint import Checkpoint
 from tests.apis.fleets import directory, weights
 from tests.rollout_verl.fake_verl import RolloutMode, fake_verl, rollout_config
@@ -169,6 +170,23 @@ def test_the_leader_sends_all_tensors_and_other_ranks_gather(
     assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
     with pytest.raises(ConfigError, match="delta_flush"):
         asyncio.run(adapter.update_weights(pairs(), wire_format="delta_flush"))
+
+
+def test_a_leader_that_fails_gathers_on_with_the_other_ranks(
+    verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    adapter = import_module("rollout_verl.adapter").ServerAdapter(rollout_config(), None, None)
+    gathered = []
+
+    async def pairs() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "a", "b"):
+            gathered.append(name)
+            yield name, torch.zeros(2)
+
+    with pytest.raises(WeightUpdateError, match="'a' comes twice"):
+        asyncio.run(adapter.update_weights(pairs()))
+    assert gathered == ["a", "a", "b"]
 
 
 def test_the_self_check_says_what_is_missing(

@@ -151,7 +151,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
         raise ApiError(400, "a stream takes one rid and one set of sampling_params")
     return _Job(
         state=state,
-        is_list=is_batch or (each[0].n or 1) > 1,
+        is_list=is_batch or _n_of(each[0]) > 1,
         generations=[
             Generation(
                 state,

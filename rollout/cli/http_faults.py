@@ -1,0 +1,21 @@
+"""named_http_faults: what goes wrong on the way to a server, as errors that main reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+
+from rollout.errors import RolloutError
+
+
+@contextmanager
+def named_http_faults(url: str) -> Iterator[None]:
+    """Raise aiohttp's errors as RolloutError, but those that are OSErrors as they are."""
+    try:
+        yield
+    except aiohttp.ClientError as error:
+        if isinstance(error, OSError):
+            raise
+        raise RolloutError(f"{url} did not answer as a server does: {error}") from error
