@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from typing import Any
 
 from rollout.config import CONFIG_HINTS, InferenceConfig
-from rollout.coordinator.client.submission import Prompt
+from rollout.coordinator.client.submission import Prompt, params_of_sample
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.keyword_hints import hint_of
 from rollout.sampling_params import SamplingParams
-from rollout.step.seeds import mix_seed
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
@@ -64,7 +63,6 @@ def _per_sample(
 ) -> list[list[SamplingParams]]:
     """For each prompt its n samples' parameters, each with a seed of its own if one was given.
 
-    A sample's seed is mix(seed, prompt index, sample index), so no two samples share their noise.
     Raises InvalidRequestError if a list does not have one entry per prompt.
     """
     if n < 1:
@@ -79,15 +77,9 @@ def _per_sample(
                 "for all"
             )
     return [
-        [_with_seed(params, prompt_index, sample_index) for sample_index in range(n)]
+        [params_of_sample(params, prompt_index, sample_index) for sample_index in range(n)]
         for prompt_index, params in enumerate(each)
     ]
-
-
-def _with_seed(params: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
-    if params.seed is None:
-        return params
-    return dataclasses.replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
 
 
 def config_with(

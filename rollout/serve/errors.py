@@ -37,8 +37,8 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered by an HTTP status and a reason. type: as OpenAI names it; None
-    takes that of the status. param: the field at fault. retry_after_s: of a Retry-After header.
+    """A request that is answered by an HTTP status and a reason. param: the field at fault.
+    retry_after_s: of a Retry-After header. `type` is as OpenAI names it.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        self.type = type or _TYPES.get(status, "BadRequestError" if status < 500 else _TYPES[500])
+        self.type = _TYPES.get(status, "BadRequestError" if status < 500 else _TYPES[500])
         self.retry_after_s = retry_after_s
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
 
 from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.client.submission import params_of_sample
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
-from rollout.step.seeds import mix_seed
 
 # Runs of tokens that wait for a slow reader of several streams.
 _MAX_RUNS_WAITING = 64
@@ -50,7 +49,7 @@ class Generation:
             )
         self._state, self._name, self._priority = state, name, priority
         self._groups = [
-            (prompt, [_seeded(params, index, sample) for sample in range(n)])
+            (prompt, [params_of_sample(params, index, sample) for sample in range(n)])
             for index, prompt in enumerate(prompts)
         ]
         self._samples = [(prompt, own) for prompt, each in self._groups for own in each]
@@ -110,22 +109,16 @@ class Generation:
         """Return the finished request. Raises its error, unless it was aborted."""
         error = future.exception()
         if isinstance(error, RolloutError) and not isinstance(error, RequestAbortedError):
-            raise _told(error)
+            raise _worded_for_clients(error)
         request = self._state.llm.request_of(future, *self._samples[index])
         if isinstance(error, RequestAbortedError):
             request.finish_reason = "abort"  # before it was in an engine
         elif request.finish_reason == "error":
-            raise _told(_error_of(request))
+            raise _worded_for_clients(_error_of(request))
         return request
 
 
-def _seeded(params: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
-    if params.seed is None:
-        return params
-    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
-
-
-def _told(error: RolloutError) -> Exception:
+def _worded_for_clients(error: RolloutError) -> Exception:
     """Return the error with the words that clients look for in one of its kind."""
     if isinstance(error, MaxSequenceLengthOverflowError):
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")

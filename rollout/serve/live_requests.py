@@ -17,7 +17,7 @@ class LiveRequests:
         self,
         abort_sample: Callable[[int], None],
         *,
-        on_end: Callable[[Sequence[RequestFuture]], None] = lambda samples: None,
+        on_end: Callable[[Sequence[RequestFuture]], None],
     ) -> None:
         self._abort_sample, self._on_end = abort_sample, on_end
         self._samples: dict[int, tuple[str, Sequence[RequestFuture]]] = {}

@@ -25,8 +25,7 @@ from rollout.serve.token_texts import TokenTexts
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
-    and output. template: of chats, None without
-    one.
+    and output. template: of chats, None without one.
     """
 
     llm: ServedLLM

@@ -95,6 +95,13 @@ def test_an_echo_scores_the_prompt(served: Served, in_process: LLM) -> None:
         assert answer["usage"]["completion_tokens"] == max_tokens
 
 
+def test_a_streamed_echo_alone_counts_no_generated_tokens(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "stream": True}
+    _, usage = served.completed(PATH, body | {"stream_options": {"include_usage": True}})
+    assert usage["prompt_tokens"] == usage["total_tokens"] == len(PROMPT)
+    assert usage["completion_tokens"] == 0
+
+
 def test_prompt_logprobs_are_by_id_with_ranks(served: Served, in_process: LLM) -> None:
     (expected,) = in_order(
         in_process, PROMPT, num_tokens_to_generate=1, skip_prompt_log_probs=False

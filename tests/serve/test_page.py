@@ -134,9 +134,11 @@ class CountingFleet:
 
     def __init__(self) -> None:
         self.client, self.num_asked = self, 0
+        self.answer_delay_s = 0.0
 
     async def engine_stats(self) -> Any:
         self.num_asked += 1
+        await asyncio.sleep(self.answer_delay_s)
         return {"state": "RUNNING", "weights_version": 0, "ranks": {}}
 
 
@@ -164,6 +166,24 @@ def test_the_engines_are_asked_only_while_somebody_watches(monkeypatch: pytest.M
         await asyncio.sleep(0.01)
         counters.close()
         await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(run())
+
+
+def test_a_watcher_that_is_slow_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "INTERVAL_S", 0.005)
+    fleet = CountingFleet()
+
+    async def run() -> None:
+        counters = FleetFeed(fleet)  # type: ignore[arg-type]
+        async with aclosing(counters.snapshots()) as snapshots:
+            await anext(snapshots)
+            fleet.answer_delay_s = 0.02
+            await asyncio.sleep(0.015)
+            counters.close()  # while the engines are asked
+            await asyncio.sleep(0.05)
+            with pytest.raises(StopAsyncIteration):
+                await asyncio.wait_for(anext(snapshots), 5)
 
     asyncio.run(run())
 

@@ -36,12 +36,12 @@ def test_unknown_paths_verbs_and_models_are_answered_by_json(served: Served) -> 
         assert (error["code"], error["type"]) == (status, kind)
 
 
-def test_a_second_server_is_refused_and_the_end_leaves_no_socket(served: Served) -> None:
+def test_a_second_server_is_refused(served: Served) -> None:
     with pytest.raises(EngineStateError, match="serves already"):
         served.do(served.llm.serve(ServeConfig(port=0), blocking=False))
 
 
-def test_keys_open_what_they_are_for() -> None:
+def test_keys_open_what_they_are_for_and_the_end_leaves_no_socket() -> None:
     server = served_directory(ServeConfig(port=0, api_key="sesame", admin_key="master"))
     try:
         assert server.get("/health").status == 200

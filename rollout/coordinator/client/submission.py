@@ -100,6 +100,16 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
     return mix_seed(client_seed, request_id) if params.seed is None else params.seed
 
 
+def params_of_sample(
+    params: SamplingParams, prompt_index: int, sample_index: int
+) -> SamplingParams:
+    """Return the parameters of one of several samples: a given seed is mixed with both indices, so
+    that no two samples share their noise."""
+    if params.seed is None:
+        return params
+    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
+
+
 def _encoded(
     tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
 ) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +12,19 @@ from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.serve.errors import ApiError, json_response, openai_form
-from rollout.serve.event_stream import EventStream
+from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
     new_id,
     now,
     priority_of,
-    provenance,
-    send_error,
+    requested_origins,
     shows_special_tokens,
+    stream_reply,
     streamed_text,
     text_of,
     total_usage,
-    usage_of,
-    wants_usage,
-    weight_versions,
 )
 from rollout.serve.openai.token_data import (
     TokenData,
@@ -103,9 +99,9 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
     prompt = body.prompt_token_ids or await chat_ids(state, body)
     if not prompt:
         raise ApiError(400, "the conversation has no token", param="messages")
-    max_tokens = (
-        body.max_tokens if body.max_completion_tokens is None else (body.max_completion_tokens)
-    )
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
     if max_tokens is not None and max_tokens < 1:
         raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
     if body.stream and body.prompt_logprobs is not None:
@@ -194,15 +190,11 @@ def _logprobs(job: _Job, data: TokenData) -> dict[str, Any] | None:
 
 def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
     reason = request.finish_reason
-    ending: dict[str, Any] = {
+    return {
         "finish_reason": "tool_calls" if has_calls and reason == "stop" else reason,
         "stop_reason": request.stop_reason,
+        **requested_origins(job.state, job.body, request),
     }
-    if job.body.return_weight_versions:
-        ending["weight_versions"] = weight_versions(job.state, request)
-    if job.body.return_provenance:
-        ending |= provenance(request)
-    return ending
 
 
 # ---- streams
@@ -218,25 +210,15 @@ class _Progress:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    head = {**job.head, "object": "chat.completion.chunk"}
-    progress: dict[int, _Progress] = {}
-    num_generated = 0
-    stall_s = job.state.config.stalled_stream_timeout_s
-    async with EventStream(request, stall_s) as events, aclosing(job.generation.stream()) as items:
-        try:
-            async for index, item in items:
-                if index not in progress:
-                    progress[index] = _new_progress(job)
-                chunks = _chunks(job, index, item, progress[index])
-                if not isinstance(item, TokenRun):
-                    num_generated += len(item.generated_tokens)
-                await events.send(*({**head, **chunk} for chunk in chunks))
-            if wants_usage(job.body.stream_options):
-                usage = usage_of(len(job.prompt), num_generated)
-                await events.send({**head, "choices": [], "usage": usage})
-        except Exception as fault:
-            await send_error(events, fault, openai_form)
-        return await events.end()
+    progress: defaultdict[int, _Progress] = defaultdict(lambda: _new_progress(job))
+    return await stream_reply(
+        request,
+        job.generation,
+        {**job.head, "object": "chat.completion.chunk"},
+        lambda index, item: _chunks(job, index, item, progress[index]),
+        options=job.body.stream_options,
+        num_prompt=len(job.prompt),
+    )
 
 
 def _new_progress(job: _Job) -> _Progress:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,19 @@ from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.serve.errors import ApiError, json_response, openai_form
-from rollout.serve.event_stream import EventStream
+from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
     new_id,
     now,
     priority_of,
-    provenance,
-    send_error,
+    requested_origins,
     shows_special_tokens,
+    stream_reply,
     streamed_text,
     text_of,
     total_usage,
-    usage_of,
-    wants_usage,
-    weight_versions,
 )
 from rollout.serve.openai.token_data import (
     TokenData,
@@ -78,8 +74,7 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """A request to complete prompts, checked. echoed: the texts of the prompts, with `echo`.
-    max_tokens: 0 scores the prompt, and the one token after it is dropped.
-    """
+    max_tokens: 0 scores the prompt, and the one token after it is dropped."""
 
     state: ServerState
     body: CompletionBody
@@ -241,15 +236,11 @@ def _piece(
 
 
 def _ending(job: _Job, request: Request) -> dict[str, Any]:
-    ending: dict[str, Any] = {
+    return {
         "finish_reason": request.finish_reason if job.max_tokens else "length",
         "stop_reason": request.stop_reason if job.max_tokens else None,
+        **requested_origins(job.state, job.body, request),
     }
-    if job.body.return_weight_versions:
-        ending["weight_versions"] = weight_versions(job.state, request)
-    if job.body.return_provenance:
-        ending |= provenance(request)
-    return ending
 
 
 # ---- streams
@@ -265,30 +256,21 @@ class _Progress:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    progress: dict[int, _Progress] = {}
-    num_generated = 0
-    stall_s = job.state.config.stalled_stream_timeout_s
-    async with EventStream(request, stall_s) as events, aclosing(job.generation.stream()) as items:
-        try:
-            async for index, item in items:
-                if index not in progress:
-                    progress[index] = _Progress(
-                        streamed_text(
-                            job.state,
-                            job.params,
-                            with_special_tokens=shows_special_tokens(job.body),
-                        )
-                    )
-                chunk = _chunk(job, index, item, progress[index])
-                if not isinstance(item, TokenRun):
-                    num_generated += len(item.generated_tokens)
-                await events.send({**job.head, "choices": [chunk]})
-            if wants_usage(job.body.stream_options):
-                usage = usage_of(sum(map(len, job.prompts)), num_generated)
-                await events.send({**job.head, "choices": [], "usage": usage})
-        except Exception as fault:
-            await send_error(events, fault, openai_form)
-        return await events.end()
+    with_special_tokens = shows_special_tokens(job.body)
+    progress: defaultdict[int, _Progress] = defaultdict(
+        lambda: _Progress(
+            streamed_text(job.state, job.params, with_special_tokens=with_special_tokens)
+        )
+    )
+    return await stream_reply(
+        request,
+        job.generation,
+        job.head,
+        lambda index, item: [{"choices": [_chunk(job, index, item, progress[index])]}],
+        options=job.body.stream_options,
+        num_prompt=sum(map(len, job.prompts)),
+        counts_generated=job.max_tokens > 0,
+    )
 
 
 def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress) -> dict[str, Any]:

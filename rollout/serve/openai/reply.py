@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
+from aiohttp import web
+
+from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText, shown_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.serve.errors import ApiError, ErrorForm, api_error_of
+from rollout.sampling_params import SamplingParams
+from rollout.serve.errors import ApiError, ErrorForm, api_error_of, openai_form
 from rollout.serve.event_stream import EventStream
-from rollout.serve.schemas import SamplingFields, StreamOptions
-from rollout.serve.state import ServerState
+from rollout.serve.generation import Generation
+from rollout.serve.schemas import ReplyFields, SamplingFields, StreamOptions
+from rollout.serve.state import STATE, ServerState
 
 Request = DynamicInferenceRequest
 
@@ -43,10 +49,6 @@ def total_usage(prompts: Sequence[Sequence[int]], requests: Iterable[Request]) -
     return usage_of(sum(map(len, prompts)), sum(len(r.generated_tokens) for r in requests))
 
 
-def wants_usage(options: StreamOptions | None) -> bool:
-    return options is not None and bool(options.include_usage)
-
-
 def weight_versions(state: ServerState, request: Request) -> list[dict[str, Any]]:
     """Return which weights sampled which generated tokens, as runs."""
     start = len(request.prompt_tokens)
@@ -69,6 +71,16 @@ def provenance(request: Request) -> dict[str, Any]:
     }
 
 
+def requested_origins(state: ServerState, body: ReplyFields, request: Request) -> dict[str, Any]:
+    """Return what a client asked to know of the weights and the KV behind the tokens."""
+    origins: dict[str, Any] = {}
+    if body.return_weight_versions:
+        origins["weight_versions"] = weight_versions(state, request)
+    if body.return_provenance:
+        origins |= provenance(request)
+    return origins
+
+
 def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) -> str:
     """Return the text of a finished request, "" without a tokenizer."""
     if not with_special_tokens:
@@ -85,7 +97,7 @@ def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) 
 
 
 def streamed_text(
-    state: ServerState, params: Any, *, with_special_tokens: bool
+    state: ServerState, params: SamplingParams, *, with_special_tokens: bool
 ) -> StreamedText | None:
     """Return what turns tokens into text as they come; None without a tokenizer."""
     if state.llm.tokenizer is None:
@@ -101,6 +113,37 @@ def shows_special_tokens(fields: SamplingFields) -> bool:
 def priority_of(given: int | None) -> int:
     """Return our priority: as in vLLM, clients give lower numbers to what goes first."""
     return -(given or 0)
+
+
+async def stream_reply(
+    request: web.Request,
+    generation: Generation,
+    head: dict[str, Any],
+    chunks_of: Callable[[int, TokenRun | Request], Iterable[dict[str, Any]]],
+    *,
+    options: StreamOptions | None,
+    num_prompt: int,
+    counts_generated: bool = True,
+) -> web.StreamResponse:
+    """Answer by events: `head` with each chunk that `chunks_of` makes of (index of the sample, its
+    new tokens or its whole request), then the usage, if `options` ask for it.
+
+    num_prompt: tokens of all prompts. counts_generated: False for tokens that are dropped.
+    """
+    num_generated = 0
+    stall_s = request.app[STATE].config.stalled_stream_timeout_s
+    async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if counts_generated and not isinstance(item, TokenRun):
+                    num_generated += len(item.generated_tokens)
+                await events.send(*({**head, **chunk} for chunk in chunks_of(index, item)))
+            if options is not None and options.include_usage:
+                usage = usage_of(num_prompt, num_generated)
+                await events.send({**head, "choices": [], "usage": usage})
+        except Exception as fault:
+            await send_error(events, fault, openai_form)
+        return await events.end()
 
 
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:

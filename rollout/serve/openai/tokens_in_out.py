@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.serve.errors import ApiError, json_response, openai_form
-from rollout.serve.event_stream import EventStream
+from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
@@ -18,10 +16,8 @@ from rollout.serve.openai.reply import (
     now,
     priority_of,
     provenance,
-    send_error,
+    stream_reply,
     total_usage,
-    usage_of,
-    wants_usage,
     weight_versions,
 )
 from rollout.serve.openai.token_data import (
@@ -62,7 +58,14 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
     }
     generation = _generation_of(state, body, reply_id)
     if body.stream:
-        return await _stream(request, body, generation, head)
+        return await stream_reply(
+            request,
+            generation,
+            head,
+            lambda index, item: [_chunk(state, body, index, item)],
+            options=body.stream_options,
+            num_prompt=len(body.token_ids),
+        )
     requests = await generation.results()
     wanted = body.sampling_params.prompt_logprobs
     scores = None
@@ -133,24 +136,11 @@ def _ending(state: ServerState, body: GenerateBody, request: Request) -> dict[st
     }
 
 
-async def _stream(
-    request: web.Request, body: GenerateBody, generation: Generation, head: dict[str, Any]
-) -> web.StreamResponse:
-    state, num_generated = request.app[STATE], 0
-    stall_s = state.config.stalled_stream_timeout_s
-    async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
-        try:
-            async for index, item in items:
-                if isinstance(item, TokenRun):
-                    choice = _choice(body, index, of_run(item))
-                else:
-                    num_generated += len(item.generated_tokens)
-                    choice = _choice(body, index, TokenData(token_ids=[]))
-                    choice |= {"logprobs": None, **_ending(state, body, item)}
-                await events.send({**head, "choices": [choice]})
-            if wants_usage(body.stream_options):
-                usage = usage_of(len(body.token_ids), num_generated)
-                await events.send({**head, "choices": [], "usage": usage})
-        except Exception as fault:
-            await send_error(events, fault, openai_form)
-        return await events.end()
+def _chunk(
+    state: ServerState, body: GenerateBody, index: int, item: TokenRun | Request
+) -> dict[str, Any]:
+    """Return the next chunk of a choice: new tokens, or its ending."""
+    if isinstance(item, TokenRun):
+        return {"choices": [_choice(body, index, of_run(item))]}
+    last = _choice(body, index, TokenData(token_ids=[])) | _ending(state, body, item)
+    return {"choices": [last | {"logprobs": None}]}

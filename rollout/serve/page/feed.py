@@ -31,7 +31,7 @@ class FleetFeed:
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._ask())
         try:
-            while True:
+            while not self._is_closed:  # a slow one may have missed the news of it
                 await self._has_news.wait()
                 if self._is_closed:
                     return
