@@ -45,25 +45,10 @@ INLINE float largest_of(v8f x) {
 
 /* GCC before 12 has no __builtin_shufflevector, and Clang no __builtin_shuffle. */
 #ifdef __clang__
-#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define SHUFFLE8(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (v4i){__VA_ARGS__})
 #define SHUFFLE8(a, b, ...) __builtin_shuffle(a, b, (v8i){__VA_ARGS__})
 #endif
-
-INLINE v4f add_halves(v8f x) {
-    union { v8f whole; v4f half[2]; } u = {x};
-    return u.half[0] + u.half[1];
-}
-
-/* The sums of the lanes of each, added in the order of sum_v8. */
-INLINE v4f sums_of_four(v8f a, v8f b, v8f c, v8f d) {
-    v4f x = add_halves(a), y = add_halves(b), z = add_halves(c), w = add_halves(d);
-    v4f xy = SHUFFLE4(x, y, 0, 4, 1, 5) + SHUFFLE4(x, y, 2, 6, 3, 7);
-    v4f zw = SHUFFLE4(z, w, 0, 4, 1, 5) + SHUFFLE4(z, w, 2, 6, 3, 7);
-    return SHUFFLE4(xy, zw, 0, 1, 4, 5) + SHUFFLE4(xy, zw, 2, 3, 6, 7);
-}
 
 /* GCC would load a vector from memory for each use, rather than once. */
 #if defined(__GNUC__) && defined(__x86_64__)
