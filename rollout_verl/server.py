@@ -94,8 +94,7 @@ class EngineServer:
     def _output(self, request: DynamicInferenceRequest) -> TokenOutput:
         is_aborted = request.finish_reason == "abort"
         if request.failed() and not is_aborted:
-            errors = [e.payload for e in request.events if isinstance(e.payload, BaseException)]
-            raise RolloutError(f"the request failed: {errors[-1] if errors else request}")
+            raise RolloutError(f"the request failed: {request.last_error or request}")
         log_probs = request.generated_log_probs
         return TokenOutput(
             token_ids=list(request.generated_tokens),

@@ -129,9 +129,8 @@ def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
 
 def error_of(request: DynamicInferenceRequest) -> str:
     """Return the message of the error that ended the request."""
-    payloads = [event.payload for event in request.events]
-    errors = [payload for payload in payloads if isinstance(payload, BaseException)]
-    return " ".join(str(errors[-1]).split()) if errors else "the request failed"
+    error = request.last_error
+    return "the request failed" if error is None else " ".join(str(error).split())
 
 
 def _generated(request: DynamicInferenceRequest, ages: Any) -> list[int] | None:

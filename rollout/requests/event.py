@@ -113,6 +113,12 @@ class EventLog:
             self.event_add_engine = event
         return event
 
+    @property
+    def last_error(self) -> BaseException | None:
+        """The error that was logged last, None without any."""
+        payloads = (event.payload for event in reversed(self.events))
+        return next((payload for payload in payloads if isinstance(payload, BaseException)), None)
+
     def add_event_add_engine(self) -> DynamicInferenceEvent:
         """Log that the request entered the engine's queue. Twice returns the first event."""
         return self.add_event(DynamicInferenceEventType.ADD_ENGINE)

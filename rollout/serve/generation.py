@@ -114,20 +114,15 @@ class Generation:
         if isinstance(error, RequestAbortedError):
             request.finish_reason = "abort"  # before it was in an engine
         elif request.finish_reason == "error":
-            raise _worded_for_clients(_error_of(request))
+            raise _worded_for_clients(request.last_error or RolloutError("the request failed"))
         return request
 
 
-def _worded_for_clients(error: RolloutError) -> Exception:
+def _worded_for_clients(error: BaseException) -> BaseException:
     """Return the error with the words that clients look for in one of its kind."""
     if isinstance(error, MaxSequenceLengthOverflowError):
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")
     return error
-
-
-def _error_of(request: Request) -> RolloutError:
-    errors = [event.payload for event in request.events if isinstance(event.payload, RolloutError)]
-    return errors[-1] if errors else RolloutError("the request failed")
 
 
 async def _merged(

@@ -32,7 +32,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "rollout", "version": _version()},
+        "info": {"title": "rollout", "version": installed_version()},
         "paths": paths,
         "components": {
             "schemas": components,
@@ -61,8 +61,9 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     return operation
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """Return the version of this package, "0" for a source tree that is not installed."""
     try:
         return version("rollout-engine")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:
         return "0"

@@ -31,7 +31,11 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(roots: Path) -> Iterator[Served]:
     config = ServeConfig(
-        port=0, checkpoint_roots=(str(roots),), weight_transfer_timeout_s=20.0, max_n=16
+        port=0,
+        checkpoint_roots=(str(roots),),
+        weight_transfer_timeout_s=20.0,
+        max_n=16,
+        max_samples=24,
     )
     server = served_directory(config)
     try:
@@ -147,6 +151,7 @@ def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
     [
         ({"input_ids": []}, "empty"),
         ({"input_ids": [1, 2], "sampling_params": {"n": 17}}, "n=17"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 16}, {"n": 9}]}, "25 samples"),
         ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 511}}, "maximum context"),
         ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "structured_outputs"),
         ({"input_ids": [1, 2], "lora_path": "x"}, "lora_path"),

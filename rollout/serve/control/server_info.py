@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
 
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import json_response
+from rollout.serve.openapi import installed_version
 from rollout.serve.state import STATE, Route
 
 
@@ -41,7 +41,7 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
         "disaggregation_mode": "null",
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,
-        "version": _version(),
+        "version": installed_version(),
     }
     return json_response({"vllm_config": vllm_config, **sglang_config, **_model(request)})
 
@@ -62,10 +62,3 @@ def _model(request: web.Request) -> dict[str, Any]:
         "dtype": dtype,
         "weight_version": transfer.label,
     }
-
-
-def _version() -> str:
-    try:
-        return version("rollout-engine")
-    except PackageNotFoundError:  # a source tree that is not installed
-        return "0"

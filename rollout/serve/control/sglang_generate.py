@@ -139,8 +139,8 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     rids = body.rid if isinstance(body.rid, list) else [body.rid or uuid.uuid4().hex] * len(prompts)
     if not len(each) == len(rids) == len(prompts):
         raise ApiError(400, f"lists of sampling_params and rid must have {len(prompts)} entries")
-    if len(prompts) > state.config.max_samples:
-        raise ApiError(400, f"{len(prompts)} prompts are more than {state.config.max_samples}")
+    if (num_samples := sum(map(_n_of, each))) > state.config.max_samples:
+        raise ApiError(400, f"{num_samples} samples are more than {state.config.max_samples}")
     for prompt, own in zip(prompts, each, strict=True):
         check_length(state, len(prompt), own.max_new_tokens)
     params = [_params_of(state, body, own) for own in each]
