@@ -8,4 +8,4 @@ from __future__ import annotations
 import multiprocessing
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rollout"])
+PROCESSES.set_forkserver_preload(["rollout.apis.engine_process"])
