@@ -19,7 +19,7 @@ LIVES ?= 2000
 # Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
 PRODUCTS ?= 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
-	$(addprefix tests/engine/test_,deterministic.py lockstep.py logprobs.py parity.py versions.py) \
+	$(addprefix tests/engine/test_,lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/run.py; all without any.
 DOORS ?=
