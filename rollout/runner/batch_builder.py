@@ -16,7 +16,7 @@ from rollout.backends.forward_batch import MODE_CODES
 from rollout.backends.step_tensors import HostArray, SamplingFlags, StepInputs, StepLayout
 from rollout.runner.logits_builder import LogitsBuilder
 from rollout.step.plan import IntArray, StepPlan
-from rollout.step.seeds import uniforms
+from rollout.step.seeds import UniformsAhead
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -26,13 +26,13 @@ class _Rows:
     """All of a step that depends on its rows alone.
 
     row_of_token_T, offsets_T: the compute row of each token, and its place among the tokens that
-        this row computes. seeds_S: uint64.
+        this row computes.
     """
 
     layout: StepLayout[HostArray]
     row_of_token_T: NDArray[np.int64]
     offsets_T: NDArray[np.int64]
-    seeds_S: NDArray[np.uint64]
+    uniforms_S: UniformsAhead
 
 
 class BatchBuilder:
@@ -67,17 +67,18 @@ class BatchBuilder:
         positions_T = first_positions_R[row_of_token_T] + rows.offsets_T
         num_blocks = -(-int(np.maximum.reduce(plan.context_lens)) // block_size)
         tables_RM = self._tables[plan.rows, :num_blocks]
-        blocks_T = tables_RM[row_of_token_T, positions_T // block_size].astype(np.int64)
+        indices_T, places_T = np.divmod(positions_T, block_size)
+        blocks_T = tables_RM[row_of_token_T, indices_T].astype(np.int64)
         processing = None
         if self._logits.rows:
             processing = self._logits.build(plan, layout.mode_S, layout.temperature_S)
         return StepInputs(
             layout=layout,
             positions_T=positions_T,
-            slots_T=blocks_T * block_size + positions_T % block_size,
+            slots_T=blocks_T * block_size + places_T,
             block_tables_RM=tables_RM,
             context_lens_R=plan.context_lens,
-            uniforms_S=uniforms(rows.seeds_S, plan.sample_positions),
+            uniforms_S=rows.uniforms_S.at(plan.sample_positions),
             processing=processing,
         )
 
@@ -97,7 +98,8 @@ class BatchBuilder:
             self._wants_ranks[row] = params.return_ranks
             self._top_n[row] = params.top_n_logprobs
             self._logits.set_row(new)
-        self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
+        if len(plan.table_rows):
+            self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _rows_of(self, plan: StepPlan) -> _Rows:
         """Return the rows of the step: those of the step before, if the same rows decode again."""
@@ -140,7 +142,7 @@ class BatchBuilder:
             layout=layout,
             row_of_token_T=row_of_token,
             offsets_T=np.arange(num_tokens) - query_starts[row_of_token],
-            seeds_S=self._seeds[plan.sample_rows],
+            uniforms_S=UniformsAhead(self._seeds[plan.sample_rows]),
         )
 
     def _sampling(self, rows_S: IntArray) -> dict[str, Any]:

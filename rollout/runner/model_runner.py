@@ -37,6 +37,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
         self._histories = TokenHistories(backend.device)
         self._addresses = self._addresses_now()
+        self._inference_mode = torch.inference_mode()
 
     @property
     def overlaps(self) -> bool:
@@ -48,7 +49,6 @@ class ModelRunner:
         """Steps captured so far, to be replayed."""
         return self._backend.executor.num_captures
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step: copy blocks, compute the plan's tokens, sample and score.
 
@@ -58,7 +58,8 @@ class ModelRunner:
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
-        return self._backend.executor.launch(self._compute, inputs)
+        with self._inference_mode:
+            return self._backend.executor.launch(self._compute, inputs)
 
     def after_resume(self) -> int:
         """Memory was released and is here again, perhaps at other addresses.

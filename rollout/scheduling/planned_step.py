@@ -299,7 +299,7 @@ def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedReque
     for sequence, token_id in zip(sampled, token_ids, strict=True):
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
-        if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
+        if token_id in rule.end_ids or len(tokens) >= sequence.max_length or rule.stop_words:
             stop: Stop | None
             error: Exception | None = None
             try:

@@ -68,12 +68,12 @@ def first_samples(result: StepOutput[Tensor], count: int) -> StepOutput[Tensor]:
     return replace(result, **samples)
 
 
-def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Any]:
     """Return the arrays on the device by name; the host does not wait for the copies."""
-    return {
-        name: torch.from_numpy(getattr(arrays, name)).to(device, non_blocking=True)
-        for name in names
-    }
+    tensors = {name: torch.from_numpy(getattr(arrays, name)) for name in names}
+    if device.type == "cpu":
+        return tensors
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _to_pinned(tensor: Tensor | None) -> Tensor | None:
