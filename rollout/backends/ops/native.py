@@ -87,18 +87,14 @@ class NativeOps(CpuOps):
         num_rows, vocabulary = logits_SV.shape
         logits_SV = logits_SV.float().contiguous()
         result = _empty_result(num_rows, vocabulary, sampling)
-        inputs = {
-            "uniforms": sampling.uniforms_S,
-            "temperature": sampling.temperature_S,
-            "top_k": sampling.top_k_S,
-            "top_p": sampling.top_p_S,
-            "min_p": sampling.min_p_S,
-            "mode": sampling.mode_S,
-        }
-        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
         args = SamplingArgs(
             logits=logits_SV.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in inputs.items()},
+            uniforms=sampling.uniforms_S.data_ptr(),
+            temperature=sampling.temperature_S.data_ptr(),
+            top_k=sampling.top_k_S.data_ptr(),
+            top_p=sampling.top_p_S.data_ptr(),
+            min_p=sampling.min_p_S.data_ptr(),
+            mode=sampling.mode_S.data_ptr(),
             tokens=result.token_ids_S.data_ptr(),
             is_finite=result.is_finite_S.data_ptr(),
             logprobs=_pointer(result.logprobs_S),
