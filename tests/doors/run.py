@@ -71,7 +71,9 @@ def serving(client: Client, root: str) -> Iterator[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None
     try:
-        yield json.loads(server.stdout.readline())["url"]
+        line = server.stdout.readline()
+        assert line, "the server did not start"
+        yield json.loads(line)["url"]
     finally:
         server.terminate()
         status = server.wait(EXIT_S)
