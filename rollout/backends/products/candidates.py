@@ -6,7 +6,6 @@ Shape letters: T tokens, K in features, N out features.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import addressof
 from functools import cache
 from typing import Any
 
@@ -223,11 +222,11 @@ class NativeProduct(Product):
             *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
             *(panels_PKW.dtype == torch.bfloat16, False),
         )
-
-        def work(first: int, last: int) -> None:
-            self._kernels.linear(addressof(args), first, last)
-
-        self._kernels.split(len(panels_PKW), work, packed.min_panels_per_thread)
+        self._kernels.run(
+            self._kernels.linear_part,
+            *(args, len(panels_PKW)),
+            smallest=packed.min_panels_per_thread,
+        )
         return y_TN.to(panels_PKW.dtype)
 
 
