@@ -161,7 +161,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     ]
     for case in results["cases"]:
         figures = " | ".join(f"{case[name]:.2f}" for name in names)
-        lines.append(f"| {case['source']} | {case['tune']} | {figures} |")
+        lines.append(f"| {case['source']} | {case['switch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         weights = (Path(folder) / "one file" / "model.safetensors").stat().st_size
         for source, tune in track(CASES, "loading"):
             figures = measure_elsewhere(source, tune, Path(folder), arguments.model)
-            cases.append({"source": source, "tune": tune} | figures)
+            cases.append({"source": source, "switch": tune} | figures)
     results = {
         "date": datetime.date.today().isoformat(),
         "machine": describe(InferenceConfig(num_threads=1)),
