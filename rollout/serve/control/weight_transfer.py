@@ -43,7 +43,6 @@ class WeightTransfer:
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
         self._commit_turn = asyncio.Lock()
-        self.checksum: str | None = None  # of the weights that were committed here last
 
     # ---- groups
 
@@ -212,7 +211,6 @@ class WeightTransfer:
                 )
             except EngineStateError as error:  # the engines cannot take weights in this state
                 raise WeightUpdateError(str(error)) from error
-            self.checksum = report.checksum
             await self._pausing.weights_came()
             return report
 
