@@ -137,4 +137,7 @@ async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.
         return await handler(request)
     except web.HTTPException as fault:
         reason = f"{request.method} {request.path} is not served: {fault.reason}"
-        return error_response(ApiError(fault.status, reason), openai_form)
+        response = error_response(ApiError(fault.status, reason), openai_form)
+        if isinstance(fault, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = ", ".join(sorted(fault.allowed_methods))
+        return response
