@@ -1,5 +1,5 @@
-"""The OpenAPI document of each door: requests that are made from it get no 5xx, and no answer that it
-does not name."""
+"""The OpenAPI document of each door: no request that is made from it gets a 5xx, or an answer that
+the document does not name."""
 
 from __future__ import annotations
 

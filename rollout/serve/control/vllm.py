@@ -250,7 +250,7 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
 async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
     info = body.init_info
     backend = info.backend or request.app[STATE].config.weight_transfer_backend or "nccl"
-    require_backend(backend)
+    require_backend(backend, served=("gloo",))  # vLLM's NCCL wire is not torch's
     await request.app[CONTROL].transfer.join(
         GROUP,
         host=info.master_address,

@@ -47,7 +47,15 @@ class WeightTransfer:
     # ---- groups
 
     async def join(
-        self, name: str, *, host: str, port: int, rank: int, world_size: int, packing: Packing
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        packing: Packing,
+        backend: str = "gloo",
     ) -> None:
         """Join a trainer's group, in place of an earlier one of that name. Raises
         WeightUpdateError if its other ranks do not come.
@@ -61,6 +69,7 @@ class WeightTransfer:
             world_size=world_size,
             name=name,
             packing=packing,
+            backend=backend,
             timeout_s=self._timeout_s,
         )
         self.leave(name)  # one that was joined meanwhile
