@@ -121,6 +121,8 @@ async def _read(request: web.Request) -> bytes:
 def decoded(body: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
     """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field."""
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         message = str(fault)
