@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.one_thread import thread_environment
-from benchmarks.peers_environments import KV_CACHE_GIB
+from benchmarks.peers_worker import KV_CACHE_GIB
 from rollout import InferenceConfig
 
 START_S = 900.0
