@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.settings import JobSettings
 from examples.train_grpo import run_seed
 from rollout import ConfigError
 from tests.examples.arithmetic import SYSTEM_PROMPT, write_checkpoint, write_questions
-from trainer_hooks.jobs import checked_overrides, load_dataclass
-from trainer_hooks.jobs.task import Task
+from trainer_hooks.jobs import RewardSettings, RewardTerm, checked_overrides, load_dataclass
+from trainer_hooks.jobs.task import Task, reward_runner
 from trainer_hooks.metrics import read_jsonl
 
 REWARD = "reward=tests.examples.arithmetic:is_right"
@@ -150,3 +151,26 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
 def test_a_job_that_lacks_a_part_says_which(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings_of(*arguments)
+
+
+def test_a_reward_model_scores_in_batches_what_it_scores_alone(own: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(own / "model", num_labels=1)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(own / "model").save_pretrained(tmp_path / "rm")
+    term = RewardTerm(
+        path="trainer_hooks.rewards:RewardModel",
+        options={"path": str(tmp_path / "rm"), "batch_size": 4},
+    )
+    runner = reward_runner(RewardSettings(terms={"rm": term}))
+    prompts, texts = ["What is 3 + 4?"] * 3, ["7", "something much longer", "-12"]
+
+    async def scores() -> tuple[list[float], list[float]]:
+        ids = [[1]] * 3
+        together = await runner.score(prompts, texts, ids, {})
+        one_by_one = [(await runner.score(prompts[:1], [text], [[1]], {}))[0] for text in texts]
+        return together, one_by_one
+
+    together, one_by_one = asyncio.run(scores())
+    assert together == pytest.approx(one_by_one, abs=1e-5)
+    assert len(set(together)) == 3
