@@ -1,4 +1,4 @@
-"""Processes of a test's own, forked from one that has imported the engine and done nothing else.
+"""Processes of a test's own, forked from one that has imported what they run and done nothing else.
 
 As clean as spawned ones, but each is there at once.
 """
@@ -8,4 +8,4 @@ from __future__ import annotations
 import multiprocessing
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rollout"])
+PROCESSES.set_forkserver_preload(["rollout.apis.engine_process", "benchmarks.coordinator_fleet"])

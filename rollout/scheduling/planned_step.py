@@ -229,7 +229,7 @@ class PlannedStep:
         sampled = [s for s in self.sampled if s.phase is not Phase.FINISHED]
         indices: range | list[int] = range(len(token_ids))
         failed: list[Sequence] = []
-        if len(sampled) < len(token_ids) or not output.is_finite.all():
+        if len(sampled) < len(token_ids) or np.count_nonzero(output.is_finite) < len(token_ids):
             indices, failed = self._split_samples(output)
             sampled = [self.sampled[index] for index in indices]
             token_ids = [token_ids[index] for index in indices]
@@ -299,7 +299,7 @@ def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedReque
     for sequence, token_id in zip(sampled, token_ids, strict=True):
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
-        if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
+        if token_id in rule.end_ids or len(tokens) >= sequence.max_length or rule.stop_words:
             stop: Stop | None
             error: Exception | None = None
             try:

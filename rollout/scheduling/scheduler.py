@@ -160,7 +160,7 @@ class Scheduler:
         runnable = self.running.allocate(step)
         for sequence in step.preempted:
             self.waiting.add(sequence)
-        may_admit = not (self.running.paused or step.preempted)
+        may_admit = len(self.waiting) > 0 and not (self.running.paused or step.preempted)
         if may_admit and self._head_needs_the_step(len(runnable)):
             self._admit(step)
         self._was_prefill_alone = step.num_tokens > 0
@@ -351,11 +351,12 @@ class Scheduler:
 
     def _head_needs_the_step(self, num_running: int) -> bool:
         """Return whether the head of the queue gets this step for itself, without chunked prefill.
+        The caller has checked that there is one.
 
         It does if it fits a step, but no step with the running rows beside it. The running rows
         wait for that step, and the next head of the queue waits for the step after it.
         """
-        if self._enable_chunked_prefill or self._was_prefill_alone or not len(self.waiting):
+        if self._enable_chunked_prefill or self._was_prefill_alone:
             return False
         num_tokens = self.waiting.head.num_tokens
         return num_tokens <= self._max_tokens < num_tokens + num_running
