@@ -51,6 +51,7 @@ from trainer_hooks import (
     metrics,
     save_checkpoint,
 )
+from trainer_hooks.jobs.report import write_report
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.jobs.warm_up import warm_up
 from trainer_hooks.rewards import reward_metrics
@@ -95,7 +96,7 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, flo
     title = f"{settings.title}, seed {seed}"
     jobs.write_run_picture(directory / "reward_curve.png", rows, title)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    jobs.write_report(directory, title)
+    write_report(directory, title)
     return summary
 
 

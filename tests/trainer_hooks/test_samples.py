@@ -23,7 +23,8 @@ from trainer_hooks import (
     TrainingBatch,
     collate_rollouts,
 )
-from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog, report, write_report
+from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog, report
+from trainer_hooks.jobs.report import write_report
 from trainer_hooks.jobs.samples import chosen_rows, sample_of
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.rewards import WeightedReward

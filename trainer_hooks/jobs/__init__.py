@@ -1,7 +1,8 @@
 """Parts of a whole training job: config and command line, the files of a run, its pictures.
 
 A training loop of your own needs none of this, and the library never imports it. What needs
-transformers is imported from its module: jobs.task (prompts, rewards, policy), jobs.warm_up.
+transformers is imported from its module: jobs.task (prompts, rewards, policy) and jobs.warm_up.
+jobs.report and jobs.dashboard_picture are programs as well.
 """
 
 from trainer_hooks.jobs.config_loading import load_dataclass
@@ -9,7 +10,6 @@ from trainer_hooks.jobs.curve import write_reward_curve, write_run_picture
 from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.jobs.hydra_job import checked_overrides, run_hydra_job, wandb_names
 from trainer_hooks.jobs.live_view import watch_step
-from trainer_hooks.jobs.report import write_report
 from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interrupt
 from trainer_hooks.jobs.samples import SampleLog
 from trainer_hooks.jobs.settings import (
@@ -44,7 +44,6 @@ __all__ = [
     "stop_on_interrupt",
     "wandb_names",
     "watch_step",
-    "write_report",
     "write_reward_curve",
     "write_run_picture",
 ]

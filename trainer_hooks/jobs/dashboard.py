@@ -33,6 +33,7 @@ RATES = {
 }
 PLAIN_COLUMNS = {
     **DEFAULT_COLUMNS,
+    "eval/greedy_reward": "held out {:.3f}",
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }

@@ -178,7 +178,7 @@ def _chosen(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _legend() -> str:
-    names = [*(f"{age} versions old" for age in range(3)), "3 or more", "of no version (tools)"]
+    names = ("those trained", "1 version old", "2 versions", "3 or more", "no version (tools)")
     shown = zip(names, (*_AGE_COLOURS, _NO_VERSION_COLOUR), strict=True)
     boxes = " ".join(f"<span class='span' style='background:{c}'>{n}</span>" for n, c in shown)
     return f"<p>Colours are the age of the weights that sampled a token: {boxes}</p>"

@@ -63,14 +63,19 @@ class _Frame:
     def axes(self) -> list[str]:
         bottom, right = _HEIGHT - _BOTTOM, _WIDTH - 8
         line = "stroke='#ccc' stroke-width='1'"
+        high, low = _number(self._y_high), _number(self._y_low)
         return [
             f"<line x1='{_LEFT}' y1='{bottom}' x2='{right}' y2='{bottom}' {line}/>",
             f"<line x1='{_LEFT}' y1='{_TOP}' x2='{_LEFT}' y2='{bottom}' {line}/>",
-            f"<text x='{_LEFT - 4}' y='{_TOP + 4}' text-anchor='end'>{self._y_high:.3g}</text>",
-            f"<text x='{_LEFT - 4}' y='{bottom}' text-anchor='end'>{self._y_low:.3g}</text>",
+            f"<text x='{_LEFT - 4}' y='{_TOP + 4}' text-anchor='end'>{high}</text>",
+            f"<text x='{_LEFT - 4}' y='{bottom}' text-anchor='end'>{low}</text>",
             f"<text x='{_LEFT}' y='{_HEIGHT - 6}'>{self._x_low:g}</text>",
             f"<text x='{right}' y='{_HEIGHT - 6}' text-anchor='end'>{self._x_high:g}</text>",
         ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _legend(names: Sequence[str]) -> list[str]:
