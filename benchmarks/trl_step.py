@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from examples.palindromes import PalindromeTask, build_policy
 from examples.settings import JobSettings
 from examples.train_trl import demo_settings, make_trainer, require_trl, warm_up_to_the_end
 from rollout import LLM, ConfigError
+from trainer_hooks.jobs.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 
@@ -34,9 +34,9 @@ def compare(settings: JobSettings, num_rounds: int, directory: Path) -> dict[str
     is left out: it also warms up.
     """
     torch.manual_seed(settings.seed)
-    torch.set_num_threads(settings.trainer.num_threads)
-    task = PalindromeTask(settings.task)
-    start = build_policy(settings.model, task.tokenizer)
+    torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+    task = Task(settings.model, settings.data, settings.reward)
+    start = task.new_policy()
     asyncio.run(warm_up_to_the_end(start, task, settings))
     engine_s: list[float] = []
     built_in_s: list[float] = []

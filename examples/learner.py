@@ -7,7 +7,6 @@ vocabulary.
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -79,6 +78,7 @@ class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
     `reference`: the policy that the KL term of the loss, if it has one, holds `policy` near.
+    `advantages_B`: of the rollouts of the last update, means over their tokens.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Learner:
     ) -> None:
         self.policy, self.reference = policy, reference
         self._algorithm, self._trainer = algorithm, trainer
+        self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
         groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
         self.critic = None
@@ -108,8 +109,8 @@ class Learner:
         another optimizer.
         """
         policy = AutoModelForCausalLM.from_pretrained(checkpoint)
-        for name, wanted in asdict(settings.model).items():
-            if (saved := getattr(policy.config, name)) != wanted:
+        for name, wanted in settings.model.shape.items():
+            if wanted is not None and (saved := getattr(policy.config, name)) != wanted:
                 raise ConfigError(
                     f"model.{name}={wanted}, but the policy in {checkpoint} has {saved}; resume "
                     "with the settings that the run began with, or start one with another run_name"
@@ -146,6 +147,9 @@ class Learner:
             columns, kept_B = self._groups(batch)
         else:
             columns, kept_B = critic.columns(batch), ~batch.rewards_B.isnan()
+        num_trained_B = batch.mask_BT.sum(dim=1).clamp(min=1)
+        sums_B = columns["advantages_BT"].masked_fill(~batch.mask_BT, 0.0).sum(dim=1)
+        self.advantages_B = sums_B / num_trained_B
         trains_policy = critic is None or step > critic.settings.warmup_steps
         self.optimizer.param_groups[0]["lr"] = rate if trains_policy else 0.0
         order = kept_B.nonzero().flatten()

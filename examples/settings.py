@@ -8,50 +8,15 @@ from typing import Literal
 from rollout import ConfigError, InferenceConfig, SamplingParams
 from trainer_hooks import PolicyLossConfig
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
-from trainer_hooks.jobs import LoggerSettings, ProducerSettings, WeightSyncSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Shape of the policy, as Qwen3Config names it: tied embeddings, random weights."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSettings:
-    """reasoning-gym's palindrome_generation: how many letters, and how many items are held out."""
-
-    min_length: int
-    max_length: int
-    dataset_seed: int
-    num_held_out: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupSettings:
-    """Supervised warm-up with AdamW, until sampled answers score `target_reward`."""
-
-    target_reward: float
-    learning_rate: float
-    batch_size: int
-    max_steps: int
-    first_check: int  # step of the first measurement of the sampled reward
-    check_interval: int  # steps between two measurements
-    check_prompts: int
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 1 or self.check_interval < 1:
-            raise ConfigError(
-                f"max_steps={self.max_steps} and check_interval={self.check_interval} of the "
-                "warm-up must be 1 or more; for none set target_reward=0 and max_steps=1"
-            )
+from trainer_hooks.jobs import (
+    DataSettings,
+    LoggerSettings,
+    ModelSettings,
+    ProducerSettings,
+    RewardSettings,
+    WarmupSettings,
+    WeightSyncSettings,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +91,11 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """AdamW with linear warm-up and decay, and how often a run is saved."""
+    """AdamW with linear warm-up and decay, and how often a run is saved and evaluated.
+
+    `eval_interval`: steps between two evaluations on held-out prompts; 0 for before and after only.
+    `num_threads`: of torch; None leaves them as they are.
+    """
 
     num_steps: int
     learning_rate: float
@@ -135,7 +104,8 @@ class TrainerSettings:
     betas: tuple[float, float]
     max_grad_norm: float
     checkpoint_interval: int
-    num_threads: int
+    eval_interval: int
+    num_threads: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +124,8 @@ class JobSettings:
     resume: Literal["auto", "never"]
     engine: InferenceConfig
     model: ModelSettings
-    task: TaskSettings
+    data: DataSettings
+    reward: RewardSettings
     warmup: WarmupSettings
     algorithm: AlgorithmSettings
     trainer: TrainerSettings
@@ -165,4 +136,5 @@ class JobSettings:
     @property
     def title(self) -> str:
         """What is trained, for people."""
-        return "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
+        kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
+        return f"{kind}, {self.data.shown_title}"

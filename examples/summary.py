@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 WINDOW_STEPS = 10
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
@@ -19,8 +20,9 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
 
     Rewards are means in [0, 1]; `first` and `last` are over the first and last 10 steps.
     `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
-    computed for them: the samples of a group share their prompt. Seconds are the trainer's; where
-    engines work beside it, it waits for them for `wait_s`, and they are idle for a share of theirs.
+    computed for them: the samples of a group share their prompt. Suspends are those after the first
+    step, with what they gave back in all. Seconds are the trainer's; where engines work beside it,
+    it waits for them for `wait_s`, and they are idle for a share of theirs.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "reward" in row]
@@ -35,23 +37,36 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     first = fmean(row["reward"] for row in steps[:WINDOW_STEPS])
     last = fmean(row["reward"] for row in steps[-WINDOW_STEPS:])
     generate_s = seconds("generate") or seconds("step")
+    warmed_up, evaluated = {}, {}
+    if warmup:
+        warmed_up = {
+            "warmup_steps": warmup[-1]["warmup/step"],
+            "warmup_sampled_reward": warmup[-1]["warmup/reward"],
+            "warmup_s": warmup[-1]["timing_s/warmup"],
+        }
+    if greedy:
+        evaluated = {
+            "greedy_reward_before": greedy[0],
+            "greedy_reward_after": greedy[-1],
+            "greedy_gain": greedy[-1] - greedy[0],
+        }
     return {
         "seed": seed,
-        "warmup_steps": warmup[-1]["warmup/step"],
-        "warmup_sampled_reward": warmup[-1]["warmup/reward"],
+        **warmed_up,
         "num_steps": len(steps),
         "sampled_reward_first": first,
         "sampled_reward_last": last,
         "sampled_gain": last - first,
-        "greedy_reward_before": greedy[0],
-        "greedy_reward_after": greedy[-1],
-        "greedy_gain": greedy[-1] - greedy[0],
+        **evaluated,
+        "rollouts_across_updates": total("policy_staleness/num_mixed_rollouts"),
+        "num_suspends": growth([row.get("engine/num_suspends", 0) for row in steps]),
+        "suspends_released_mb": growth([row.get("engine/suspended_bytes", 0) for row in steps])
+        / 2**20,
         "stale_token_fraction": total("train/num_stale_tokens") / max(total("train/num_tokens"), 1),
         "max_staleness": max(row["policy_staleness/max"] for row in steps),
         "prompt_tokens": sum(row["prompts/num_tokens"] for row in steps[1:]),
         "prefilled_tokens": growth([row["engine/num_prefill_tokens"] for row in steps]),
         "tokens_per_s": total("completions/num_tokens") / generate_s,
-        "warmup_s": warmup[-1]["timing_s/warmup"],
         **{f"{name}_s": seconds(name) for name in TIMES},
         "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
     }
@@ -62,12 +77,9 @@ def growth(counts: Sequence[int]) -> int:
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
-def summary_table(summaries: Sequence[Mapping[str, float]], algorithm: str) -> Table:
+def summary_table(summaries: Sequence[Mapping[str, float]], title: str) -> Table:
     """One column per run, one row per figure."""
-    table = Table(
-        title=f"{algorithm} on palindrome_generation",
-        caption="rewards by reasoning-gym's own verifier;\nno comparison with more supervision",
-    )
+    table = Table(title=title)
     table.add_column("")
     for summary in summaries:
         table.add_column(f"seed {summary['seed']}", justify="right")
@@ -75,4 +87,15 @@ def summary_table(summaries: Sequence[Mapping[str, float]], algorithm: str) -> T
         if name != "seed":
             values = (f"{summary[name]:,.3f}".removesuffix(".000") for summary in summaries)
             table.add_row(name, *values)
+    return table
+
+
+def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The problems of answers.jsonl with their greedy answers, first and last."""
+    table = Table(title="greedy answers to held-out problems", show_lines=True)
+    for column in ("problem", "before", "after"):
+        table.add_column(column)
+    for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=True):
+        cells = (before["prompt"].strip(), before["answer"].strip(), after["answer"].strip())
+        table.add_row(*(Text(cell) for cell in cells))
     return table

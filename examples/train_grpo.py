@@ -1,6 +1,7 @@
-"""GRPO from a random model to a verified skill, on a CPU, through the rollout engine.
+"""GRPO and its kin on a model, prompts and rewards of your own, or on the demo's.
 
-    python examples/train_grpo.py                                   # seed 0
+    python examples/train_grpo.py                                   # the demo, seed 0
+    python examples/train_grpo.py model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
     python examples/train_grpo.py resume=auto                       # go on after a kill or Ctrl-C
     python examples/train_grpo.py run_name=seeds seeds=3            # seeds 0, 1, 2, then a table
     python examples/train_grpo.py run_name=shuffled algorithm.shuffle_rewards=true     # the control
@@ -8,11 +9,11 @@
     python examples/train_grpo.py run_name=ppo algorithm=ppo        # with a critic
     python examples/train_grpo.py run_name=sizes --multirun algorithm.group_size=4,8
 
-It shows that GRPO climbs on the verifier of a third-party library, not that it beats more
+The demo shows that GRPO climbs on the verifier of a third-party library, not that it beats more
 supervision. Results are in outputs/train_grpo/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl
-(the prompts of each step, as [epoch, index]), checkpoints, reward_curve.png, summary.json, and
-reference/ where the loss has a KL term. A run that starts over renames the folder of the one before
-to seed_<seed>.previous.
+(the prompts of each step, as [epoch, index]), completions.jsonl (samples), checkpoints,
+report.html, reward_curve.png, summary.json, and reference/ where the loss has a KL term. A run that
+starts over renames the folder of the one before to seed_<seed>.previous.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ import json
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from examples.learner import Learner
-from examples.palindromes import PalindromeTask, build_policy, warm_up
 from examples.settings import JobSettings
-from examples.summary import summarise, summary_table
+from examples.summary import answers_table, summarise, summary_table
 from rollout import LLM, AsyncLLM
 from trainer_hooks import (
     AsyncRolloutProducer,
@@ -49,8 +51,13 @@ from trainer_hooks import (
     metrics,
     save_checkpoint,
 )
+from trainer_hooks.jobs.report import write_report
+from trainer_hooks.jobs.task import Task
+from trainer_hooks.jobs.warm_up import warm_up
+from trainer_hooks.rewards import reward_metrics
 
 INTERRUPTED_EXIT_CODE = 130
+NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
 
@@ -69,6 +76,9 @@ def run_job(settings: JobSettings) -> None:
             console.print("interrupted; the same command with resume=auto goes on from here")
             sys.exit(INTERRUPTED_EXIT_CODE)
         console.print(summary_table(summaries[-1:], settings.title))
+        answers = metrics.read_jsonl(run_directory / "answers.jsonl")
+        if answers[0]["answers"]:
+            console.print(answers_table(answers))
         policy = find_checkpoint(run_directory / "checkpoints")
         console.print(f"policy in {policy}", highlight=False)
     if len(summaries) > 1:
@@ -83,10 +93,10 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, flo
     asyncio.run(Run(directory, settings, seed).train())
     rows = metrics.read_jsonl(directory / "metrics.jsonl")
     summary = summarise(rows, seed)
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    title = f"{settings.title}, palindrome_generation, seed {seed}"
-    jobs.write_reward_curve(directory / "reward_curve.png", rewards, title=title)
+    title = f"{settings.title}, seed {seed}"
+    jobs.write_run_picture(directory / "reward_curve.png", rows, title)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report(directory, title)
     return summary
 
 
@@ -97,9 +107,9 @@ class Run:
         self.directory, self.settings, self.seed = directory, settings, seed
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
-        self.task = PalindromeTask(settings.task)
+        self.task = Task(settings.model, settings.data, settings.reward, settings.warmup.source)
         self.params = settings.algorithm.sampling_params(self.task.tokenizer.eos_token_id)
-        torch.set_num_threads(settings.trainer.num_threads)
+        torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
         torch.manual_seed(seed)
 
     async def train(self) -> None:
@@ -115,41 +125,63 @@ class Run:
             jobs.stop_on_interrupt() as stop,
             jobs.open_logger(self.directory, settings, view, state.step) as logger,
             closing(metrics.JsonlWriter(self.directory / "batches.jsonl", state.step)) as batches,
+            jobs.SampleLog(
+                self.directory, self.task.tokenizer, settings.logger, view, logger, state.step
+            ) as samples,
         ):
             view.start_stage(settings.title, settings.trainer.num_steps)
-            async with (
-                self.engines(learner, versions.reserve()) as llm,
-                self.producer(llm, state) as producer,
-            ):
-                steps = self.steps(learner, llm, producer, versions, state.step, stop)
-                async for step, batch, row in steps:
-                    logger.log(row, step=step, version=batch.version)
-                    prompts = [[group.ticket.epoch, group.ticket.index] for group in batch.groups]
-                    batches.log({"trainer/step": step, "prompts": prompts})
-                async with generation_phase(llm):
-                    greedy = await self.task.greedy_reward(llm, self.params)
-                logger.log(greedy, step=settings.trainer.num_steps, version=llm.weights_version)
+            async with self.engines(learner, versions.reserve()) as llm:
+                if state.step == 0:
+                    logger.log(await self.evaluate(llm, step=0), step=0, version=0)
+                async with (
+                    self.producer(llm, state) as producer,
+                    jobs.watch_step(view, llm, producer),
+                ):
+                    steps = self.steps(learner, llm, producer, versions, state.step, stop)
+                    async for step, batch, row in steps:
+                        logger.log(row, step=step, version=batch.version)
+                        prompts = [[g.ticket.epoch, g.ticket.index] for g in batch.groups]
+                        batches.log({"trainer/step": step, "prompts": prompts})
+                        samples.log(step, batch, learner.advantages_B)
+                last = settings.trainer.num_steps
+                logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
+
+    async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
+        """The greedy reward of the weights after `step`; some answers go to answers.jsonl."""
+        sync = self.settings.weight_sync
+        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
+        async with nullcontext() if sync.mode == "in_flight" else phase:
+            reward = await self.task.greedy_reward(llm, self.params)
+            answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
+        with closing(metrics.JsonlWriter(self.directory / "answers.jsonl", step - 1)) as file:
+            file.log({"trainer/step": step, "answers": answers})
+        return reward
 
     async def begin(self) -> Path:
-        """Warm up, evaluate, and leave the checkpoint of step 0, which is returned."""
-        settings, task = self.settings, self.task
+        """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
+        settings = self.settings
         jobs.set_aside(self.directory)
-        policy = build_policy(settings.model, task.tokenizer)
-        view = metrics.ProgressView(self.console, WARMUP_COLUMNS)
-        with (
-            jobs.stop_on_interrupt() as stop,
-            jobs.open_logger(self.directory, settings, view) as logger,
-        ):
-            view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
-            async for row in warm_up(policy, task, self.seed, settings):
-                logger.log(row, step=0, version=0)
-                if stop.is_set():
-                    raise KeyboardInterrupt
+        policy = self.task.new_policy()
+        if settings.warmup.max_steps:
+            await self.warm_up(policy)
         if settings.algorithm.loss.kl_coefficient > 0.0:
             # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
             policy.save_pretrained(self.directory / "reference")
         learner = Learner(policy, settings.algorithm, settings.trainer)
         return self.save(learner, TrainerState(step=0, weights_version=0))
+
+    async def warm_up(self, policy: PreTrainedModel) -> None:
+        settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
+        with (
+            jobs.stop_on_interrupt() as stop,
+            jobs.open_logger(self.directory, settings, view) as logger,
+        ):
+            view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
+            stage = settings.warmup, self.params, settings.engine
+            async for row in warm_up(policy, self.task, self.seed, *stage):
+                logger.log(row, step=0, version=0)
+                if stop.is_set():
+                    raise KeyboardInterrupt
 
     def save(self, learner: Learner, state: TrainerState) -> Path:
         return save_checkpoint(
@@ -240,6 +272,11 @@ class Run:
             with account.spend("update"):
                 await weight_sync.apush(learner.policy, versions.reserve())
             producer.refresh_version()  # the engines begin the batches that it allows
+            evaluated: dict[str, float] = {}
+            interval = trainer.eval_interval
+            if interval and step % interval == 0 and step < trainer.num_steps:
+                with account.spend("evaluate"):
+                    evaluated = await self.evaluate(llm, step)
             stats = await llm.stats()
             rates = metrics.step_metrics(
                 account.take(),
@@ -247,7 +284,9 @@ class Run:
                 num_trained_tokens=int(trained["train/num_tokens"]),
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
-            yield step, batch, {**batch.metrics, **trained, **engine, **rates}
+            rewards = reward_metrics([r for group in batch.groups for r in group.rewards])
+            row = {**batch.metrics, **rewards, **trained, **evaluated, **engine, **rates}
+            yield step, batch, row
             # After its row is written, so that a resumed run finds one for each step it has done.
             # The time is the next step's.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:

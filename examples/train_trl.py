@@ -22,10 +22,12 @@ import torch
 from hydra import compose, initialize_config_module
 from transformers import PreTrainedModel, PrinterCallback
 
-from examples.palindromes import PalindromeTask, build_policy, warm_up
 from examples.settings import JobSettings
 from rollout import LLM, ConfigError
 from trainer_hooks.jobs import load_dataclass
+from trainer_hooks.jobs.task import Task
+from trainer_hooks.jobs.warm_up import warm_up
+from trainer_hooks.rewards import reasoning_gym_reward
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 LEARNING_RATE = 2e-4
@@ -40,9 +42,9 @@ def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
     """
     require_trl()
     torch.manual_seed(settings.seed)
-    torch.set_num_threads(settings.trainer.num_threads)
-    task = PalindromeTask(settings.task)
-    policy = build_policy(settings.model, task.tokenizer)
+    torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+    task = Task(settings.model, settings.data, settings.reward)
+    policy = task.new_policy()
     asyncio.run(warm_up_to_the_end(policy, task, settings))
     with LLM(policy, inference_config=settings.engine) as llm:
         trainer = make_trainer(settings, task, policy, num_steps, TRLRollouts(llm), DIRECTORY)
@@ -64,17 +66,17 @@ def require_trl() -> None:
         ) from error
 
 
-async def warm_up_to_the_end(
-    policy: PreTrainedModel, task: PalindromeTask, settings: JobSettings
-) -> None:
+async def warm_up_to_the_end(policy: PreTrainedModel, task: Task, settings: JobSettings) -> None:
     """As for the demo: GRPO needs some right answers among the samples to begin with."""
-    async for _ in warm_up(policy, task, settings.seed, settings):
+    params = settings.algorithm.sampling_params(task.tokenizer.eos_token_id)
+    stage = settings.warmup, params, settings.engine
+    async for _ in warm_up(policy, task, settings.seed, *stage):
         pass
 
 
 def make_trainer(
     settings: JobSettings,
-    task: PalindromeTask,
+    task: Task,
     policy: PreTrainedModel,
     num_steps: int,
     rollouts: TRLRollouts | None,
@@ -99,7 +101,7 @@ def make_trainer(
         **columns: Any,
     ) -> list[float | None]:
         entries = [prompts[i].columns["entry"] for i in index]
-        return task.reward(completions, completion_ids, entries)
+        return reasoning_gym_reward(completions, completion_ids, entries)
 
     trainer = GRPOTrainer(
         model=policy,

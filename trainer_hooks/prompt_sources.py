@@ -1,4 +1,4 @@
-"""Prompts from JSONL and parquet files and from reasoning-gym, read when they are asked for.
+"""Prompts from JSONL and parquet files, `datasets` and reasoning-gym, read when they are asked for.
 
 Each source is a Sequence of PromptItem. Every error names file, line or row, and column.
 """
@@ -10,19 +10,19 @@ import os
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+
 from rollout.errors import ConfigError
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.chat_format import ChatFormat, ChatTemplate, as_chat_template
+from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Messages = Sequence[Mapping[str, Any]]
-# From chat messages to the text, or the token ids, that the model goes on from.
-ChatTemplate = Callable[[Messages], str | Sequence[int]]
 
 
 class _LazyPrompts(Sequence[PromptItem]):
@@ -145,16 +145,59 @@ class ParquetPrompts(_LazyPrompts):
         return sizes
 
 
+class DatasetPrompts(_LazyPrompts):
+    """Rows of a `datasets.Dataset`, or of one that `save_to_disk` left in a directory.
+
+    `split`: which one, where the directory holds several. As ParquetPrompts otherwise.
+    Raises ConfigError if the package is missing, for a directory without a dataset or split, and
+    for a column that is not there.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        prompt_column: str = "prompt",
+        split: str | None = None,
+        chat_template: Any | None = None,
+    ) -> None:
+        self._place = "the dataset"
+        if isinstance(dataset, (str, os.PathLike)):
+            self._place = str(dataset)
+            dataset = _load_dataset(self._place, split)
+        if prompt_column not in dataset.column_names:
+            raise ConfigError(
+                f"{self._place} has no column {prompt_column!r}; it has "
+                f"{', '.join(dataset.column_names)}"
+            )
+        self._dataset, self._prompt_column = dataset, prompt_column
+        self._template = as_chat_template(chat_template)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._dataset)
+
+    def _read(self, index: int) -> PromptItem:
+        place = f"{self._place}, row {index}"
+        return _as_item(self._dataset[index], self._prompt_column, self._template, place)
+
+
 class ReasoningGymPrompts(_LazyPrompts):
     """A reasoning-gym dataset; columns `answer` and `entry`, which its `score_answer` wants.
 
     `dataset`: one that was made already, or a name with its `size`, `seed` and own `settings`.
     """
 
-    def __init__(self, dataset: Any, size: int = 0, seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        size: int = 0,
+        seed: int = 0,
+        chat_template: ChatFormat | None = None,
+        **settings: Any,
+    ) -> None:
         if isinstance(dataset, str):
             dataset = _create_reasoning_gym(dataset, {**settings, "size": size, "seed": seed})
-        self.dataset = dataset
+        self.dataset, self._template = dataset, chat_template
 
     def __len__(self) -> int:
         """Number of items."""
@@ -162,23 +205,51 @@ class ReasoningGymPrompts(_LazyPrompts):
 
     def _read(self, index: int) -> PromptItem:
         entry = self.dataset[index]
-        return PromptItem(entry["question"], {"answer": entry["answer"], "entry": entry})
+        columns = {"answer": entry["answer"], "entry": entry}
+        if self._template is None:
+            return PromptItem(entry["question"], columns)
+        messages = self._template.messages(entry["question"])
+        return PromptItem(self._template(messages), {**columns, "messages": messages})
 
 
-def as_chat_template(source: Any | None) -> ChatTemplate | None:
-    """A callable as it is; a transformers tokenizer as its template, up to the answer's start.
+class MixedPrompts(_LazyPrompts):
+    """Rows of several sources, each as often as its weight says, with its name as `data_source`.
 
-    It makes text: the engine's tokenizer adds no special tokens to those the template wrote.
+    It is as long as it takes until every row of every source has come; rows of sources that have
+    few for their weight come several times. A row's own column `data_source` stays. Unshuffled, the
+    sources take turns. `sources`: rows and weight, by name.
+    Raises ConfigError without a source, for one without rows and for weights that are not above 0.
     """
-    if source is None or not hasattr(source, "apply_chat_template"):
-        if source is not None and not callable(source):
-            raise ConfigError(
-                f"chat_template={source!r} is neither a callable nor a transformers tokenizer"
-            )
-        return source
-    return lambda messages: source.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
-    )
+
+    def __init__(self, sources: Mapping[str, tuple[PromptRows, float]]) -> None:
+        for name, (rows, weight) in sources.items():
+            if not len(rows) or not weight > 0.0:
+                raise ConfigError(
+                    f"source {name!r} has {len(rows)} rows and weight={weight}; both must be above "
+                    "0"
+                )
+        if not sources:
+            raise ConfigError("a mixture needs at least one source")
+        self._names = list(sources)
+        self._rows = [rows for rows, _ in sources.values()]
+        per_weight = max(len(rows) / weight for rows, weight in sources.values())
+        counts = [max(round(per_weight * weight), 1) for _, weight in sources.values()]
+        # Where the k-th row of a source stands among all, on a scale from 0 to 1.
+        places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        owners = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        order = np.argsort(places, kind="stable")
+        self._owners, self._numbers = owners[order], numbers[order]
+
+    def __len__(self) -> int:
+        """Number of prompts of an epoch."""
+        return len(self._owners)
+
+    def _read(self, index: int) -> PromptItem:
+        which = int(self._owners[index])
+        rows = self._rows[which]
+        item = as_prompt_item(rows[int(self._numbers[index]) % len(rows)])
+        return PromptItem(item.prompt, {"data_source": self._names[which], **item.columns})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +303,18 @@ def _as_item(
     scoring = columns.get("reward_model")
     if isinstance(scoring, Mapping) and "ground_truth" in scoring:
         columns.setdefault("ground_truth", scoring["ground_truth"])
-    place = f"{place}, column {prompt_column!r}"
-    return PromptItem(_as_prompt(values[prompt_column], template, place), columns)
+    prompt, place = values[prompt_column], f"{place}, column {prompt_column!r}"
+    if isinstance(template, ChatFormat) and isinstance(prompt, str) and prompt:
+        prompt = template.messages(prompt)
+    if isinstance(template, ChatFormat) and _are_messages(prompt):
+        columns["messages"] = template.messages(prompt)
+    return PromptItem(_as_prompt(prompt, template, place), columns)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= set(message) for message in value
+    )
 
 
 def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | Sequence[int]:
@@ -242,7 +323,7 @@ def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | S
     if isinstance(value, list) and value:
         if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
             return value
-        if all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
+        if _are_messages(value):
             if template is None:
                 raise ConfigError(
                     f"{place} holds chat messages; pass chat_template, a callable or a "
@@ -263,6 +344,22 @@ def _import_parquet() -> Any:
             "reading parquet needs pyarrow: pip install 'rollout-engine[data]'"
         ) from error
     return pyarrow.parquet
+
+
+def _load_dataset(directory: str, split: str | None) -> Any:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise ConfigError(f"reading {directory} needs the package: pip install datasets") from error
+    try:
+        dataset = load_from_disk(directory)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory} holds no dataset of save_to_disk: {error}") from error
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise ConfigError(f"{directory} holds the splits {', '.join(dataset)}; split={split!r}")
+    return dataset[split]
 
 
 def _create_reasoning_gym(name: str, settings: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ TINY = {
     "model.num_attention_heads": 2,
     "model.num_key_value_heads": 1,
     "model.head_dim": 8,
-    "task.num_held_out": 4,
+    "data.options.num_held_out": 4,
     "warmup.target_reward": 0.0,
     "warmup.first_check": 2,
     "warmup.check_interval": 2,

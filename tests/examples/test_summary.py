@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from examples.summary import summarise, summary_table
+from examples.summary import answers_table, summarise, summary_table
 
 
 def rows(num_steps: int) -> list[dict[str, float]]:
@@ -13,6 +13,7 @@ def rows(num_steps: int) -> list[dict[str, float]]:
         "train/num_tokens": 100,
         "train/num_stale_tokens": 25,
         "policy_staleness/max": 1.0,
+        "policy_staleness/num_mixed_rollouts": 3,
         "completions/num_tokens": 300,
         "prompts/num_tokens": 80,
         "timing_s/update": 0.1,
@@ -27,7 +28,13 @@ def rows(num_steps: int) -> list[dict[str, float]]:
         {"eval/greedy_reward": 0.5},
         {"engine/step": 3},
         *(
-            {**step, "reward": index / 100, "engine/num_prefill_tokens": 50 + 10 * (index % 30)}
+            {
+                **step,
+                "reward": index / 100,
+                "engine/num_prefill_tokens": 50 + 10 * (index % 30),
+                "engine/num_suspends": index,
+                "engine/suspended_bytes": index * 2**21,
+            }
             for index in range(num_steps)
         ),
         {"eval/greedy_reward": 0.75},
@@ -46,6 +53,8 @@ def test_summary_by_hand() -> None:
         9.0,
     )
     assert summary["stale_token_fraction"] == 0.25
+    assert summary["rollouts_across_updates"] == 150
+    assert (summary["num_suspends"], summary["suspends_released_mb"]) == (49, 49 * 2)
     assert summary["prompt_tokens"] == 49 * 80
     # 29 steps of 10, a restart that begins with 50, 19 steps of 10.
     assert summary["prefilled_tokens"] == 290 + 50 + 190
@@ -60,3 +69,15 @@ def test_the_table_has_a_column_for_every_seed() -> None:
     assert "seed 0" in output.getvalue()
     assert "seed 1" in output.getvalue()
     assert "sampled_gain" in output.getvalue()
+
+
+def test_answers_are_shown_first_and_last() -> None:
+    output = io.StringIO()
+    texts = ["[bold]", "middle", "right"]
+    rows = [{"answers": [{"prompt": "What?", "answer": text}]} for text in texts]
+    Console(file=output, width=80).print(answers_table(rows))
+    shown = output.getvalue()
+    assert "What?" in shown
+    assert "[bold]" in shown, "it is text, not markup"
+    assert "right" in shown
+    assert "middle" not in shown

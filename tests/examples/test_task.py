@@ -5,14 +5,18 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("transformers")
 
-from examples.palindromes import NUM_PROMPTS, PalindromeTask
-from examples.settings import TaskSettings
+from examples.palindromes import NUM_PROMPTS
+from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks import PromptItem
+from trainer_hooks.jobs.task import Task
+from trainer_hooks.rewards import reasoning_gym_reward
 
 
 @pytest.fixture(scope="module")
-def task() -> PalindromeTask:
-    return PalindromeTask(TaskSettings(min_length=2, max_length=3, dataset_seed=0, num_held_out=20))
+def task() -> Task:
+    changes = {"min_length": 2, "max_length": 3, "num_held_out": 20}
+    settings = tiny_settings(**{f"data__options__{name}": n for name, n in changes.items()})
+    return Task(settings.model, settings.data, settings.reward)
 
 
 def letters(item: PromptItem) -> list[str]:
@@ -23,7 +27,7 @@ def source_index(item: PromptItem) -> int:
     return int(item.columns["entry"]["metadata"]["source_index"])
 
 
-def test_training_never_shows_the_letters_of_a_held_out_item(task: PalindromeTask) -> None:
+def test_training_never_shows_the_letters_of_a_held_out_item(task: Task) -> None:
     # Two or three letters collide often, so that the check has something to replace.
     held_out = [letters(item) for item in task.held_out]
     prompts = task.prompts(seed=0)
@@ -34,27 +38,27 @@ def test_training_never_shows_the_letters_of_a_held_out_item(task: PalindromeTas
     assert max(places) > NUM_PROMPTS, "an item was replaced"
 
 
-def test_runs_of_other_seeds_and_warm_ups_share_no_items(task: PalindromeTask) -> None:
-    parts = [task.prompts(seed, is_warmup) for seed in (0, 1) for is_warmup in (False, True)]
+def test_runs_of_other_seeds_and_warm_ups_share_no_items(task: Task) -> None:
+    parts = [rows(seed) for seed in (0, 1) for rows in (task.prompts, task.warmup_prompts)]
     places = [{source_index(part[i]) for i in (*range(50), NUM_PROMPTS - 1)} for part in parts]
     held_out = {source_index(item) for item in task.held_out}
     assert len(set.union(*places, held_out)) == sum(map(len, [*places, held_out]))
 
 
-def test_prompts_have_an_end(task: PalindromeTask) -> None:
+def test_prompts_have_an_end(task: Task) -> None:
     assert len(task.prompts(0)) == NUM_PROMPTS
     with pytest.raises(IndexError):
         task.prompts(0)[NUM_PROMPTS]
 
 
-def test_the_verifier_of_the_library_scores_completions(task: PalindromeTask) -> None:
+def test_the_verifier_of_the_library_scores_completions(task: Task) -> None:
     item = task.held_out[0]
     completions = [item.columns["answer"], "xyxyx", "ab", ""]
-    rewards = task.reward(completions, [[1], [1], [1], []], [item.columns["entry"]] * 4)
+    rewards = reasoning_gym_reward(completions, [[1], [1], [1], []], [item.columns["entry"]] * 4)
     assert rewards == [1.0, 0.05, 0.02, None]
 
 
-def test_the_tokenizer_has_one_token_per_letter_and_constant_part(task: PalindromeTask) -> None:
+def test_the_tokenizer_has_one_token_per_letter_and_constant_part(task: Task) -> None:
     tokenizer = task.tokenizer
     item = task.held_out[0]
     tokens = tokenizer.encode(item.prompt)

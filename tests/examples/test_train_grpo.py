@@ -22,6 +22,7 @@ from examples.train_grpo import run_seed
 from rollout import ConfigError, RolloutError
 from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
+from trainer_hooks.jobs import warm_up
 from trainer_hooks.metrics import read_jsonl
 
 WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
@@ -184,14 +185,14 @@ def test_a_run_of_other_settings_does_not_resume_from_this_one(
 def test_ctrl_c_amid_the_warm_up_leaves_no_checkpoint_and_the_next_run_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, answer_loss = tmp_path / "seed_0", palindromes.answer_loss
+    directory, answer_loss = tmp_path / "seed_0", warm_up.answer_loss
 
     def interrupted_loss(*given: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)
         return answer_loss(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(palindromes, "answer_loss", interrupted_loss)
+        patch.setattr(warm_up, "answer_loss", interrupted_loss)
         with pytest.raises(KeyboardInterrupt):
             run_seed(directory, tiny_settings(), seed=0)
     assert [row["warmup/step"] for row in read_jsonl(directory / "metrics.jsonl")] == [1]
@@ -252,6 +253,16 @@ def test_a_warm_up_that_wants_more_prompts_than_there_are_begins_with_the_first_
     assert [row["warmup/step"] for row in rows] == [1, 2]
 
 
-def test_a_warm_up_without_a_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_steps=0"):
-        tiny_settings(warmup__max_steps=0)
+def test_a_job_without_a_warm_up_evaluates_and_trains_from_the_policy_it_is_given(
+    tmp_path: Path,
+) -> None:
+    summary = run_seed(tmp_path, tiny_settings(warmup="none", trainer__num_steps=1), seed=0)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert not any("warmup/step" in row for row in rows)
+    assert [row["trainer/step"] for row in rows if "eval/greedy_reward" in row] == [0, 1]
+    assert "warmup_steps" not in summary
+
+
+def test_a_warm_up_of_fewer_than_no_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_steps=-1"):
+        tiny_settings(warmup__max_steps=-1)

@@ -13,11 +13,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
-from examples.palindromes import PalindromeTask, build_policy
 from examples.settings import JobSettings
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings
+from trainer_hooks.jobs.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 
 
@@ -29,8 +29,8 @@ def trainer_of(directory: Path, num_steps: int, **engine: Any) -> tuple[Any, tor
     """A GRPOTrainer of a few small steps, its policy and the engine that it generates with."""
     torch.manual_seed(0)
     settings = trl_settings()
-    task = PalindromeTask(settings.task)
-    policy = build_policy(settings.model, task.tokenizer)
+    task = Task(settings.model, settings.data, settings.reward)
+    policy = task.new_policy()
     config: InferenceConfig = settings.engine.replace(**engine)
     llm = LLM(policy, inference_config=config)
     rollouts = TRLRollouts(llm)

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from rich.console import Console
 
 from rollout.engine.state import EngineState
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import MetricsLogger
-from trainer_hooks.jobs import Dashboard
+from trainer_hooks.jobs import Dashboard, write_run_picture
 from trainer_hooks.jobs.charts import curve_lines, share_bar
+from trainer_hooks.jobs.dashboard import minutes
 from trainer_hooks.jobs.dashboard_picture import main, write_dashboard_picture
 
 NUM_STEPS = 200
@@ -157,3 +159,28 @@ def test_a_picture_can_be_drawn_from_a_file_of_metrics(tmp_path: Path, monkeypat
     monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "m.jsonl"), str(tmp_path / "d.svg")])
     main()
     assert "reward" in (tmp_path / "d.svg").read_text()
+
+
+def test_a_stage_shows_the_rollouts_of_the_next_batch_and_how_long_the_rest_takes() -> None:
+    now = [100.0]
+    dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
+    dashboard.start_stage("GRPO", 20)
+    dashboard.show({"trainer/step": 11})  # a resumed run's first step
+    dashboard.show({"trainer/step": 12, "reward": 0.5})
+    dashboard.show_progress(312, 512)
+    now[0] += 130.0
+    shown = text_of(dashboard)
+    assert "312 of 512 rollouts" in shown
+    assert "elapsed 2:10, left about 8:40" in shown  # 2 steps took 130 s, 8 are left
+    dashboard.show({"trainer/step": 13})
+    assert "rollouts" not in text_of(dashboard).splitlines()[0], "a new step begins"
+    assert (minutes(7), minutes(3787)) == ("0:07", "1:03:07")
+
+
+def test_the_picture_of_a_run_has_its_three_panels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"trainer/step": 0, "eval/greedy_reward": 0.1}, *made_up_rows(3)]
+    write_run_picture(tmp_path / "run.svg", rows, "GRPO")
+    write_run_picture(tmp_path / "none.svg", [], "no step")
+    assert (tmp_path / "run.svg").read_text().count('id="axes_') == 3
+    assert (tmp_path / "none.svg").exists()

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
+from trainer_hooks.chat_format import ChatFormat
 from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.prompt_sources import (
+    DatasetPrompts,
     JsonlPrompts,
+    MixedPrompts,
     ParquetPrompts,
     ReasoningGymPrompts,
 )
@@ -209,3 +212,65 @@ def test_reasoning_gym_refusals_name_the_dataset_and_its_settings() -> None:
         ReasoningGymPrompts("nope", size=1)
     with pytest.raises(ConfigError, match=r"'palindrome_generation'.*max_lenth"):
         ReasoningGymPrompts("palindrome_generation", size=1, max_lenth=3)
+
+
+# ---- chat formats, datasets, mixtures
+
+
+class RoleTokenizer:
+    """Writes messages as `joined` does; `shout` is an option of its template."""
+
+    chat_template = "made up"
+
+    def apply_chat_template(self, messages: Any, shout: bool = False, **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        return joined(messages).upper() if shout else joined(messages)
+
+
+def test_a_chat_format_takes_text_and_messages_below_a_system_prompt(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "mine"}, *MESSAGES]
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": p} for p in ("2 + 2", MESSAGES, own)])
+    prompts = JsonlPrompts(path, chat_template=ChatFormat(RoleTokenizer(), "be brief"))
+    expected = "<system>be brief<user>2 + 2<assistant>"
+    assert [item.prompt for item in prompts[:2]] == [expected] * 2
+    assert prompts[0].columns["messages"] == prompts[1].columns["messages"]
+    assert prompts[2].prompt == "<system>mine<user>2 + 2<assistant>"
+    loud = JsonlPrompts(path, chat_template=ChatFormat(RoleTokenizer(), options={"shout": True}))
+    assert loud[0].prompt == "<USER>2 + 2<ASSISTANT>"
+
+
+def test_a_tokenizer_without_a_template_is_no_chat_format() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatFormat(object())
+
+
+def test_a_dataset_on_disk_is_read_by_split_and_column(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"question": str(i), "answer": i} for i in range(3)])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    for prompts in (
+        DatasetPrompts(rows, "question"),
+        DatasetPrompts(tmp_path / "one", "question"),
+        DatasetPrompts(tmp_path / "splits", "question", split="train"),
+    ):
+        assert list(prompts) == [PromptItem(str(i), {"answer": i}) for i in range(3)]
+    for path, column, named in (
+        (tmp_path / "one", "prompt", "no column 'prompt'; it has question, answer"),
+        (tmp_path / "splits", "question", "holds the splits train; split=None"),
+        (tmp_path / "none", "question", "holds no dataset"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            DatasetPrompts(path, column)
+
+
+def test_a_mixture_shows_every_row_and_sources_by_weight() -> None:
+    few = [{"prompt": "f", "data_source": "own"}]
+    many = [{"prompt": str(i)} for i in range(6)]
+    mixed = MixedPrompts({"many": (many, 3.0), "few": (few, 1.0)})
+    assert [item.prompt for item in mixed] == ["0", "1", "f", "2", "3", "4", "f", "5"]
+    assert [item.columns["data_source"] for item in mixed[1:3]] == ["many", "own"]
+    with pytest.raises(ConfigError, match="'few' has 0 rows"):
+        MixedPrompts({"few": ([], 1.0)})
+    with pytest.raises(ConfigError, match=r"weight=0\.0"):
+        MixedPrompts({"few": (few, 0.0)})

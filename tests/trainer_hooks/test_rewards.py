@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,16 @@ import pytest
 from rollout.errors import ConfigError
 from tests.tiny_models import IS_LONG
 from tests.trainer_hooks.reward_functions import judge, lengths, matches, unruly
-from trainer_hooks.rewards import RewardRunner, VerlReward, WeightedRewards
+from trainer_hooks.rewards import (
+    BatchedReward,
+    ConversationalReward,
+    FormatReward,
+    LengthReward,
+    RewardRunner,
+    VerlReward,
+    WeightedRewards,
+    reward_metrics,
+)
 
 COLUMNS = {"answer": ["a", "b", "c"], "level": [1, 2, 3]}
 
@@ -223,3 +233,75 @@ def test_a_sample_whose_verl_score_is_no_number_leaves_the_others_theirs(wrong: 
         return wrong if solution_str == "x" else 0.5
 
     assert same(score(VerlReward(says), columns={"ground_truth": ["a"] * 3}), [0.5, math.nan, 0.5])
+
+
+def test_a_weighted_reward_keeps_its_terms_through_the_runner_and_a_pickle() -> None:
+    rewards = score(WeightedRewards([matches, lengths], [2.0, 0.5], ["right", "long"]))
+    assert [reward.terms for reward in rewards] == [  # type: ignore[attr-defined]
+        {"right": 1.0, "long": 1.0},
+        {"right": 0.0, "long": 1.0},
+        {"long": 0.0},
+    ]
+    copied = pickle.loads(pickle.dumps(rewards[0]))
+    assert (copied, copied.terms) == (2.5, {"right": 1.0, "long": 1.0})
+    metrics = reward_metrics([*rewards, math.nan])
+    assert metrics["rewards/right/mean"] == 0.5
+    assert metrics["rewards/right/std"] == pytest.approx(0.5**0.5)
+    assert metrics["rewards/long/mean"] == pytest.approx(2 / 3)
+    assert reward_metrics([1.0]) == {}
+
+
+def test_async_functions_are_summed_with_the_others() -> None:
+    async def slow(completions: Sequence[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [10.0] * len(completions)
+
+    assert score(WeightedRewards([slow, lengths, slow])) == [21.0, 21.0, 20.0]
+    with pytest.raises(ConfigError, match="async"):
+        RewardRunner(WeightedRewards([slow]), workers=1)
+
+
+def test_a_conversational_function_gets_messages() -> None:
+    def judge_chat(prompts: Any, completions: Any) -> list[float]:
+        assert prompts == [[{"role": "user", "content": "?"}]] * 3
+        assert {message["role"] for (message,) in completions} == {"assistant"}
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    reward = ConversationalReward(judge_chat)
+    assert score(reward) == [1.0, 1.0, 0.0]
+    assert score(WeightedRewards([reward])) == [1.0, 1.0, 0.0]
+
+
+def test_ready_made_rewards_of_length_and_format() -> None:
+    length = LengthReward(max_tokens=4, buffer_tokens=2)
+    assert length([[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]) == [0.0, 0.0, -0.5, -1.0]
+    think = FormatReward()
+    assert think(["<think>a\nb</think>4", "4", "<think>a", "x <think></think>"]) == [1, 0, 0, 0]
+    assert FormatReward(r"\d+")(["12", "12."]) == [1, 0]
+    with pytest.raises(ConfigError, match="no regular expression"):
+        FormatReward("(")
+
+
+def test_a_batched_reward_computes_waiting_groups_together() -> None:
+    sizes = []
+
+    def judge_batch(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        sizes.append(len(completions))
+        if "bad" in completions:
+            raise ValueError("it is bad")
+        return [float(len(p + c)) for p, c in zip(prompts, completions, strict=True)]
+
+    async def groups() -> list[Any]:
+        batched = BatchedReward(judge_batch, batch_size=4)
+        calls = [batched(["p"] * 2, ["a" * i, "b"]) for i in range(5)]
+        rewards = await asyncio.gather(*calls)
+        assert rewards == [[1.0 + i, 2.0] for i in range(5)]
+        return await asyncio.gather(
+            batched(["p"], ["bad"]), batched(["p"] * 4, ["a"] * 4), return_exceptions=True
+        )
+
+    failed, later = asyncio.run(groups())
+    assert max(sizes) == 4
+    assert sum(sizes[:3]) == 10, "no batch waits for more groups"
+    assert isinstance(failed, ValueError)
+    assert later == [2.0] * 4, "it was not in that batch"

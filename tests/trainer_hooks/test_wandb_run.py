@@ -1,5 +1,6 @@
 """The real wandb package, offline: what is read back from its file is what the JSONL holds."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
 from trainer_hooks.metrics.time_account import TimeAccount
+from trainer_hooks.metrics.wandb_run import where_to_look
 
 pytest.importorskip("wandb")
 
@@ -55,3 +57,19 @@ def test_an_offline_run_read_back_holds_every_metric_of_the_jsonl(tmp_path: Path
         assert {name: drawn[name] for name in row} == row
     parts = {part: read_back[2][f"policy_staleness/hist/{part}"] for part in ("values", "bins")}
     assert parts == {"values": [2, 0, 2], "bins": [-0.5, 0.5, 1.5, 2.5]}
+
+
+def test_a_table_of_an_offline_run_is_read_back_whole_and_tags_are_kept(tmp_path: Path) -> None:
+    run = start_wandb_run(
+        project="test", name="table", directory=tmp_path / "run", config={}, tags=["sums"]
+    )
+    assert run.tags == ("sums",)
+    assert where_to_look(run).startswith("W&B, offline: wandb sync ")
+    with MetricsLogger(wandb=run) as logger:
+        logger.log({"reward": 0.5}, step=3, version=2)
+        logger.log_table("completions", ["prompt", "reward"], [["2 + 2", 1.0], ["é", 0.0]])
+    (drawn,) = [row for row in read_history(tmp_path / "run") if "completions/path" in row]
+    assert drawn["trainer/step"] == 3
+    files = next((tmp_path / "run").glob("wandb/offline-run-*/files"))
+    table = json.loads((files / drawn["completions/path"]).read_text())
+    assert table == {"columns": ["prompt", "reward"], "data": [["2 + 2", 1.0], ["é", 0.0]]}

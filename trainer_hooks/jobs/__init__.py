@@ -1,19 +1,40 @@
 """Parts of a whole training job: config and command line, the files of a run, its pictures.
 
-A training loop of your own needs none of this, and the library never imports it.
+A training loop of your own needs none of this, and the library never imports it. What needs
+transformers is imported from its module: jobs.task (prompts, rewards, policy) and jobs.warm_up.
+jobs.report and jobs.dashboard_picture are programs as well.
 """
 
 from trainer_hooks.jobs.config_loading import load_dataclass
-from trainer_hooks.jobs.curve import write_reward_curve
+from trainer_hooks.jobs.curve import write_reward_curve, write_run_picture
 from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.jobs.hydra_job import checked_overrides, run_hydra_job, wandb_names
+from trainer_hooks.jobs.live_view import watch_step
 from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interrupt
-from trainer_hooks.jobs.settings import LoggerSettings, ProducerSettings, WeightSyncSettings
+from trainer_hooks.jobs.samples import SampleLog
+from trainer_hooks.jobs.settings import (
+    DataSettings,
+    LoggerSettings,
+    ModelSettings,
+    ProducerSettings,
+    RewardSettings,
+    RewardTerm,
+    SourceSettings,
+    WarmupSettings,
+    WeightSyncSettings,
+)
 
 __all__ = [
     "Dashboard",
+    "DataSettings",
     "LoggerSettings",
+    "ModelSettings",
     "ProducerSettings",
+    "RewardSettings",
+    "RewardTerm",
+    "SampleLog",
+    "SourceSettings",
+    "WarmupSettings",
     "WeightSyncSettings",
     "checked_overrides",
     "load_dataclass",
@@ -22,5 +43,7 @@ __all__ = [
     "set_aside",
     "stop_on_interrupt",
     "wandb_names",
+    "watch_step",
     "write_reward_curve",
+    "write_run_picture",
 ]

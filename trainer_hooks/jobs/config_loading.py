@@ -39,6 +39,12 @@ def init_field_types(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
+def dataclass_by_name(kind: Any) -> type | None:
+    """The dataclass of a field `Mapping[str, dataclass]`; None for any other type."""
+    is_mapping = typing.get_origin(kind) is Mapping
+    return dataclass_of(typing.get_args(kind)[1]) if is_mapping else None
+
+
 def dataclass_of(kind: Any) -> type | None:
     """`kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
     options = typing.get_args(kind) if _is_union(kind) else (kind,)
@@ -101,6 +107,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
+    named = dataclass_by_name(kind)
+    if named is not None and isinstance(value, Mapping):
+        return {name: _convert(named, own, _join(path, name)) for name, own in value.items()}
     if not _fits(kind, value):
         raise ConfigError(f"{path}={value!r} does not fit its type, {_type_name(kind)}")
     return tuple(value) if typing.get_origin(kind) is tuple else value

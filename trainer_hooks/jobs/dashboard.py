@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from rollout.engine.reports import EngineStats
 from trainer_hooks.jobs.charts import curve_lines, histogram_table, share_bar
+from trainer_hooks.jobs.samples import Sample, samples_text
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram
@@ -31,6 +33,7 @@ RATES = {
 }
 PLAIN_COLUMNS = {
     **DEFAULT_COLUMNS,
+    "eval/greedy_reward": "held out {:.3f}",
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
@@ -41,7 +44,8 @@ class Dashboard:
 
     `show_engines` adds a line per engine; without it the engines are one line, from `engine/*`.
     All `rollouts/*` metrics, the producer's, are listed by name. `line_interval`: steps between
-    the lines that are printed where the output is no terminal.
+    the lines that are printed where the output is no terminal. `clock`: seconds, for the time that
+    a stage took and will take.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Dashboard:
         title: str = "training",
         num_steps: int | None = None,
         line_interval: int = 10,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
         self._plain = ProgressView(self._console, PLAIN_COLUMNS, line_interval)
@@ -58,10 +63,20 @@ class Dashboard:
         self._latest: dict[str, Any] = {}
         self._rewards: deque[tuple[int, float]] = deque(maxlen=NUM_REMEMBERED_STEPS)
         self._engines: dict[str, EngineStats] = {}
+        self._samples: list[Sample] = []
+        self._progress: tuple[int, int] | None = None
+        self._clock = clock
+        self._start: tuple[float, int | None] | None = None  # seconds, and the step then
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is redrawn on a terminal; otherwise lines are printed."""
+        return self._console.is_terminal
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
         """Begin a stage of `num_steps`, counted by the metric `step_name`."""
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
+        self._start = (self._clock(), None)
         if not self._console.is_terminal:
             self._plain.start_stage(title, num_steps, step_name)
 
@@ -72,6 +87,10 @@ class Dashboard:
             if any(other.startswith(name.rpartition("/")[0]) for other in metrics):
                 del self._latest[name]
         self._latest.update(metrics)
+        self._progress = None
+        if self._start is not None and self._start[1] is None and self._step_name in metrics:
+            # A resumed run begins at a later step; the first row is the first step done, or step 0.
+            self._start = (self._start[0], max(metrics[self._step_name] - 1, 0))
         reward, step = metrics.get("reward"), metrics.get(TRAINER_STEP)
         if reward is not None and step is not None:
             self._rewards.append((step, reward))
@@ -85,6 +104,20 @@ class Dashboard:
         self._engines = dict(engines)
         if self._console.is_terminal:
             self._refresh()
+
+    def show_progress(self, num_done: int, num_wanted: int) -> None:
+        """Show how many rollouts of the next batch there are."""
+        self._progress = (num_done, num_wanted)
+        if self._console.is_terminal:
+            self._refresh()
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Show what the policy wrote, instead of the samples before; printed without a terminal."""
+        self._samples = list(samples)
+        if self._console.is_terminal:
+            self._refresh()
+        else:
+            self._console.print(samples_text(samples), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back; twice is fine."""
@@ -113,7 +146,11 @@ class Dashboard:
             Panel(self._engine_table(), title="engines", border_style="blue"),
             Panel(self._producer_table(), title="producer", border_style="blue"),
         )
-        return Group(*parts, bottom)
+        parts.append(bottom)
+        if self._samples:
+            shown = samples_text(self._samples)
+            parts.append(Panel(shown, title="samples", border_style="blue"))
+        return Group(*parts)
 
     def _refresh(self) -> None:
         if self._live is None:
@@ -133,8 +170,24 @@ class Dashboard:
             cells.append(Text(f"step {step}"))
         if version is not None:
             cells.append(Text(f"weights version {version}"))
+        if self._progress is not None:
+            cells.append(Text("{:,} of {:,} rollouts".format(*self._progress), style="cyan"))
+        if times := self._times(step):
+            cells.append(Text(times, style="dim"))
         line.add_row(*cells)
         return line
+
+    def _times(self, step: int) -> str:
+        """How long the stage has taken, and about how long the rest will take."""
+        if self._start is None:
+            return ""
+        start_s, first_step = self._start
+        elapsed_s = self._clock() - start_s
+        num_done = step - (first_step or 0)
+        if not self._num_steps or num_done < 1:
+            return f"elapsed {minutes(elapsed_s)}"
+        left_s = elapsed_s / num_done * (self._num_steps - step)
+        return f"elapsed {minutes(elapsed_s)}, left about {minutes(left_s)}"
 
     def _reward_chart(self) -> RenderableType:
         rates = "   ".join(
@@ -187,3 +240,11 @@ class Dashboard:
             for name, value in self._latest.items()
             if name.startswith(prefix) and value is not None and "/hist/" not in name
         }
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as 3:07, or 1:03:07."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    text = f"{rest // 60:02}:{rest % 60:02}"
+    return f"{hours}:{text}" if hours else text.removeprefix("0")

@@ -16,6 +16,7 @@ from rich.syntax import Syntax
 from rollout.errors import ConfigError
 from trainer_hooks.jobs.config_loading import (
     as_plain,
+    dataclass_by_name,
     dataclass_of,
     init_field_types,
     load_dataclass,
@@ -79,25 +80,35 @@ def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
     """`arguments` with every plain `key=value` checked against the fields of `kind`.
 
     Hydra knows only the keys that the YAML lists: a field left at its default there becomes
-    `++key=value`, which Hydra takes. Flags, other `+`, `++` and `~` overrides, and Hydra's own
-    keys pass. Raises ConfigError for a key that `kind` does not have, as `load_dataclass` does.
+    `++key=value`, which Hydra takes. Where a group may be named by an import path, as in
+    reward=package.module:function, its dataclass says which overrides that stands for. Flags, other
+    `+`, `++` and `~` overrides, and Hydra's own keys pass. Raises ConfigError for a key that `kind`
+    does not have, as `load_dataclass` does.
     """
-    return [_checked_override(argument, kind) for argument in arguments]
+    return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 
 
-def _checked_override(argument: str, kind: type) -> str:
-    key, assigned, _ = argument.partition("=")
+def _checked_override(argument: str, kind: type) -> list[str]:
+    key, assigned, value = argument.partition("=")
     if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
-        return argument
-    names, part = key.split("."), kind
+        return [argument]
+    part: type | None = kind
+    by_name: type | None = None  # the dataclass of the entries, where the next name is free
+    names = key.split(".")
     for position, name in enumerate(names):
+        if by_name is not None:
+            part, by_name = by_name, None
+            continue
+        assert part is not None
         field_types = init_field_types(part)
         if name not in field_types:
             path, rest = ".".join(names[:position]), ".".join(names[position:])
             raise unknown_key_error(rest, field_types, path)
-        inner = dataclass_of(field_types[name])
-        if inner is None:
-            return f"++{argument}"
-        part = inner
+        part, by_name = dataclass_of(field_types[name]), dataclass_by_name(field_types[name])
+        if part is None and by_name is None:
+            return [f"++{argument}"]
+    if part is not None and ":" in value and hasattr(part, "overrides_of"):
+        overrides: list[str] = part.overrides_of(value)
+        return overrides
     # A whole dataclass is a config group, `model=small`, whose choice is Hydra's to make.
-    return argument
+    return [argument] if len(names) == 1 else [f"++{argument}"]

@@ -13,9 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rich.console import Console
+
 from trainer_hooks.jobs.hydra_job import wandb_names
 from trainer_hooks.metrics import MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
+from trainer_hooks.metrics.wandb_run import where_to_look
 
 
 def open_logger(
@@ -34,11 +37,14 @@ def open_logger(
             project=wanted.wandb_project,
             name=name,
             group=group,
+            tags=wanted.wandb_tags,
             directory=directory,
             config=asdict(settings),
             mode=wanted.wandb,
             resume=resume_step is not None,
         )
+        if wanted.console:
+            Console().print(where_to_look(wandb_run), highlight=False, soft_wrap=True)
     return MetricsLogger(
         jsonl=directory / "metrics.jsonl", wandb=wandb_run, console=view, resume_step=resume_step
     )

@@ -5,10 +5,175 @@ Each refuses, when it is made, what cannot work, and names it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it.
+
+    `path`: a directory with config.json, weights and tokenizer.
+    `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
+    A shape has all of its fields, and tied embeddings.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        missing = [name for name, value in self.shape.items() if value is None]
+        if self.path is None and (missing or self.tokenizer is None):
+            raise ConfigError(
+                "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
+                f"shape for random weights and a tokenizer (without: {', '.join(missing) or 'it'})"
+            )
+        if self.path is not None and len(missing) < len(self.shape):
+            raise ConfigError(
+                f"model.path={self.path} beside a shape for random weights; choose one of them "
+                "(model=checkpoint has no shape)"
+            )
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shape of a random policy, by Qwen3Config's names; all None where `path` has it."""
+        names = (f.name for f in fields(self) if f.name not in ("path", "tokenizer"))
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """One source of prompts.
+
+    `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
+    of a `reasoning_gym` dataset; for `python` the "package.module:function" that returns rows,
+    called as function(part, seed, **options) with part "train", "warmup" or "held_out".
+    `options`: those of the reasoning-gym dataset (size, seed, its own), of the function, or the
+    `split` of a dataset. `weight`: how often its rows come, beside other sources.
+    """
+
+    kind: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python"] | None = None
+    path: str | tuple[str, ...] | None = None
+    prompt_column: str = "prompt"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings(SourceSettings):
+    """The prompts of a job: one source, or several `sources` by name, each as often as its weight.
+
+    `chat`: whether prompts go through the tokenizer's chat template, text as what the user says;
+    None does so where the tokenizer has one. `system_prompt`: before messages without one.
+    `template_options`: further arguments of the template, such as enable_thinking.
+    `held_out_path`: prompts of the same kind for evaluation. Without one, `num_held_out` rows (a
+    tenth of all at most) are left out of the training. `title`: of the data, in tables and plots.
+    """
+
+    sources: Mapping[str, SourceSettings] = field(default_factory=dict)
+    chat: bool | None = None
+    system_prompt: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    held_out_path: str | None = None
+    num_held_out: int = 0
+    title: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, source in self.named_sources.items():
+            if source.kind is None or source.path is None:
+                where = f"data.sources.{name}" if self.sources else "data"
+                raise ConfigError(f"{where} needs kind and path; {where}.path is {source.path!r}")
+        if self.sources and (self.path is not None or self.held_out_path is not None):
+            raise ConfigError("data.path and data.held_out_path belong to one source, not several")
+        if self.sources and any(source.kind == "python" for source in self.sources.values()):
+            raise ConfigError("data.sources cannot be of kind python; let one function mix them")
+
+    @property
+    def shown_title(self) -> str:
+        """What the data is called in tables and plots."""
+        path = self.path or ", ".join(self.sources)
+        return self.title or (path if isinstance(path, str) else path[0])
+
+    @property
+    def named_sources(self) -> Mapping[str, SourceSettings]:
+        """All sources by name; one alone has that of the data."""
+        return self.sources or {"data": self}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One reward function of a job.
+
+    `path`: "package.module:name" of a function, or of a class that is made with `options`; a
+    function gets them as arguments. `convention`: `text` is TRL's for texts, `chat` TRL's for
+    messages, `verl` is compute_score.
+    """
+
+    path: str
+    weight: float = 1.0
+    convention: Literal["text", "chat", "verl"] = "text"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """The reward of a completion: the weighted sum of `terms`, by name.
+
+    `workers`: processes that compute it; 0 for a thread of this one. `timeout_s`: of a call.
+    """
+
+    terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    workers: int = 0
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ConfigError(
+                "no reward is given; name a function, reward=package.module:function, or set "
+                "reward.terms.<name>.path"
+            )
+
+    @staticmethod
+    def overrides_of(path: str) -> list[str]:
+        """The Hydra overrides that reward=package.module:function stands for."""
+        name = path.rpartition(":")[2]
+        return ["reward=terms", f"++reward.terms.{name}.path={path}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSettings:
+    """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
+
+    `max_steps`: 0 for none. `source`: its own prompts; None takes those of the training.
+    `answer_column`: the completion that is learned.
+    """
+
+    max_steps: int
+    target_reward: float = 0.0
+    learning_rate: float = 1e-3
+    batch_size: int = 128
+    first_check: int = 60  # step of the first measurement of the sampled reward
+    check_interval: int = 5  # steps between two measurements
+    check_prompts: int = 256
+    answer_column: str = "answer"
+    source: SourceSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 0 or self.check_interval < 1:
+            raise ConfigError(
+                f"max_steps={self.max_steps} of the warm-up must be 0 (none) or more, and "
+                f"check_interval={self.check_interval} 1 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +236,26 @@ class WeightSyncSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerSettings:
-    """Where metrics go besides metrics.jsonl: to the terminal, and to Weights & Biases."""
+    """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
+
+    `num_samples`: how many are shown every `sample_interval` steps. `num_completions`: how many of
+    each step go to completions.jsonl, which is renamed at `completions_file_bytes`.
+    """
 
     console: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "rollout"
+    wandb_tags: tuple[str, ...] = ()
+    num_samples: int = 3
+    sample_interval: int = 10
+    num_completions: int = 64
+    completions_file_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in ("sample_interval", "completions_file_bytes"):
+            _check_at_least(name, getattr(self, name), 1)
+        for name in ("num_samples", "num_completions"):
+            _check_at_least(name, getattr(self, name), 0)
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.jsonl import JsonlWriter
-from trainer_hooks.metrics.wandb_run import with_histograms
+from trainer_hooks.metrics.wandb_run import as_table, with_histograms
 
 
 class WandbRun(Protocol):
@@ -77,6 +77,11 @@ class MetricsLogger:
             self._wandb.log(with_histograms(row))
         if self._console is not None:
             self._console.show(row)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table at the latest step, in the wandb run if there is one."""
+        if self._wandb is not None:
+            self._wandb.log({**self._axes, name: as_table(columns, rows)})
 
     def close(self, exit_code: int = 0) -> None:
         """Close all sinks; a non-zero `exit_code` marks the wandb run as failed."""

@@ -15,6 +15,8 @@ from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.metrics.histogram import histogram_columns
 from trainer_hooks.metrics.time_account import StepTimes
 
+_NO_LAG = 2**30  # above every lag
+
 
 def rollout_metrics(
     batch: RolloutBatch,
@@ -50,6 +52,9 @@ def rollout_metrics(
         **_lag_metrics("kv_cache_staleness", batch.kv_staleness_BT[batch.mask_BT]),
         **_lag_metrics("kv_lag", batch.kv_lag_BT[batch.mask_BT]),
     }
+    oldest_B = batch.policy_lag_BT.masked_fill(~batch.mask_BT, 0).amax(dim=1)
+    newest_B = batch.policy_lag_BT.masked_fill(~batch.mask_BT, _NO_LAG).amin(dim=1)
+    metrics["policy_staleness/num_mixed_rollouts"] = int((oldest_B > newest_B).sum())
     stale_N = batch.policy_lag_BT[batch.mask_BT] >= 1
     metrics["policy_staleness/stale_fraction"] = _mean(stale_N.float())
     if finish_reasons is not None:

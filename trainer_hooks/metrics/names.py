@@ -47,6 +47,8 @@ METRIC_NAMES = (
         "share",
         "groups whose rewards are all equal, which teach nothing",
     ),
+    _N("rewards/*/mean", "rewards/*/mean", "", "", "reward", "of one function, unweighted"),
+    _N("rewards/*/std", "rewards/*/std", "", "", "reward", "its deviation over the batch"),
     _N("failed_fraction", "", "response/aborted_ratio", "", "share", "rollouts that failed"),
     # completions
     _N(
@@ -143,6 +145,14 @@ METRIC_NAMES = (
         "oldest",
     ),
     _N("policy_staleness/stale_fraction", "", "", "", "share", "tokens of an older version"),
+    _N(
+        "policy_staleness/num_mixed_rollouts",
+        "",
+        "",
+        "",
+        "rollouts",
+        "sampled by several versions: they went on through an update",
+    ),
     _N("policy_staleness/hist/*", "", "", "", "tokens", "of age 0, 1, ...; `16+` for all above"),
     _N(
         "kv_cache_staleness/mean",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ def start_wandb_run(
     mode: WandbMode = "offline",
     resume: bool = False,
     group: str | None = None,
+    tags: Sequence[str] = (),
 ) -> Any:
     """A wandb run with its step axes declared, to be given to MetricsLogger.
 
@@ -44,6 +45,7 @@ def start_wandb_run(
         project=project,
         name=name[:_MAX_NAME_LENGTH],
         group=group,
+        tags=list(tags),
         dir=str(directory),
         config=dict(config),
         mode=mode,
@@ -60,6 +62,19 @@ def declare_axes(run: Any) -> None:
         run.define_metric(axis)
     for glob, axis in AXIS_OF_METRIC.items():
         run.define_metric(glob, step_metric=axis)
+
+
+def as_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    """A `wandb.Table`, which a run takes as the value of a metric."""
+    import wandb
+
+    return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+
+
+def where_to_look(run: Any) -> str:
+    """Where the run is to be seen: its address, or how to upload one that is offline."""
+    url = getattr(run, "url", None)
+    return f"W&B: {url}" if url else f"W&B, offline: wandb sync {Path(run.dir).parent}"
 
 
 def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:

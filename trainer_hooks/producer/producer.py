@@ -277,6 +277,12 @@ class AsyncRolloutProducer:
         """The newest weights version seen, reported by the llm or stamped on a token."""
         return self._versions.newest
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Scored rollouts of the batch that comes next, and how many it is to have."""
+        num_groups = len(self._open[0][1].groups) if self._open else 0
+        return num_groups * self._group_size, self._rules.num_groups * self._group_size
+
     def refresh_version(self, version: int | None = None) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.
 

@@ -1,16 +1,32 @@
-"""Reward functions: how they are called, combined, and kept from blocking."""
+"""Reward functions: how they are called, combined, and kept from blocking; some ready-made."""
 
-from trainer_hooks.rewards.adapters import VerlReward, WeightedRewards
+from trainer_hooks.rewards.adapters import (
+    ConversationalReward,
+    VerlReward,
+    WeightedReward,
+    WeightedRewards,
+    reward_metrics,
+)
 from trainer_hooks.rewards.failures import RewardFailed, RewardFunctionError
+from trainer_hooks.rewards.ready_made import FormatReward, LengthReward, reasoning_gym_reward
+from trainer_hooks.rewards.reward_model import BatchedReward, RewardModel
 from trainer_hooks.rewards.runner import RewardRunner, as_runner
 from trainer_hooks.rewards.scoring import score_rollouts
 
 __all__ = [
+    "BatchedReward",
+    "ConversationalReward",
+    "FormatReward",
+    "LengthReward",
     "RewardFailed",
     "RewardFunctionError",
+    "RewardModel",
     "RewardRunner",
     "VerlReward",
+    "WeightedReward",
     "WeightedRewards",
     "as_runner",
+    "reasoning_gym_reward",
+    "reward_metrics",
     "score_rollouts",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from rollout.errors import ConfigError
@@ -18,31 +20,57 @@ from trainer_hooks.rewards.calling import (
 from trainer_hooks.rewards.failures import FailureLog
 
 
+class WeightedReward(float):
+    """A weighted sum that keeps its `terms`: what each function gave, unweighted, by its name."""
+
+    terms: Mapping[str, float]
+
+    def __new__(cls, value: float, terms: Mapping[str, float]) -> WeightedReward:
+        reward = super().__new__(cls, value)
+        reward.terms = terms
+        return reward
+
+    def __reduce__(self) -> tuple[type, tuple[float, Mapping[str, float]]]:
+        return WeightedReward, (float(self), self.terms)
+
+
 class WeightedRewards:
     """Several reward functions as one: the weighted sum of what they give, in TRL's convention.
 
     A None or NaN of one function is left out of a sample's sum; if all give none, so does this.
-    The functions are called one after another; each gets the columns that it names. They must not
-    be async, so that the sum can be computed in a process of its own.
+    The functions are called one after another; each gets the columns that it names. Async ones are
+    then awaited together. Each reward is a WeightedReward, from which `reward_metrics` and the
+    samples of a run read the terms.
     """
 
     def __init__(
         self,
         reward_funcs: Sequence[RewardFunction],
         reward_weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
-        """Raises ConfigError unless there is one weight per function, and for async ones."""
+        """`names`: of the terms; None takes those of the functions.
+
+        Raises ConfigError unless there is one weight and one name of its own per function.
+        """
         if reward_weights is None:
             reward_weights = [1.0] * len(reward_funcs)
-        if not reward_funcs or len(reward_weights) != len(reward_funcs):
+        if names is None:
+            names = [name_of(function) for function in reward_funcs]
+            names = [f"{n}_{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+        if not reward_funcs or not len(reward_weights) == len(set(names)) == len(reward_funcs):
             raise ConfigError(
-                f"{len(reward_weights)} reward_weights for {len(reward_funcs)} reward_funcs; one "
-                "for each, and at least one, is wanted"
+                f"{len(reward_weights)} reward_weights for {len(reward_funcs)} reward_funcs named "
+                f"{list(names)}; one for each, each with a name of its own, and at least one, is "
+                "wanted"
             )
-        waiting = [name_of(function) for function in reward_funcs if is_async(function)]
-        if waiting:
-            raise ConfigError(f"{', '.join(waiting)} are async; await them in one async function")
         self._functions, self._weights = list(reward_funcs), list(reward_weights)
+        self._names = list(names)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a function is async, so that calls return an awaitable."""
+        return any(is_async(function) for function in self._functions)
 
     def __call__(
         self,
@@ -50,16 +78,81 @@ class WeightedRewards:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
-    ) -> list[float | None]:
-        """One sum per completion. Raises ConfigError unless each function gives as many numbers."""
-        totals: list[float | None] = [None] * len(completions)
-        for function, weight in zip(self._functions, self._weights, strict=True):
+    ) -> Any:
+        """One sum per completion, or None. Raises ConfigError unless each function gives as many
+        numbers. With an async function the result is to be awaited.
+        """
+        results: list[Any] = [None] * len(self._functions)
+        # Async ones last: one that raises before them leaves no coroutine behind.
+        for i in sorted(range(len(results)), key=lambda i: is_async(self._functions[i])):
+            function = self._functions[i]
             args, named = arguments_for(function, prompts, completions, completion_ids, columns)
-            rewards = rewards_of(function, args, named)
-            for i, reward in enumerate(numbers_of(function, rewards, len(completions))):
+            results[i] = rewards_of(function, args, named)
+        waiting = [i for i, result in enumerate(results) if hasattr(result, "__await__")]
+        if waiting:
+            return self._when_awaited(results, waiting, len(completions))
+        return self._sums(results, len(completions))
+
+    async def _when_awaited(
+        self, results: list[Any], waiting: list[int], num_completions: int
+    ) -> list[WeightedReward | None]:
+        arrived = await asyncio.gather(*(results[i] for i in waiting))
+        for i, result in zip(waiting, arrived, strict=True):
+            results[i] = result
+        return self._sums(results, num_completions)
+
+    def _sums(self, results: list[Any], num_completions: int) -> list[WeightedReward | None]:
+        totals = [0.0] * num_completions
+        terms: list[dict[str, float]] = [{} for _ in range(num_completions)]
+        parts = zip(self._names, self._functions, self._weights, results, strict=True)
+        for name, function, weight, rewards in parts:
+            for i, reward in enumerate(numbers_of(function, rewards, num_completions)):
                 if not math.isnan(reward):
-                    totals[i] = (totals[i] or 0.0) + weight * reward
-        return totals
+                    totals[i] += weight * reward
+                    terms[i][name] = reward
+        pairs = zip(totals, terms, strict=True)
+        return [WeightedReward(total, own) if own else None for total, own in pairs]
+
+
+def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
+    """`rewards/<name>/mean` and `/std` of each term over the rewards that have it, as TRL's.
+
+    Rewards without terms, which are not of WeightedRewards, give nothing.
+    """
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in getattr(reward, "terms", {}).items():
+            values.setdefault(name, []).append(value)
+    metrics = {}
+    for name, own in values.items():
+        metrics[f"rewards/{name}/mean"] = fmean(own)
+        metrics[f"rewards/{name}/std"] = stdev(own) if len(own) > 1 else 0.0
+    return metrics
+
+
+class ConversationalReward:
+    """A reward function that wants completions as chat messages, as TRL's conversational ones do.
+
+    It gets `completions` as [{"role": "assistant", "content": text}] each, and `prompts` as the
+    messages of the row's column `messages`, or else as one user's message. Other columns go on.
+    """
+
+    def __init__(self, reward_function: RewardFunction) -> None:
+        self._function = reward_function
+        self.__name__ = name_of(reward_function)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> Any:
+        """What the function returns."""
+        chats = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
+        answers = [[{"role": "assistant", "content": text}] for text in completions]
+        args, named = arguments_for(self._function, chats, answers, completion_ids, columns)
+        return rewards_of(self._function, args, named)
 
 
 class VerlReward:

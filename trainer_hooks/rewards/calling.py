@@ -70,10 +70,14 @@ def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
     """The rewards that the function returned, as numbers; NaN for None.
 
+    A float of another class stays what it is: a WeightedReward keeps its terms.
     Raises ConfigError if they are not one number per completion.
     """
     try:
-        numbers = [math.nan if reward is None else float(reward) for reward in rewards]
+        numbers = [
+            reward if isinstance(reward, float) else math.nan if reward is None else float(reward)
+            for reward in rewards
+        ]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name_of(reward_fn)} returned {rewards!r}: {error}") from error
     if len(numbers) != num_completions:

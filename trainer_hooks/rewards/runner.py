@@ -63,7 +63,7 @@ class RewardRunner:
             raise ConfigError(f"workers={workers} must be 0 or more, timeout_s={timeout_s} above 0")
         if max_attempts < 1 or max_first_failures < 1:
             raise ConfigError(f"{max_attempts=} and {max_first_failures=} must be at least 1")
-        if workers and is_async(reward_fn):
+        if workers and (is_async(reward_fn) or getattr(reward_fn, "awaits", False)):
             raise ConfigError(f"{name_of(reward_fn)} is async; use workers=0")
         if workers:
             _check_picklable(reward_fn)

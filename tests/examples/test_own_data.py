@@ -1,0 +1,176 @@
+"""The job on a checkpoint, a file of questions and a reward of the user's own, by overrides."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from examples.settings import JobSettings
+from examples.train_grpo import run_seed
+from rollout import ConfigError
+from tests.examples.arithmetic import SYSTEM_PROMPT, write_checkpoint, write_questions
+from trainer_hooks.jobs import RewardSettings, RewardTerm, checked_overrides, load_dataclass
+from trainer_hooks.jobs.task import Task, reward_runner
+from trainer_hooks.metrics import read_jsonl
+
+REWARD = "reward=tests.examples.arithmetic:is_right"
+SMALL = [
+    "algorithm.groups_per_step=2", "algorithm.group_size=2", "algorithm.num_minibatches=1",
+    "algorithm.max_new_tokens=4", "engine.max_requests=8", "trainer.num_threads=1", "logger=quiet",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with model/ and questions.jsonl."""
+    directory = tmp_path_factory.mktemp("own")
+    write_checkpoint(directory / "model", hidden_size=16, num_layers=1)
+    write_questions(directory / "questions.jsonl", largest=3)
+    return directory
+
+
+def settings_of(*arguments: str) -> JobSettings:
+    GlobalHydra.instance().clear()
+    with initialize_config_module(config_module="conf", version_base="1.3"):
+        config = compose("train_grpo", checked_overrides(arguments, JobSettings))
+    return load_dataclass(JobSettings, config)
+
+
+def own_settings(own: Path, *arguments: str) -> JobSettings:
+    where = [f"model.path={own / 'model'}", "data=jsonl", f"data.path={own / 'questions.jsonl'}"]
+    return settings_of(*where, *arguments)
+
+
+def task_of(settings: JobSettings) -> Task:
+    return Task(settings.model, settings.data, settings.reward, settings.warmup.source)
+
+
+def test_a_job_on_own_model_data_and_reward_runs_by_overrides_alone(
+    own: Path, tmp_path: Path
+) -> None:
+    settings = own_settings(
+        own, REWARD, *SMALL, "trainer.num_steps=2", "trainer.eval_interval=1",
+        "data.num_held_out=2", "warmup=supervised", "warmup.target_reward=-2", "warmup.max_steps=1",
+        "reward.terms.length.path=trainer_hooks.rewards:LengthReward",
+        "reward.terms.length.options={max_tokens: 4, buffer_tokens: 2}",
+    )  # fmt: skip
+    summary = run_seed(tmp_path / "own", settings, seed=0)
+    rows = read_jsonl(tmp_path / "own" / "metrics.jsonl")
+    steps = [row for row in rows if "reward" in row]
+    assert summary["num_steps"] == len(steps) == 2
+    total = steps[0]["rewards/is_right/mean"] + steps[0]["rewards/length/mean"]
+    assert steps[0]["reward"] == pytest.approx(total)
+    assert {"rewards/is_right/std", "rewards/length/std"} <= set(steps[0])
+    assert [r["trainer/step"] for r in rows if "eval/greedy_reward" in r] == [0, 1, 2]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "own" / "checkpoints" / "step_000002")
+    assert saved.chat_template, "the checkpoint can be chatted with"
+
+
+def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
+    settings = own_settings(
+        own, REWARD, "reward.terms.is_right.weight=2",
+        "reward.terms.verl={path: 'tests.examples.arithmetic:compute_score', convention: verl}",
+    )  # fmt: skip
+    columns = {"answer": ["12", "7"], "ground_truth": ["12", "7"]}
+    rewards = task_of(settings).reward.score(["?"] * 2, ["12", "3"], [[1], [1]], columns)
+    assert asyncio.run(rewards) == [3.0, 1.0]
+
+
+def test_text_goes_through_the_chat_template_unless_that_is_left_out(own: Path) -> None:
+    task = task_of(own_settings(own, REWARD, f"data.system_prompt='{SYSTEM_PROMPT}'"))
+    prompt = str(task.prompts(0)[0].prompt)
+    assert prompt.startswith(f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n")
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    plain = task_of(own_settings(own, REWARD, "data.chat=false"))
+    assert str(plain.prompts(0)[0].prompt).startswith("What is")
+    with pytest.raises(ConfigError, match=r"data\.chat=false leaves out"):
+        task_of(own_settings(own, REWARD, "data.chat=false", "data.system_prompt=x"))
+
+
+def test_held_out_rows_are_left_out_of_training(own: Path) -> None:
+    task = task_of(own_settings(own, REWARD, "data.num_held_out=3"))
+    train = [task.prompts(0)[i].prompt for i in range(len(task.prompts(0)))]
+    held_out = [item.prompt for item in task.held_out]
+    assert (len(train), len(held_out)) == (29, 3)
+    assert len({*train, *held_out}) == 32
+    assert sorted(train) == sorted(
+        task.warmup_prompts(0)[i].prompt for i in range(len(task.warmup_prompts(0)))
+    )
+
+
+def test_a_mixture_and_a_warm_up_have_sources_of_their_own(own: Path) -> None:
+    path = own / "questions.jsonl"
+    settings = settings_of(
+        f"model.path={own / 'model'}", "data=mixture", REWARD,
+        "data.sources.sums.kind=jsonl", f"data.sources.sums.path={path}",
+        "data.sources.chains.kind=reasoning_gym", "data.sources.chains.path=chain_sum",
+        "data.sources.chains.options.size=32", "data.sources.chains.weight=2",
+        "warmup=supervised", "warmup.source.kind=jsonl", f"warmup.source.path={path}",
+    )  # fmt: skip
+    task = task_of(settings)
+    names = [task.prompts(0)[i].columns["data_source"] for i in range(20)]
+    assert 12 <= names.count("chains") <= 14
+    assert len(task.warmup_prompts(0)) == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["reward=nowhere:score"], r"reward\.terms\.score\.path=nowhere:score: there is no module"),
+        (["reward=tests.examples.arithmetic:scor"], "has no scor"),
+        ([REWARD, "reward.terms.is_right.options.wrong=1"], r"options=\{'wrong': 1\}"),
+        ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
+        ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),
+    ],
+)
+def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task_of(own_settings(own, *changes)).prompts(0)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data=jsonl", "data.path=a", REWARD], r"model\.path is missing"),
+        (["data=jsonl", "model.path=a", REWARD], r"data needs kind and path; data\.path is None"),
+        (["data=jsonl", "model.path=a", "data.path=a"], "no reward is given"),
+        (["model.path=a"], "beside a shape for random weights"),
+        (["data=mixture", "model.path=a", REWARD, "data.sources.x.kind=jsonl"], "sources.x needs"),
+    ],
+)
+def test_a_job_that_lacks_a_part_says_which(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_of(*arguments)
+
+
+def test_a_reward_model_scores_in_batches_what_it_scores_alone(own: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(own / "model", num_labels=1)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(own / "model").save_pretrained(tmp_path / "rm")
+    term = RewardTerm(
+        path="trainer_hooks.rewards:RewardModel",
+        options={"path": str(tmp_path / "rm"), "batch_size": 4},
+    )
+    runner = reward_runner(RewardSettings(terms={"rm": term}))
+    prompts, texts = ["What is 3 + 4?"] * 3, ["7", "something much longer", "-12"]
+
+    async def scores() -> tuple[list[float], list[float]]:
+        ids = [[1]] * 3
+        together = await runner.score(prompts, texts, ids, {})
+        one_by_one = [(await runner.score(prompts[:1], [text], [[1]], {}))[0] for text in texts]
+        return together, one_by_one
+
+    together, one_by_one = asyncio.run(scores())
+    assert together == pytest.approx(one_by_one, abs=1e-5)
+    assert len(set(together)) == 3

@@ -1,0 +1,76 @@
+"""What a terminal shows while a step is under way."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from tests.trainer_hooks.test_time_account import stats_of
+from trainer_hooks import AsyncRolloutProducer
+from trainer_hooks.jobs import Dashboard, watch_step
+
+
+class WatchedLLM(FakeLLM):
+    """Its two rollouts of a prompt take a second for each of ten tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(num_tokens=10)
+        self.num_asked = 0
+
+    async def stats(self) -> Any:
+        self.num_asked += 1
+        return stats_of(1.0, 1)
+
+
+def shown_during_a_batch(is_terminal: bool) -> tuple[list[tuple[int, int]], str, WatchedLLM]:
+    output, llm = io.StringIO(), WatchedLLM()
+    view = Dashboard(Console(file=output, width=120, force_terminal=is_terminal))
+    progress = []
+
+    async def work() -> None:
+        def reward(completions: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+        async with (
+            AsyncRolloutProducer(llm, [[1], [2], [3]], reward, 2, 3, 0) as producer,
+            watch_step(view, llm, producer, interval_s=4.0),  # type: ignore[arg-type]
+        ):
+            progress.append(producer.progress)
+            await anext(producer)
+            progress.append(producer.progress)
+
+    run_virtually(work())
+    view.close()
+    return progress, output.getvalue(), llm
+
+
+def test_a_terminal_moves_while_a_batch_is_made() -> None:
+    progress, shown, llm = shown_during_a_batch(is_terminal=True)
+    assert progress == [(0, 6), (0, 6)], "after the batch comes the next one"
+    assert "0 of 6 rollouts" in shown
+    assert "running" in shown
+    assert llm.num_asked >= 2
+
+
+def test_without_a_terminal_nobody_is_asked() -> None:
+    _, shown, llm = shown_during_a_batch(is_terminal=False)
+    assert (shown, llm.num_asked) == ("", 0)
+
+
+def test_engines_that_cannot_answer_end_the_view_and_not_the_run() -> None:
+    async def fails() -> Any:
+        raise RuntimeError("gone")
+
+    async def work() -> None:
+        llm = WatchedLLM()
+        llm.stats = fails  # type: ignore[method-assign]
+        producer = AsyncRolloutProducer(llm, [[1]], lambda completions: [1.0], 1, 1, 0)
+        view = Dashboard(Console(file=io.StringIO(), force_terminal=True))
+        async with producer, watch_step(view, llm, producer):  # type: ignore[arg-type]
+            assert (await anext(producer)).rollouts.rewards_B.tolist() == [1.0]
+        view.close()
+
+    run_virtually(work())

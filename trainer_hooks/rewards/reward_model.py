@@ -1,0 +1,106 @@
+"""Rewards that are computed in batches over all groups that wait for one: reward models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rollout.errors import ConfigError
+from trainer_hooks.rewards.processes import in_thread
+
+Score = Callable[[list[str], list[str]], Sequence[float]]
+
+
+class BatchedReward:
+    """`score(prompts, completions)` in batches of up to `batch_size`, over all calls that wait.
+
+    A producer asks for the rewards of one group at a time; while one batch is computed, in a
+    thread, the groups that come meanwhile make up the next. It serves one event loop.
+    """
+
+    def __init__(self, score: Score, batch_size: int) -> None:
+        """Raises ConfigError for a `batch_size` below 1."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        self._score, self._batch_size = score, batch_size
+        self._waiting: list[tuple[str, str, asyncio.Future[float]]] = []
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """One number per completion. Raises what `score` raises for a batch with one of them."""
+        loop = asyncio.get_running_loop()
+        own: list[asyncio.Future[float]] = [loop.create_future() for _ in completions]
+        self._waiting += zip(prompts, completions, own, strict=True)
+        try:
+            while not all(future.done() for future in own):
+                async with self._turn:
+                    if not all(future.done() for future in own):
+                        await self._score_next()
+            return [future.result() for future in own]
+        finally:
+            self._waiting = [item for item in self._waiting if item[2] not in own]
+            for future in own:
+                future.cancel()
+
+    async def _score_next(self) -> None:
+        batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+        prompts, completions = [item[0] for item in batch], [item[1] for item in batch]
+        futures = [item[2] for item in batch]
+        try:
+            scores = await in_thread(lambda: list(self._score(prompts, completions)))
+            if len(scores) != len(batch):
+                raise ConfigError(f"{len(scores)} scores for a batch of {len(batch)} completions")
+        except asyncio.CancelledError:  # the others of the batch still wait
+            self._waiting = batch + self._waiting
+            raise
+        except Exception as error:  # `score` may raise anything; each caller gets it
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # seen, for a caller that raises that of another sample
+            return
+        for future, score in zip(futures, scores, strict=True):
+            if not future.done():  # its caller was cancelled
+                future.set_result(float(score))
+
+
+class RewardModel(BatchedReward):
+    """The score of a transformers sequence-classification model with one label, for each
+    completion after its prompt.
+
+    `path`: a Hugging Face directory with its tokenizer. The text is that of the prompt, template
+    and all, followed by the completion. `max_tokens`: longer ones lose their beginning.
+    """
+
+    def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
+        """Raises ConfigError for a model with several labels."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        super().__init__(self._logits, batch_size)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, truncation_side="left")
+        self._model: Any = AutoModelForSequenceClassification.from_pretrained(path).eval()
+        self._max_tokens = max_tokens
+        if self._model.config.num_labels != 1:
+            raise ConfigError(
+                f"{path} has {self._model.config.num_labels} labels; a reward model has one"
+            )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def _logits(self, prompts: list[str], completions: list[str]) -> list[float]:
+        encoded = self._tokenizer(
+            [prompt + text for prompt, text in zip(prompts, completions, strict=True)],
+            padding=True,
+            truncation=self._max_tokens is not None,
+            max_length=self._max_tokens,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        names = ("input_ids", "attention_mask")
+        scores: list[float] = self._model(**{n: encoded[n] for n in names}).logits[:, 0].tolist()
+        return scores
