@@ -12,7 +12,8 @@
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-/* c (+)= a b for `rows` x `count` vectors, which fit the registers; both are constants. */
+/* c (+)= a b for `rows` x `count` vectors, which fit the registers; both are constants. Fetches stand
+   between runs of steps: more often they cost more. */
 INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
                     int64_t b_stride, int64_t depth, const int adds, const int rows, const int count,
                     struct ahead *ahead) {
@@ -22,15 +23,19 @@ INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride
             sums[i][j] = adds ? *(const vec *)(c + i * c_stride + j * WIDTH) : (vec){0};
         }
     }
-    for (int64_t p = 0; p < depth; p++, b += b_stride) {
-        vec row[8];
-        if (p % FETCH_EVERY == 0) fetch(ahead);
-        for (int j = 0; j < count; j++) {
-            row[j] = *(const vec *)(b + j * WIDTH);
-            if (rows > 1) KEEP(row[j]);
-        }
-        for (int i = 0; i < rows; i++) {
-            for (int j = 0; j < count; j++) sums[i][j] += a[i * a_stride + p] * row[j];
+    for (int64_t start = 0, end; start < depth; start = end) {
+        end = ahead && start + FETCH_EVERY < depth ? start + FETCH_EVERY : depth;
+        fetch(ahead);
+        fetch(ahead);
+        for (int64_t p = start; p < end; p++, b += b_stride) {
+            vec row[8];
+            for (int j = 0; j < count; j++) {
+                row[j] = *(const vec *)(b + j * WIDTH);
+                if (rows > 1) KEEP(row[j]);
+            }
+            for (int i = 0; i < rows; i++) {
+                for (int j = 0; j < count; j++) sums[i][j] += a[i * a_stride + p] * row[j];
+            }
         }
     }
     for (int i = 0; i < rows; i++) {

@@ -5,7 +5,7 @@
 #include "attention_tiles.h"
 
 #define STRIP 6       /* queries whose sums stay in registers */
-#define FETCH_EVERY 4 /* steps of a product */
+#define FETCH_EVERY 8 /* steps of a product, which are roughly the work of two of packing: two fetches */
 
 /* Of the tile, those that query i sees. */
 INLINE int64_t visible(const struct queries *queries, int64_t i, const struct tile *tile) {
@@ -97,6 +97,8 @@ void pack_tile(const struct attention *a, const struct place *place, int64_t kv_
 }
 
 int64_t fetches_of_tile(int64_t count, int64_t queries, int64_t dim) {
+    const int64_t columns = queries == 1 ? 64 : queries == 2 ? 32 : 16; /* of a product, with vectors of 8 */
+    const int64_t steps = (count + columns - 1) / columns * dim + (dim + columns - 1) / columns * count;
     const int64_t strips = (queries + STRIP - 1) / STRIP;
-    return (count + LANES - 1) / LANES * (dim / LANES) + count + strips * (dim + count) / FETCH_EVERY;
+    return (count + LANES - 1) / LANES * (dim / LANES) + count + strips * steps * 2 / FETCH_EVERY;
 }
