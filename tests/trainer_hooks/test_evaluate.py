@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.virtual_time import run_virtually
 from rollout import AsyncLLM, SamplingParams
 from tests.apis.fleets import weights, with_fleet
 from tests.tiny_models import IS_LONG, prompt_of
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.producer import AsyncRolloutProducer
