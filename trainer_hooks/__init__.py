@@ -5,7 +5,7 @@
                makes batches beside the training; ThreadedLLM for an LLM in this process
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
     collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
-    advantage  group_advantages, or gae_advantages with a critic
+    advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
     push       WeightSync
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
@@ -20,6 +20,7 @@ from trainer_hooks.advantages import (
     group_advantages,
     has_reward_spread,
     overlong_penalties,
+    reinforce_plus_plus_advantages,
 )
 from trainer_hooks.checkpoint import (
     TrainerState,
@@ -90,6 +91,7 @@ __all__ = [
     "gae_advantages",
     "group_advantages",
     "has_reward_spread",
+    "reinforce_plus_plus_advantages",
     # loss
     "token_logprobs",
     "token_entropies",
