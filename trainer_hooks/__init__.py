@@ -7,6 +7,7 @@
     collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
     advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
+    update     update_policy: passes, minibatches, micro-batches by tokens, packing; ReferencePolicy
     push       WeightSync
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
@@ -43,6 +44,14 @@ from trainer_hooks.losses import (
     value_loss,
 )
 from trainer_hooks.metrics import MetricsLogger
+from trainer_hooks.micro_batches import (
+    ReferencePolicy,
+    UpdateSettings,
+    accumulate_gradients,
+    fixed_logprobs,
+    split_by_tokens,
+    update_policy,
+)
 from trainer_hooks.phase import GenerationPhase, generation_phase
 from trainer_hooks.producer import (
     AsyncRolloutProducer,
@@ -101,6 +110,12 @@ __all__ = [
     "kl_estimate",
     "value_loss",
     "effective_sample_size",
+    "UpdateSettings",
+    "update_policy",
+    "accumulate_gradients",
+    "fixed_logprobs",
+    "ReferencePolicy",
+    "split_by_tokens",
     # push
     "WeightSync",
     "InProcessWeightSync",
