@@ -2,8 +2,10 @@
 #   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
-#   make test-doors       real clients (openai, litellm, lm-eval) against a server; installs each once
+#   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
+#                         in an environment of its own; DOORS="trl verl" runs those
 #   make test-long        full counts and the slow tests as well
+#   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
 #   make lint             ruff and mypy
@@ -15,7 +17,12 @@
 PYTHON ?= python3
 SEEDS ?= 1
 LIVES ?= 2000
-# Names of clients in tests/doors/run.py; all without any.
+# Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
+PRODUCTS ?= 0 plain onednn mkl native
+PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
+	$(addprefix tests/engine/test_,lockstep.py logprobs.py parity.py versions.py) \
+	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
+# Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
@@ -32,7 +39,7 @@ STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; }
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-doors test-long lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo test test-doors test-long test-products lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +66,11 @@ test-doors: $(STAMP)
 
 test-long: $(STAMP)
 	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
+
+test-products: $(STAMP)
+	@for product in $(PRODUCTS); do echo "ROLLOUT_TUNE=$$product"; \
+		ROLLOUT_TUNE=$$product $(PYTEST) -q -m "not slow and not gpu" --timeout 300 $(PRODUCT_TESTS) || exit 1; \
+	done
 
 lives: $(STAMP)
 	ROLLOUT_TEST_LIVES=$(LIVES) $(PYTEST) tests/engine/test_oracle.py

@@ -1,19 +1,24 @@
 """What building an engine takes of memory: peaks of resident bytes over the bytes of the weights.
 
-    python -m benchmarks.loading            # some minutes; writes 1.7 GB to the temporary folder
-    python -m benchmarks.loading --small    # shows that it runs
+    python -m benchmarks.loading                  # 44M parameters; some minutes
+    python -m benchmarks.loading --model large    # 0.8 GB, twice in the temporary folder
+    python -m benchmarks.loading --model small    # shows that it runs
 
 Each case loads a model in a process of its own, in the stages in which an engine is built: the
 model is opened, its weights are placed and filled, and products are tuned, which packs weights. It
 comes from a Hugging Face directory of one file or of four, from random numbers, or from a CausalLM
-that has its values already, whose memory counts as well. ROLLOUT_TUNE names the products. Resident
-bytes are those of the whole process, pages of checkpoint files included, less those that it had
-before, with torch imported and the CPU kernels loaded.
+that has its values already, whose memory counts as well. Products are measured, or those of an
+earlier measurement are taken, or ROLLOUT_TUNE names them; oneDNN and MKL, where forced, pack a
+second copy of the weights. Resident bytes are those of the whole process, pages of checkpoint files
+included, less those that it had before, with torch imported and the CPU kernels loaded.
+
+Writes a Markdown page and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -28,11 +33,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from safetensors.torch import save_file
 
-from benchmarks.models import QWEN_05B
+from benchmarks.machine import describe
+from benchmarks.models import M45, QWEN_05B
+from benchmarks.pages import publish
 from rollout import InferenceConfig
+from rollout.backends.native.library import load_library
 from rollout.backends.select import create_backend
 from rollout.models import CausalLM, ModelSpec, save_hf_directory
 from rollout.models.loading import open_model
@@ -43,9 +50,15 @@ from rollout.runner.weights import ServedWeights
 LARGE = replace(QWEN_05B, vocab_size=65_536, num_layers=10)
 SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  # 88 MB
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
+MODELS = {"m45": M45, "large": LARGE, "small": SMALL}
 SOURCES = ("one file", "four files", "random", "CausalLM")
-TUNES = ("plain", "native", "1")
+# ROLLOUT_TUNE. Unset, the first engine measures products, and later ones take its choices.
+MEASURED, AGAIN = "unset, first engine", "unset, later engine"
+TUNES = (AGAIN, "0", "plain", "native", "onednn", "mkl")
+CASES = [(source, MEASURED) for source in reversed(SOURCES)]
+CASES += [(SOURCES[0], tune) for tune in TUNES]
 STAGES = ("open", "fill", "tune")
+RESULTS = Path(__file__).parent / "results"
 
 
 def write_directories(spec: ModelSpec, folder: Path) -> None:
@@ -96,16 +109,28 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
     return {name: num_bytes / weights.num_bytes for name, num_bytes in results.items()}
 
 
-def measure_elsewhere(source: str, tune: str, folder: Path, *, is_small: bool) -> dict[str, float]:
-    """As `measure`, in a new process that has compiled kernels but no choices of products yet."""
+def measure_elsewhere(source: str, tune: str, folder: Path, model: str) -> dict[str, float]:
+    """As `measure`, in a new process. It has compiled kernels, and only `AGAIN` saved choices."""
     command = [sys.executable, "-m", "benchmarks.loading", "--source", source]
-    command += ["--folder", str(folder), *["--small"] * is_small]
+    command += ["--folder", str(folder), "--model", model]
     cache = folder / "cache"
-    shutil.rmtree(cache / "rollout" / "products", ignore_errors=True)
+    _copy_kernels(cache)
+    if tune != AGAIN:
+        shutil.rmtree(cache / "rollout" / "products", ignore_errors=True)
     environment = os.environ | {"ROLLOUT_TUNE": tune, "XDG_CACHE_HOME": str(cache)}
+    if tune in (MEASURED, AGAIN):
+        del environment["ROLLOUT_TUNE"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, float] = json.loads(done.stdout)
     return results
+
+
+def _copy_kernels(cache: Path) -> None:
+    """Put this process's kernels there: they need not be compiled again."""
+    library, folder = load_library(), cache / "rollout" / "native"
+    if library is not None and not folder.exists():
+        folder.mkdir(mode=0o700, parents=True)
+        shutil.copy(library._name, folder)
 
 
 def _status_bytes(field: str) -> int:
@@ -119,35 +144,60 @@ def _source(name: str, spec: ModelSpec, folder: Path) -> Any:
     return spec if name == "random" else folder / name
 
 
+def as_markdown(results: dict[str, Any]) -> str:
+    """The page: a row for each case."""
+    machine, names = results["machine"], (*STAGES, "built", "packed")
+    lines = [
+        f"# Memory while loading, {results['date']}",
+        "",
+        f"{machine['cpu']} ({machine['instruction_set']}), torch {machine['torch']}; model "
+        f"{results['model']}, {results['weights_mib']:.0f} MiB of weights in float32. Resident "
+        "bytes over those of the weights: the peak of each stage, what is left in the end, and "
+        "what packed copies take of that. oneDNN and MKL, where forced, keep a packed copy beside "
+        "the weights. The parameters of a CausalLM move one by one.",
+        "",
+        "| source | ROLLOUT_TUNE | peak: open | peak: fill | peak: tune | built | packed |",
+        "|---|---|" + "---:|" * len(names),
+    ]
+    for case in results["cases"]:
+        figures = " | ".join(f"{case[name]:.2f}" for name in names)
+        lines.append(f"| {case['source']} | {case['switch']} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--small", action="store_true", help="a model of 88 MB")
+    parser.add_argument("--model", choices=MODELS, default="m45")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--source", choices=SOURCES, help="measure this one here, print JSON")
     parser.add_argument("--folder", type=Path, help="where the directories of models are")
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[tuple[str, str], dict[str, float]]:
-    """Measure every case and print a table. Returns the results by source and product."""
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure every case, print and write. Returns what was measured."""
     arguments = _parse_arguments(argv)
-    spec = SMALL if arguments.small else LARGE
+    spec = MODELS[arguments.model]
+    torch.set_num_threads(1)
     if arguments.source:
-        torch.set_num_threads(1)
         print(json.dumps(measure(lambda: _source(arguments.source, spec, arguments.folder))))
         return {}
-    results = {}
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         write_directories(spec, Path(folder))
-        cases = [(source, tune) for source in SOURCES for tune in TUNES]
-        for source, tune in track(cases, "loading"):
-            results[source, tune] = measure_elsewhere(
-                source, tune, Path(folder), is_small=arguments.small
-            )
-    columns = (*(f"peak: {stage}" for stage in STAGES), "built", "packed")
-    table = Table("source", "ROLLOUT_TUNE", *columns, title="resident bytes over the weights'")
-    for (source, tune), result in results.items():
-        table.add_row(source, tune, *(f"{value:.2f}" for value in result.values()))
-    Console().print(table)
+        weights = (Path(folder) / "one file" / "model.safetensors").stat().st_size
+        for source, tune in track(CASES, "loading"):
+            figures = measure_elsewhere(source, tune, Path(folder), arguments.model)
+            cases.append({"source": source, "switch": tune} | figures)
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "model": arguments.model,
+        "weights_mib": weights / 2**20,
+        "cases": cases,
+    }
+    console = Console(stderr=True)
+    publish(results, as_markdown(results), f"loading-{arguments.model}", arguments.output, console)
     return results
 
 

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,6 +179,35 @@ def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
         timed(lambda: (engine.suspend("persist"), engine.resume()))[0] for _ in range(num_repeats)
     ]
     return {"cpu_seconds": statistics.median(t.cpu for t in timings), "repeats": num_repeats}
+
+
+def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]:
+    """Resident MiB of the process after the first and the last of these cycles in PERSIST.
+
+    Each cycle serves the same small load, which takes a small part of the pool.
+    """
+    config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=1.0)
+    engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
+    prompts = random.Random(0)
+    resident = []
+    for _ in range(num_cycles):
+        for _ in range(8):
+            prompt = [prompts.randrange(1, spec.vocab_size) for _ in range(128)]
+            engine.add_request(prompt, _PARAMS)
+        while engine.has_unfinished_requests():
+            engine.step()
+        engine.pause()
+        engine.suspend("persist")
+        engine.resume()
+        engine.unpause()
+        status = Path("/proc/self/status").read_text().splitlines()
+        resident.append(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")))
+    return {
+        "first_mib": resident[0] / 1024,
+        "last_mib": resident[-1] / 1024,
+        "growth": resident[-1] / resident[0] - 1,
+        "repeats": num_cycles,
+    }
 
 
 def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ _HEAD = (
 def as_markdown(results: dict[str, Any]) -> str:
     """A page: one table of cycles, then the single figures."""
     machine, persist, update = results["machine"], results["persist"], results["update"]
+    growth = results["persist_growth"]
     recompute = results["recompute"]
     lines = [
         f"# Suspend, resume and updates, {results['date']}",
@@ -44,7 +45,9 @@ def as_markdown(results: dict[str, Any]) -> str:
     lines += [
         "",
         f"PERSIST, suspend plus resume: {persist['cpu_seconds'] * 1e3:.3f} ms of CPU time "
-        f"(median of {persist['repeats']}).",
+        f"(median of {persist['repeats']}). Over {growth['repeats']} cycles that each serve the "
+        f"same small load, resident memory goes from {growth['first_mib']:.0f} to "
+        f"{growth['last_mib']:.0f} MiB: {100 * growth['growth']:+.1f}%.",
         "",
         f"RECOMPUTE, from resume to the next token of requests with {recompute['num_tokens']} "
         f"tokens in all: {recompute['cpu_seconds'] * 1e3:.0f} ms of CPU time; prefill of as many "

@@ -23,6 +23,7 @@ from benchmarks.memory_cycles import (
     Cycles,
     Scenario,
     measure_persist,
+    measure_persist_growth,
     measure_recompute,
     measure_update,
 )
@@ -81,6 +82,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "repeats": arguments.repeats,
         "cycles": rows,
         "persist": measure_persist(spec, NUM_PERSIST_REPEATS),
+        "persist_growth": measure_persist_growth(spec, NUM_PERSIST_REPEATS),
         "recompute": measure_recompute(spec, arguments.repeats),
         "update": measure_update(spec, arguments.repeats),
         "update_gaps": measure_gaps(spec, arguments.updates, TOKENS_PER_UPDATE),

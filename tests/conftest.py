@@ -7,7 +7,10 @@ import ipaddress
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 # Before torch and the hubs' clients are imported: they read these once.
@@ -22,6 +25,8 @@ import pytest
 import torch
 from hypothesis.internal.conjecture import providers
 
+from rollout import child_process
+from tests.forked_children import forked_children
 from tests.triton_interpreter import interpret_triton
 
 torch.set_num_threads(1)
@@ -85,6 +90,19 @@ def no_network() -> Iterator[None]:
         for name in ("connect", "connect_ex"):
             patch.setattr(socket.socket, name, refuse_remote(getattr(socket.socket, name)))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_children() -> Iterator[None]:
+    """Engines and coordinators are forks; `spawned_children` undoes it."""
+    with forked_children() if sys.platform == "linux" else nullcontext():
+        yield
+
+
+@pytest.fixture
+def spawned_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and coordinators start as they do outside of tests."""
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,8 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Parameters of S draws, a tensor per field; the flags, known on the host, spare passes.
+    """Parameters of S draws, a tensor without gaps per field; the flags, known on the host, spare
+    passes.
 
     `mode_S` is 0 raw, 1 temperature, 2 processed. A row with temperature 0 is greedy and reports
     raw.

@@ -63,24 +63,20 @@ class LogitsInputs(Generic[Array]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs(Generic[Array]):
-    """One step: what to compute, where to write it, what to draw and what to score.
+class StepLayout(Generic[Array]):
+    """Which tokens a step computes, from which logits it draws, and how.
 
-    Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from, the
-    others are scored, in order. `processing` is None where all logits are drawn from as they are.
+    While the same rows decode, all their steps have this same object, so that what a device has of
+    it can stay there. Decode rows come first. The first `num_drawn_logits` of the L logit rows are
+    drawn from, the others are scored, in order.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
     token_ids_T: Array
-    positions_T: Array
-    slots_T: Array
-    block_tables_RM: Array
     query_starts_E: Array
-    context_lens_R: Array
     logit_indices_L: Array  # the token whose logits are wanted
     draws_S: Array  # the logit row each sample is drawn from
     sample_rows_S: Array  # the row that gets the token
-    uniforms_S: Array
     temperature_S: Array
     top_k_S: Array
     top_p_S: Array
@@ -89,32 +85,51 @@ class StepInputs(Generic[Array]):
     score_targets_P: Array
     num_decode_rows: int
     num_drawn_logits: int
+    only_decodes: bool  # each token is the last one of its row
     draws_in_order: bool  # sample i is drawn from logit row i
     flags: SamplingFlags
     score_top_n: int
     score_ranks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs(Generic[Array]):
+    """One step: what to compute, where to write it, what to draw and what to score.
+
+    `processing` is None where all logits are drawn from as they are.
+    """
+
+    layout: StepLayout[Array]
+    positions_T: Array
+    slots_T: Array
+    block_tables_RM: Array
+    context_lens_R: Array
+    uniforms_S: Array
     processing: LogitsInputs[Array] | None = None
 
 
-# The arrays of StepInputs: all have these types, and none has gaps.
-INPUT_TYPES = {
+# The arrays of StepLayout, and those of StepInputs beside it: all have these types, and none has
+# gaps.
+LAYOUT_TYPES = {
     "input_rows_T": "int64",
     "token_ids_T": "int64",
-    "positions_T": "int64",
-    "slots_T": "int64",
-    "block_tables_RM": "int32",
     "query_starts_E": "int32",
-    "context_lens_R": "int32",
     "logit_indices_L": "int64",
     "draws_S": "int64",
     "sample_rows_S": "int64",
-    "uniforms_S": "float64",
     "temperature_S": "float32",
     "top_k_S": "int64",
     "top_p_S": "float32",
     "min_p_S": "float32",
     "mode_S": "int8",
     "score_targets_P": "int64",
+}
+INPUT_TYPES = {
+    "positions_T": "int64",
+    "slots_T": "int64",
+    "block_tables_RM": "int32",
+    "context_lens_R": "int32",
+    "uniforms_S": "float64",
 }
 
 

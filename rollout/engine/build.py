@@ -151,7 +151,7 @@ def _model_on_device(
     )
     causal_lm.prepare(backend)
     # Only graphs need the whole table, which takes gigabytes for a million positions.
-    num_positions = sizes.max_sequence_length
+    num_positions = sizes.max_blocks_per_row * sizes.block_size
     if backend.device.type == "cpu":
         num_positions = min(num_positions, _NUM_CPU_POSITIONS)
     causal_lm.reserve_positions(num_positions)

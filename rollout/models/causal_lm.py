@@ -101,14 +101,15 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
-        longest = int(batch.context_lens.max())
-        if longest > self.rotary.cos_PD.shape[0]:  # never where graphs are captured
-            self.rotary.reserve(longest)
+        rotary = self.rotary
+        num_positions = batch.block_tables_RM.shape[1] * batch.block_size
+        if num_positions > rotary.num_positions:  # never where graphs are captured
+            rotary.reserve(num_positions)
         if self.fused is not None:
-            fused_LE = self.fused.run(self.rotary.cos_PD, self.rotary.sin_PD, batch)
+            fused_LE = self.fused.run(rotary.cos_PD, rotary.sin_PD, batch)
             if fused_LE is not None:
                 return fused_LE
-        cos_TD, sin_TD = self.rotary(batch.positions_T)
+        cos_TD, sin_TD = rotary(batch.positions_T)
         hidden_LE: Tensor = self.model(cos_TD, sin_TD, batch)
         return hidden_LE
 

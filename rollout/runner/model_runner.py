@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
 from rollout.backends.ops.logits_processing import sample_processed
-from rollout.backends.step_tensors import HostArray, StepInputs
+from rollout.backends.step_tensors import HostArray, StepInputs, StepLayout
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.batch_builder import BatchBuilder
@@ -37,6 +37,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
         self._histories = TokenHistories(backend.device)
         self._addresses = self._addresses_now()
+        self._inference_mode = torch.inference_mode()
 
     @property
     def overlaps(self) -> bool:
@@ -48,7 +49,6 @@ class ModelRunner:
         """Steps captured so far, to be replayed."""
         return self._backend.executor.num_captures
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step: copy blocks, compute the plan's tokens, sample and score.
 
@@ -58,7 +58,8 @@ class ModelRunner:
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
-        return self._backend.executor.launch(self._compute, inputs)
+        with self._inference_mode:
+            return self._backend.executor.launch(self._compute, inputs)
 
     def after_resume(self) -> int:
         """Memory was released and is here again, perhaps at other addresses.
@@ -77,12 +78,16 @@ class ModelRunner:
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> StepOutput[Tensor]:
         """The step's program. All of it runs on the device."""
-        last_T = self._last_tokens.index_select(0, inputs.input_rows_T)
-        token_ids_T = torch.where(inputs.input_rows_T > 0, last_T, inputs.token_ids_T)
-        batch = self._forward_batch(host, inputs, token_ids_T)
-        hidden_LE = self._model(batch)
-        sampled, ranks_S = self._sample(host, inputs, hidden_LE[: inputs.num_drawn_logits])
-        scores = self._score(inputs, hidden_LE[inputs.num_drawn_logits :])
+        layout = inputs.layout
+        token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
+        if not layout.only_decodes:
+            token_ids_T = torch.where(layout.input_rows_T > 0, token_ids_T, layout.token_ids_T)
+        hidden_LE = self._model(self._forward_batch(host, inputs, token_ids_T))
+        scores: list[Tensor | None] = [None] * 4
+        if layout.score_targets_P.shape[0]:
+            scores = self._score(layout, hidden_LE[layout.num_drawn_logits :])
+            hidden_LE = hidden_LE[: layout.num_drawn_logits]
+        sampled, ranks_S = self._sample(host, inputs, hidden_LE)
         return StepOutput(
             token_ids=sampled.token_ids_S,
             is_finite=sampled.is_finite_S,
@@ -99,18 +104,19 @@ class ModelRunner:
     def _forward_batch(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], token_ids_T: Tensor
     ) -> ForwardBatch:
+        layout = inputs.layout
         return ForwardBatch(
             token_ids_T=token_ids_T,
             positions_T=inputs.positions_T,
             slots_T=inputs.slots_T,
             block_tables_RM=inputs.block_tables_RM,
-            query_starts_E=inputs.query_starts_E,
+            query_starts_E=layout.query_starts_E,
             context_lens_R=inputs.context_lens_R,
-            query_starts=host.query_starts_E,
+            query_starts=host.layout.query_starts_E,
             context_lens=host.context_lens_R,
-            num_decode_rows=inputs.num_decode_rows,
+            num_decode_rows=layout.num_decode_rows,
             block_size=self._builder.block_size,
-            logit_indices_L=inputs.logit_indices_L,
+            logit_indices_L=layout.logit_indices_L,
             kv=self._kv.layers,
         )
 
@@ -120,11 +126,12 @@ class ModelRunner:
         """Draw the samples; each becomes its row's last token. Returns them and, if any row wants
         them, their ranks.
         """
+        layout = inputs.layout
         if not hidden_LE.shape[0]:
-            return _no_samples(inputs), None
+            return _no_samples(layout), None
         logits_SV = self._model.compute_logits(hidden_LE)
-        if not inputs.draws_in_order:
-            logits_SV = logits_SV.index_select(0, inputs.draws_S)
+        if not layout.draws_in_order:
+            logits_SV = logits_SV.index_select(0, layout.draws_S)
         sampling = _sampling_batch(inputs)
         sampled = self._backend.ops.sample(logits_SV, sampling)
         if host.processing is not None and inputs.processing is not None:
@@ -133,11 +140,11 @@ class ModelRunner:
                 *(self._backend.ops, logits_SV, sampling, sampled), inputs.processing, history_QP
             )
             self._histories.append(inputs.processing, sampled.token_ids_S)
-        self._last_tokens.index_copy_(0, inputs.sample_rows_S, sampled.token_ids_S)
-        ranks_S = token_ranks(logits_SV, sampled.token_ids_S) if inputs.flags.any_ranks else None
+        self._last_tokens.scatter_(0, layout.sample_rows_S, sampled.token_ids_S)
+        ranks_S = token_ranks(logits_SV, sampled.token_ids_S) if layout.flags.any_ranks else None
         return sampled, ranks_S
 
-    def _score(self, inputs: StepInputs[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
+    def _score(self, layout: StepLayout[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
         """Return log-probs, top ids, top log-probs and ranks of the scored tokens. Outputs that no
         request of the step wants are None.
         """
@@ -145,19 +152,17 @@ class ModelRunner:
         for start in range(0, hidden_PE.shape[0], SCORE_CHUNK):
             part = slice(start, start + SCORE_CHUNK)
             logits_PV = self._model.compute_logits(hidden_PE[part])
-            targets_P = inputs.score_targets_P[part]
-            ranks_P = token_ranks(logits_PV, targets_P) if inputs.score_ranks else None
-            scores = self._backend.ops.score(logits_PV, targets_P, inputs.score_top_n)
+            targets_P = layout.score_targets_P[part]
+            ranks_P = token_ranks(logits_PV, targets_P) if layout.score_ranks else None
+            scores = self._backend.ops.score(logits_PV, targets_P, layout.score_top_n)
             parts.append((*scores, ranks_P))
-        if not parts:
-            return [None] * 4
         return [
             None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
         ]
 
 
-def _no_samples(inputs: StepInputs[Tensor]) -> SampleResult:
-    no_ids = inputs.sample_rows_S
+def _no_samples(layout: StepLayout[Tensor]) -> SampleResult:
+    no_ids = layout.sample_rows_S
     return SampleResult(
         token_ids_S=no_ids,
         is_finite_S=no_ids > 0,
@@ -169,14 +174,14 @@ def _no_samples(inputs: StepInputs[Tensor]) -> SampleResult:
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:
     """The parameters of the step's draws."""
-    flags = inputs.flags
+    layout, flags = inputs.layout, inputs.layout.flags
     return SamplingBatch(
         uniforms_S=inputs.uniforms_S,
-        temperature_S=inputs.temperature_S,
-        top_k_S=inputs.top_k_S,
-        top_p_S=inputs.top_p_S,
-        min_p_S=inputs.min_p_S,
-        mode_S=inputs.mode_S,
+        temperature_S=layout.temperature_S,
+        top_k_S=layout.top_k_S,
+        top_p_S=layout.top_p_S,
+        min_p_S=layout.min_p_S,
+        mode_S=layout.mode_S,
         all_greedy=flags.all_greedy,
         any_greedy=flags.any_greedy,
         any_truncation=flags.any_truncation,

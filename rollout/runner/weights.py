@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
+from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.layers.weight_slot import RepackedSlot
@@ -125,6 +126,7 @@ class ServedWeights:
         self._place_parameters(buffer, keeps_values=fill is None)
         if fill is not None:
             fill()
+        trim_heap()  # what drawing or moving the values has freed
 
     # ---- what may be done now
 

@@ -119,7 +119,7 @@ class PlannedStep:
         """Draw for `child` from the logits of `parent`, the row that was added last."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
-        child.num_computed = parent.num_computed
+        child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
         child.num_in_flight += 1
         self._add_sample(child)
 
@@ -229,7 +229,7 @@ class PlannedStep:
         sampled = [s for s in self.sampled if s.phase is not Phase.FINISHED]
         indices: range | list[int] = range(len(token_ids))
         failed: list[Sequence] = []
-        if len(sampled) < len(token_ids) or not output.is_finite.all():
+        if len(sampled) < len(token_ids) or np.count_nonzero(output.is_finite) < len(token_ids):
             indices, failed = self._split_samples(output)
             sampled = [self.sampled[index] for index in indices]
             token_ids = [token_ids[index] for index in indices]
@@ -242,7 +242,12 @@ class PlannedStep:
             sample_indices=indices,
             finished=finished,
             prefilled=[
-                PrefilledPrompt(request_id=s.request_id, num_tokens=num_tokens, kv_spans=s.kv_spans)
+                PrefilledPrompt(
+                    request_id=s.request_id,
+                    num_tokens=num_tokens,
+                    num_cached_tokens=s.num_cached,
+                    kv_spans=s.kv_spans,
+                )
                 for s, num_tokens in self.prefilled
                 if s.phase is not Phase.FINISHED
             ],
@@ -299,7 +304,7 @@ def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedReque
     for sequence, token_id in zip(sampled, token_ids, strict=True):
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
-        if token_id in rule.end_ids or len(tokens) >= rule.max_length or rule.stop_words:
+        if token_id in rule.end_ids or len(tokens) >= sequence.max_length or rule.stop_words:
             stop: Stop | None
             error: Exception | None = None
             try:

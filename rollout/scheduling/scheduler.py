@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
+from rollout.blocks.prefix_index import root_key
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
@@ -113,6 +114,7 @@ class Scheduler:
                 _assumed_length(num_prompt, sampling_params, stop_rule) - 1
             ),
             length_draw=length_draw(self._num_arrivals),
+            table=BlockTable(root_key=root_key(sampling_params.cache_salt)),
         )
         self._num_arrivals += 1
         self.requests[request_id] = sequence
@@ -160,7 +162,7 @@ class Scheduler:
         runnable = self.running.allocate(step)
         for sequence in step.preempted:
             self.waiting.add(sequence)
-        may_admit = not (self.running.paused or step.preempted)
+        may_admit = len(self.waiting) > 0 and not (self.running.paused or step.preempted)
         if may_admit and self._head_needs_the_step(len(runnable)):
             self._admit(step)
         self._was_prefill_alone = step.num_tokens > 0
@@ -332,7 +334,8 @@ class Scheduler:
                 self._kv.free(sequence.table)
                 sequence.restart()
                 break
-            step.num_prefix_hit_tokens += sequence.num_computed
+            sequence.num_cached = sequence.num_computed
+            step.num_prefix_hit_tokens += sequence.num_cached
             self._start_running(sequence, step)
             if sequence.group_id is not None and sequence.is_fresh:
                 self._leaders[sequence.group_id] = sequence
@@ -351,11 +354,12 @@ class Scheduler:
 
     def _head_needs_the_step(self, num_running: int) -> bool:
         """Return whether the head of the queue gets this step for itself, without chunked prefill.
+        The caller has checked that there is one.
 
         It does if it fits a step, but no step with the running rows beside it. The running rows
         wait for that step, and the next head of the queue waits for the step after it.
         """
-        if self._enable_chunked_prefill or self._was_prefill_alone or not len(self.waiting):
+        if self._enable_chunked_prefill or self._was_prefill_alone:
             return False
         num_tokens = self.waiting.head.num_tokens
         return num_tokens <= self._max_tokens < num_tokens + num_running

@@ -22,6 +22,7 @@ from rollout import (
 )
 from rollout.apis import fleet_processes
 from rollout.apis.fleet_processes import coordinator_arguments
+from rollout.child_process import ChildProcess
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loading import build_model
@@ -273,6 +274,8 @@ def test_a_slow_start_is_told_about_and_has_a_deadline(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_processes, "REMIND_S", 0.01)
+    # Without its arguments a child waits.
+    monkeypatch.setattr(ChildProcess, "send", lambda *_: None)
     with pytest.raises(ConfigError, match=r"did not start within 0.5 s"):
         AsyncLLM(directory(), None, CONFIG, start_timeout_s=0.5)
     assert re.search(

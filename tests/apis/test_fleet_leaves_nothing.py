@@ -28,7 +28,7 @@ from tests.apis.leftovers import (
 )
 from tests.tiny_models import IS_LONG, prompt_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("spawned_children")]
 # Of what is imported already; this process has no thread that a fork would lose.
 _PROCESSES = multiprocessing.get_context("fork")
 SIGNALS = {"killed": signal.SIGKILL, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from rollout import AsyncLLM, ConfigError, EngineState, WeightUpdateError
+from rollout.apis import engine_process
+from rollout.coordinator import __main__ as coordinator_program
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle
 from tests.apis.leftovers import fleet_pids
@@ -115,13 +117,21 @@ def test_no_address_and_more_engines_than_there_are_to_be_are_refused() -> None:
             AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=spawn)
 
 
-@pytest.mark.parametrize("module", ["rollout.coordinator", "rollout.apis.engine_process"])
-def test_each_command_line_explains_itself(module: str) -> None:
-    with shell(module, "--help") as process:
-        said, complaints = process.communicate(timeout=WAIT_S)
-    assert said.startswith(f"usage: python -m {module}")
-    assert complaints == ""
-    with shell(module, "--limits", "{", "--config", "{") as process:
-        _, complaints = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert "error: " in complaints
+@pytest.mark.parametrize(
+    ("module", "main"),
+    [
+        ("rollout.coordinator", coordinator_program.main),
+        ("rollout.apis.engine_process", engine_process.main),
+    ],
+)
+def test_each_command_line_explains_itself(
+    module: str, main: Callable[[Sequence[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"usage: python -m {module}")
+    assert shown.err == ""
+    with pytest.raises(SystemExit, match="2"):
+        main(["--limits", "{", "--config", "{"])
+    assert "error: " in capsys.readouterr().err

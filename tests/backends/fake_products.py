@@ -41,8 +41,14 @@ class FakeStopwatch:
     max_calls: int = 1_000_000
     calls: list[tuple[str, int]] = field(default_factory=list)
 
+    def start_part(self, num_left: int) -> None:
+        """All parts share `max_calls`."""
+
     def is_over(self) -> bool:
         return len(self.calls) >= self.max_calls
+
+    def overhead(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
+        return 0.0
 
     def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
         self.calls.append((product.name, x_TK.shape[0]))

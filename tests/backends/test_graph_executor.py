@@ -21,7 +21,13 @@ from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.reserved import ReservedMemory
-from rollout.backends.step_tensors import INPUT_TYPES, SamplingFlags, StepInputs
+from rollout.backends.step_tensors import (
+    INPUT_TYPES,
+    LAYOUT_TYPES,
+    SamplingFlags,
+    StepInputs,
+    StepLayout,
+)
 from rollout.step.output import StepOutput
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
 from tests.tiny_models import (
@@ -35,7 +41,7 @@ from tests.tiny_models import (
 )
 
 MAX_BLOCKS, BLOCK_SIZE = 6, 4
-PER_SAMPLE = ("sample_rows_S", "uniforms_S", "temperature_S", "top_k_S", "top_p_S", "mode_S")
+PER_SAMPLE = ("sample_rows_S", "temperature_S", "top_k_S", "top_p_S", "mode_S")
 MODES = ("persist", "offload", "recompute")
 
 
@@ -59,7 +65,7 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
     sizes = {"T": int(ends[-1]), "S": len(draws)}
     arrays: dict[str, Any] = {
         name: generator.integers(1, 100, sizes[name[-1]]).astype(kind)
-        for name, kind in INPUT_TYPES.items()
+        for name, kind in (LAYOUT_TYPES | INPUT_TYPES).items()
         if name[-1] in sizes
     }
     num_rows, width = len(query_lens), draw(st.integers(1, MAX_BLOCKS))
@@ -79,33 +85,35 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
         any_ranks=False,
         top_n=0,
     )
-    return StepInputs(
-        **arrays,
+    layout = StepLayout(
+        **{name: arrays[name] for name in LAYOUT_TYPES},
         num_decode_rows=num_decodes,
         num_drawn_logits=len(sources),
+        only_decodes=not prefills,
         draws_in_order=len(sources) == len(draws),
         flags=flags,
         score_top_n=0,
         score_ranks=False,
     )
+    return StepInputs(layout=layout, **{name: arrays[name] for name in INPUT_TYPES})
 
 
 def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepOutput[Tensor]:
     """A number per sample of all that its token, row and draw are made of."""
-    num_tokens, rows = step.token_ids_T.shape[0], torch.arange(step.context_lens_R.shape[0])
-    lens = step.query_starts_E.diff()
+    layout, rows = step.layout, torch.arange(step.context_lens_R.shape[0])
+    num_tokens, lens = layout.token_ids_T.shape[0], layout.query_starts_E.diff()
     row_T = torch.repeat_interleave(rows, lens)
     row_T = torch.cat((row_T, row_T.new_zeros(num_tokens - len(row_T))))
-    place_T = torch.arange(num_tokens) - step.query_starts_E[row_T]
-    is_decode_T = (row_T < step.num_decode_rows).long()
-    per_token = [step.input_rows_T, step.token_ids_T, step.positions_T, step.slots_T]
+    place_T = torch.arange(num_tokens) - layout.query_starts_E[row_T]
+    is_decode_T = (row_T < layout.num_decode_rows).long()
+    per_token = [layout.input_rows_T, layout.token_ids_T, step.positions_T, step.slots_T]
     per_token += [place_T, is_decode_T, lens[row_T], step.context_lens_R[row_T]]
     tables_TM = step.block_tables_RM[row_T]
     per_token += [tables_TM.sum(1), tables_TM @ torch.arange(tables_TM.shape[1], dtype=torch.int32)]
     total_T = sum((31**i * values.double() for i, values in enumerate(per_token)), torch.zeros(()))
-    logits_L = total_T[step.logit_indices_L][: step.num_drawn_logits]
-    logits_S = logits_L if step.draws_in_order else logits_L[step.draws_S]
-    drawn = [getattr(step, name).double() for name in PER_SAMPLE]
+    logits_L = total_T[layout.logit_indices_L][: layout.num_drawn_logits]
+    logits_S = logits_L if layout.draws_in_order else logits_L[layout.draws_S]
+    drawn = [step.uniforms_S, *(getattr(layout, name).double() for name in PER_SAMPLE)]
     logits_S = logits_S + sum(0.37**i * values for i, values in enumerate(drawn))
     return StepOutput(
         token_ids=logits_S.view(torch.int64),
@@ -151,7 +159,7 @@ def test_a_ladder_reaches_the_largest_step_within_its_number_of_graphs(
 def test_a_step_takes_the_smallest_shape_it_fits(inputs: StepInputs[Any]) -> None:
     ladder = make_ladder(8, 12, 4)
     shape = ladder.smallest_for(inputs)
-    only_decodes = len(inputs.token_ids_T) == inputs.num_decode_rows
+    only_decodes = len(inputs.layout.token_ids_T) == inputs.layout.num_decode_rows
     shapes = ladder.decode if only_decodes else ladder.mixed
     fitting = [shape for shape in shapes if shape.fits(inputs)]
     assert shape is (fitting[0] if fitting else None)

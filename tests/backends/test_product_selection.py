@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -173,6 +174,44 @@ def test_a_product_whose_copy_cannot_be_unpacked_is_neither_timed_nor_taken() ->
     assert "mkl" not in {name for name, _ in stopwatch.calls} | names(products)
 
 
+def test_a_sample_is_gone_before_the_next_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: WeakSet[Tensor] = WeakSet()
+    widths: list[set[int]] = []
+
+    def pack(weight: Tensor) -> Tensor:
+        copy = weight.clone()
+        packed.add(copy)
+        widths.append({sample.shape[1] for sample in packed})
+        return copy
+
+    for product in PRODUCTS:
+        if product.packs:
+            monkeypatch.setattr(product, "pack", pack)
+    weights = [torch.ones(64, width) for width in (8, 16, 32)]
+    selection(FakeStopwatch(tiled_is_fastest)).measure(weights)
+    assert [*map(len, widths)] == [1] * len(widths)
+    assert set.union(*widths) == {8, 16, 32}
+
+
+def test_of_a_large_weight_only_the_first_rows_are_packed_and_times_are_scaled_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_bytes = []
+
+    def pack(weight: Tensor) -> Tensor:
+        num_bytes.append(weight.nbytes)
+        return weight.clone()
+
+    for product in PRODUCTS:
+        if product.packs:
+            monkeypatch.setattr(product, "pack", pack)
+    ops = CpuOps(selection(FakeStopwatch(lambda name, rows: 1e-6)))
+    ops.tune([ops.prepare_linear(torch.ones(32_768, 128))])  # 16 MiB
+    *samples, whole = num_bytes
+    assert (max(samples), whole) == (2 << 20, 16 << 20)
+    assert ops.explain().splitlines()[1].split()[-1] == "8"
+
+
 def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
     products = selection(FakeStopwatch(lambda name, rows: 1.0, max_calls=3))
     products.measure([WEIGHT])
@@ -189,9 +228,14 @@ def test_what_was_timed_once_is_measured_again_by_the_next_engine() -> None:
     assert second.calls
 
 
-def test_a_stopwatch_ends_with_its_budget() -> None:
+def test_a_stopwatch_ends_with_its_budget_or_with_a_part_of_it() -> None:
     assert Stopwatch(budget_s=0.0).is_over()
-    assert not Stopwatch(budget_s=1e6).is_over()
+    stopwatch = Stopwatch(budget_s=1e6)
+    assert not stopwatch.is_over()
+    stopwatch.start_part(1 << 62)
+    assert stopwatch.is_over()
+    stopwatch.start_part(1)
+    assert not stopwatch.is_over()
 
 
 def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.coordinator import main
+from benchmarks import coordinator
 from benchmarks.coordinator_fleet import WAYS
+from tests.processes import PROCESSES
 
 pytestmark = pytest.mark.distributed
 
 
-def test_a_small_run_writes_page_and_json(tmp_path: Path) -> None:
-    results = main(["--small", "--output", str(tmp_path)])
+def test_a_small_run_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All tests share the process that is forked, which imports nothing more once it is there.
+    assert PROCESSES.get_start_method() == "forkserver"
+    monkeypatch.setattr(coordinator, "preload", lambda: None)
+    results = coordinator.main(["--small", "--output", str(tmp_path)])
     (page,) = tmp_path.glob("*-coordinator-*.md")
     assert json.loads(page.with_suffix(".json").read_text()) == results
     (case,) = results["cases"]

@@ -200,6 +200,8 @@ def test_orders_to_engines_that_hold_their_answers_back_end_by_their_deadlines()
                 await serves(fleet, givers[number % 2])
 
     run(work, 600)
+    assert tally.num_done, "the last schedules leave a fleet that does what it is told"
+    assert tally.num_orders > NUM_SCHEDULES
     print(f"\nheld back: {tally}")
 
 

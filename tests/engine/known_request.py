@@ -28,7 +28,8 @@ class Known:
     """
 
     request_id: int
-    order: tuple[int, int]
+    priority: int  # as given
+    order: tuple[int, int]  # as the scheduler's: that of a promoted request is a smaller one
     prompt: list[int]
     params: SamplingParams
     entry_version: int

@@ -63,7 +63,8 @@ class Oracle:
         too_long |= len(prompt) > rules.max_tokens and not rules.chunked
         known = Known(
             request_id=request_id,
-            order=self._behind_others(-priority),
+            priority=priority,
+            order=self._behind_others(priority),
             prompt=list(prompt),
             params=params,
             entry_version=self.version,
@@ -81,17 +82,18 @@ class Oracle:
         return known
 
     def add_record(self, known: Known) -> None:
-        """A request that began elsewhere goes on here, behind all others of its priority."""
-        known.order = self._behind_others(known.order[0])
+        """A request that began elsewhere goes on here, behind all others of the priority that it
+        was given: one that waited long enough to be promoted there has lost its place."""
+        known.order = self._behind_others(known.priority)
         self.known.pop(known.request_id, None)
         self.known[known.request_id] = known
         self._requeue([known])
         if known.is_clamped:
             known.events.append("ERROR_TRANSIENT")
 
-    def _behind_others(self, rank: int) -> tuple[int, int]:
+    def _behind_others(self, priority: int) -> tuple[int, int]:
         self._num_arrivals += 1
-        return rank, self._num_arrivals
+        return -priority, self._num_arrivals
 
     def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
         if params.ignore_eos:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from rollout import SamplingParams
 from tests.engine.engine_life import EngineLife
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, MAX_EXCEPTIONS_PER_TOKEN
@@ -19,6 +21,21 @@ from tests.tiny_models import IS_LONG, MAX_EXCEPTIONS_PER_TOKEN
 NUM_LIVES = int(os.environ.get("ROLLOUT_TEST_LIVES") or (2000 if IS_LONG else 30))
 NUM_SHARDS = 1 if NUM_LIVES < 100 else 10  # for several workers
 LIVES_PER_SHARD = -(-NUM_LIVES // NUM_SHARDS)
+SMALL: dict[str, Any] = {
+    "num_blocks": 12,
+    "num_paused_blocks": None,
+    "block_size_tokens": 4,
+    "max_sequence_length": 32,
+    "max_requests": 2,
+    "max_tokens": 36,
+    "enable_chunked_prefill": False,
+    "kv_cache_management_mode": "persist",
+    "max_kv_staleness_versions": 0,
+    "track_paused_request_events": True,
+    "track_generated_token_events": False,
+    "enable_prefix_caching": True,
+    "prefix_reuse_across_versions": True,
+}
 WHAT_MUST_HAPPEN = (
     "copies on write",
     "evictions",
@@ -32,6 +49,27 @@ WHAT_MUST_HAPPEN = (
     "tokens over mixed context",
     "top-n log-probs",
 )
+
+
+def test_a_promoted_request_that_moves_comes_back_with_the_priority_it_was_given() -> None:
+    class Life(EngineLife):
+        tally, exceptions = Counter(), []
+
+    life = Life()
+    short = SamplingParams(num_tokens_to_generate=1, seed=0)
+    long = SamplingParams(num_tokens_to_generate=12, seed=0, ignore_eos=True)
+    life.make(config={**SMALL, "tokenizer": None}, version=0, first=[short])
+    life.add(num_shared=5, tail=[3], samples=[long], priority=-1, form="ids")
+    for tail in range(20):
+        life.add(num_shared=5, tail=[tail], samples=[short], priority=0, form="ids")
+    modest = life.oracle.known[1]
+    while modest.order[0] == 1:
+        life.step(count=1)
+    life.move_away(choice=life.oracle.unfinished().index(modest))
+    life.come_from_elsewhere(choice=0)
+    life.step(count=1)
+    assert life.engine.scheduler.requests[1].order[0] == 1
+    life.teardown()
 
 
 @pytest.mark.timeout(3600 if NUM_SHARDS > 1 else 600)  # it takes minutes to make a failure small

@@ -16,11 +16,14 @@ from rollout import (
     RequestAbortedError,
     SamplingParams,
     Status,
+    WeightUpdateError,
 )
 from rollout.engine.state import legal_commands
 from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
 
+# What an engine has from its start.
+SIZES = ("max_sequence_length", "num_blocks_total", "num_blocks_free")
 PARAMS = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True)
 S = EngineState
 PATHS = {
@@ -188,3 +191,47 @@ def test_abort_of_a_group_member_leaves_the_shared_blocks_to_the_others(victim: 
 )
 def test_commands_are_legal_from_their_sources_and_at_their_target(state, commands) -> None:
     assert legal_commands(state) == commands
+
+
+def test_a_fresh_engine_has_counted_nothing_and_an_update_is_counted_once() -> None:
+    engine = tiny_engine(model())
+    stats = engine.stats()
+    counts = {name: value for name, value in stats.as_metrics("").items() if name not in SIZES}
+    assert set(counts.values()) == {0}
+    engine.pause()
+    engine.update_weights(dict(model().named_parameters()))
+    stats = engine.stats()
+    assert (stats.num_weight_updates, stats.weights_version) == (1, 1)
+    assert stats.update_seconds > 0
+
+
+def test_an_update_is_checked_before_it_is_staged() -> None:
+    engine = tiny_engine(model(), weights_version=3)
+    with pytest.raises(EngineStateError, match="update weights"):
+        engine.check_update()
+    engine.check_update(in_flight=True)
+    engine.pause()
+    for version in (None, 4, 9):
+        engine.check_update(version)
+    for version in (3, 2**31):
+        with pytest.raises(WeightUpdateError, match=f"version={version}"):
+            engine.check_update(version)
+
+
+def test_a_first_version_beyond_int32_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weights_version=2147483648"):
+        tiny_engine(model(), weights_version=2**31)
+
+
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_an_engine_is_paused_again_once_both_owners_are_restored(first: str) -> None:
+    engine = engine_in(S.PAUSED)
+    engine.suspend("offload", ("kv_cache", "weights"))
+    with pytest.raises(ConfigError, match="only='hair'"):
+        engine.resume(only="hair")
+    engine.resume(only=first)
+    assert engine.state is S.SUSPENDED
+    engine.resume(only={"weights": "kv_cache", "kv_cache": "weights"}[first])
+    assert engine.state is S.PAUSED
+    engine.unpause()
+    assert len(drain(engine)[0].generated_tokens) == 10

@@ -111,3 +111,8 @@ def test_event_text_names_type_and_payload():
         type=EventType.GENERATED_TOKEN, timestamp=1.5, payload={"token_id": 7}
     )
     assert str(event) == "[1.500] GENERATED_TOKEN, token=7"
+    event = DynamicInferenceEvent(
+        type=EventType.ERROR_NONTRANSIENT, timestamp=1.5, payload=ValueError("no")
+    )
+    assert str(event) == "[1.500] ERROR_NONTRANSIENT, ValueError('no')"
+    assert str(DynamicInferenceEvent(type=EventType.PAUSE, timestamp=2.0)) == "[2.000] PAUSE"

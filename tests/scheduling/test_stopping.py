@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.generated_text import StopStrings
 from rollout.scheduling.stopping import StopRule, StopWord, check_stop
 
 
@@ -44,6 +49,37 @@ def test_one_prompt_token_then_generated_ones(
     tokens: list[int], stop: StopRule, expected: str | None
 ) -> None:
     assert finish_reason(tokens, 1, stop) == expected
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3])
+def test_only_the_length_ends_a_request_within_its_first_tokens(min_tokens: int) -> None:
+    ends = StopRule(end_ids=(9,), stop_words=(), max_length=100, min_tokens=min_tokens)
+    words = StopRule(
+        end_ids=(), stop_words=(StopWord("nine", (9,)),), max_length=100, min_tokens=min_tokens
+    )
+    for num_generated in range(1, 5):
+        tokens = [9] * (2 + num_generated)
+        expected = "stop" if num_generated > min_tokens else None
+        assert finish_reason(tokens, 2, ends) == finish_reason(tokens, 2, words) == expected
+        short = replace(ends, max_length=len(tokens))
+        assert finish_reason(tokens, 2, short) == (expected or "length")
+
+
+def test_a_word_in_the_text_goes_before_one_by_its_ids() -> None:
+    """The tokenizer has another token for the letters together than those of the word's ids."""
+    texts = {1: "a", 2: "b", 3: "ab"}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: "".join(texts[i] for i in ids))
+
+    def stop_of(*generated: int, words: tuple[StopWord, ...] = ()) -> object:
+        strings = StopStrings(tokenizer, ["ab"])
+        stop = StopRule(end_ids=(), stop_words=words, max_length=100, stop_strings=strings)
+        return check_stop([7, *generated], 1, stop)
+
+    for generated in ((3,), (1, 2), (2, 1, 2)):
+        assert stop_of(*generated) == ("stop", "ab")
+    assert stop_of(1) is stop_of(2, 1) is None
+    assert stop_of(2, 2, words=(StopWord("bb", (2, 2)),)) == ("stop", "bb")
+    assert stop_of(3, words=(StopWord("three", (3,)),)) == ("stop", "ab")
 
 
 def test_a_stop_word_never_reaches_into_the_prompt() -> None:

@@ -8,20 +8,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from rollout import ServeConfig
-from tests.serve.raw_client import connected, read_all, request_bytes
+from tests.serve.raw_client import connected, read_all, read_until, request_bytes
 from tests.serve.served import Served, served_directory
 from tests.tiny_models import prompt_of
 
 pytestmark = pytest.mark.distributed
 
 PATH = "/v1/completions"
-# Runs until somebody ends it, or for several seconds.
+# Runs for seconds, which a busy machine may take from this process: what must not end by itself is
+# sent to engines that are paused.
 LONG = {"prompt": prompt_of(4), "max_tokens": 500, "ignore_eos": True, "n": 8}
 STREAM = LONG | {"stream": True}
 WITHIN_S = 60.0
@@ -58,34 +59,46 @@ def num_in_engines(served: Served) -> int:
     return stats.num_running + stats.num_waiting + stats.num_paused
 
 
-def begin(served: Served, body: Any) -> Any:
-    """Send a request, and wait until it runs."""
+def begin(served: Served, body: Any, receive_bytes: int | None = None) -> Any:
+    """Send a request to engines that are paused, and wait until they have it."""
     before = num_in_engines(served)
-    client = connected((served.host, served.port))
+    client = connected((served.host, served.port), receive_bytes=receive_bytes)
     client.sendall(request_bytes(PATH, body))
-    until(lambda: num_in_engines(served) > before, "the request runs")
+    until(lambda: num_in_engines(served) > before, "the engines have the request")
     return client
+
+
+@contextmanager
+def paused(served: Served) -> Iterator[None]:
+    served.do(served.llm.pause())
+    try:
+        yield
+    finally:
+        served.do(served.llm.unpause())
 
 
 @pytest.mark.parametrize("body", [LONG, STREAM])
 def test_a_client_that_goes_away_ends_its_requests(served: Served, body: dict[str, Any]) -> None:
-    begin(served, body).close()
+    with paused(served):
+        client = begin(served, body)
+    client.close()
     until(lambda: num_in_engines(served) == 0, "the engines are idle")
     assert served.llm.client.completion_futures == {}
 
 
 def test_too_many_requests_are_told_to_come_back(served: Served) -> None:
-    clients = [begin(served, STREAM) for _ in range(2)]
-    waiting = connected((served.host, served.port))
-    waiting.sendall(request_bytes(PATH, LONG | {"max_tokens": 1}))
-    until(lambda: b"requests_waiting 1.0" in served.get("/metrics").body, "one waits")
-    refused = served.post(PATH, {"prompt": [1]})
-    assert refused.status == 429
-    assert int(refused.headers["Retry-After"]) >= 1
-    assert refused.json()["error"]["type"] == "RateLimitError"
-    assert served.get("/health").status == 200
-    for client in clients:
-        client.close()
+    with paused(served):
+        clients = [begin(served, STREAM) for _ in range(2)]
+        waiting = connected((served.host, served.port))
+        waiting.sendall(request_bytes(PATH, LONG | {"max_tokens": 1}))
+        until(lambda: b"requests_waiting 1.0" in served.get("/metrics").body, "one waits")
+        refused = served.post(PATH, {"prompt": [1]})
+        assert refused.status == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        assert served.get("/health").status == 200
+        for client in clients:
+            client.close()
     assert waiting.recv(100).startswith(b"HTTP/1.1 200")
     waiting.close()
     until(lambda: num_in_engines(served) == 0, "the engines are idle")
@@ -108,10 +121,9 @@ def test_slow_headers_are_cut_off(served: Served) -> None:
 
 
 def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
-    client = connected((served.host, served.port), receive_bytes=4096)
     body = STREAM | {"n": 64, "logprobs": 200, "return_tokens_as_token_ids": True}
-    client.sendall(request_bytes(PATH, body))
-    until(lambda: num_in_engines(served) > 0, "it runs")
+    with paused(served):
+        client = begin(served, body, receive_bytes=4096)
     until(lambda: num_in_engines(served) == 0, "it ends")
     until(lambda: b"requests_running 0.0" in served.get("/metrics").body, "it is cut off")
     received = b""
@@ -121,11 +133,39 @@ def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
     client.close()
 
 
+NO_BODIES = [b"{", b"[1]", b'{"prompt": "\xff"}', b"\x00", b"[" * 9999, b" " * 60_000]
+BAD = [(path, body) for path in (PATH, "/generate", "/pause_generation") for body in NO_BODIES]
+BAD += [
+    (PATH, b'{"prompt": [1], "n": 1000000000000000000000000000000}'),
+    (PATH, b'{"prompt": [1], "model": "another"}'),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"n": 1e300}}'),
+    ("/v1/chat/completions", b'{"messages": "hello"}'),
+    ("/inference/v1/generate", b'{"token_ids": [[1]]}'),
+    ("/update_weights", b'{"weight_dir": 3}'),
+]
+
+
+def test_bad_requests_are_answered_by_json_and_harm_nobody(served: Served) -> None:
+    others: list[bytes] = []
+    client = begin(served, STREAM | {"n": 1})
+    reader = threading.Thread(target=lambda: others.append(read_until(client, b"data: [DONE]")))
+    reader.start()
+    for path, body in BAD:
+        answer = served.call("POST", path, body)
+        assert answer.status in (400, 404, 413), (path, body[:40], answer.body)
+        assert answer.headers["Content-Type"].startswith("application/json")
+        assert set(answer.json()) <= {"error", "success", "message"}
+    reader.join()
+    assert b'"finish_reason":"length"' in others[0]
+    client.close()
+
+
 def test_an_end_aborts_what_still_runs_and_answers_it() -> None:
     served = served_directory()
     try:
-        clients = [begin(served, body) for body in (STREAM, LONG)]
         assert served.post(PATH, {"prompt": [1], "max_tokens": 2}).status == 200
+        served.do(served.llm.pause())
+        clients = [begin(served, body) for body in (STREAM, LONG)]
         served.do(served.llm.stop_serving(drain_timeout_s=0.0))
         stream, whole = map(read_all, clients)
         assert b'"finish_reason":"abort"' in stream

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.step.seeds import mix_seed, uniforms
+from rollout.step.seeds import UniformsAhead, mix_seed, uniforms
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**31 - 1)
@@ -91,3 +91,13 @@ def test_the_order_of_indices_matters() -> None:
 @given(st.integers(-(2**63), 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=3))
 def test_a_mixed_seed_fits_a_signed_integer(seed: int, indices: list[int]) -> None:
     assert 0 <= mix_seed(seed, *indices) < 2**63
+
+
+@given(st.lists(st.tuples(SEEDS, st.integers(0, 10**6)), min_size=1, max_size=5))
+def test_numbers_drawn_ahead_are_those_of_their_positions(pairs: list[tuple[int, int]]) -> None:
+    seeds = np.array([seed for seed, _ in pairs], dtype=np.uint64)
+    first = np.array([position for _, position in pairs], dtype=np.int32)
+    ahead = UniformsAhead(seeds)
+    for step in range(40):
+        expected = uniforms(seeds, first + step).tolist()
+        assert ahead.at(first + np.int32(step)).tolist() == expected

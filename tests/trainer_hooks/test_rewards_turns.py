@@ -57,29 +57,31 @@ async def cancelled_inside(runner: RewardRunner, gate: Gate) -> None:
     assert call.cancelled()
 
 
-async def next_waits_for_the_gate(runner: RewardRunner, gate: Gate) -> None:
+async def scored_once_the_gate_opens(runner: RewardRunner, gate: Gate) -> list[str]:
+    """What the function has scored when the call after that of "wait" has its reward."""
     following = asyncio.ensure_future(score_one(runner, "next"))
     await asyncio.wait([following], timeout=SOON_S)
     assert not following.done()
     gate.is_open.set()
     assert await following == 1.0
-    assert gate.scored == ["wait", "next"]
-    assert gate.most_inside == 1
+    return gate.scored
 
 
 def test_a_cancelled_call_keeps_its_turn_until_its_function_returns(gate: Gate) -> None:
     async def work() -> None:
         runner = RewardRunner(gate)
         await cancelled_inside(runner, gate)
-        await next_waits_for_the_gate(runner, gate)
+        assert await scored_once_the_gate_opens(runner, gate) == ["wait", "next"]
 
     asyncio.run(work())
+    assert gate.most_inside == 1
 
 
 def test_a_call_of_a_closed_event_loop_keeps_its_turn_too(gate: Gate) -> None:
     runner = RewardRunner(gate)
     asyncio.run(cancelled_inside(runner, gate))
-    asyncio.run(next_waits_for_the_gate(runner, gate))
+    assert asyncio.run(scored_once_the_gate_opens(runner, gate)) == ["wait", "next"]
+    assert gate.most_inside == 1
 
 
 @pytest.mark.parametrize("loops", ["one loop", "two loops"])
@@ -168,7 +170,8 @@ def test_callers_of_a_closed_event_loop_are_passed_over(gate: Gate) -> None:
     loop.set_exception_handler(lambda loop, context: None)  # it would tell of calls left pending
     calls = loop.run_until_complete(begin())
     loop.close()
-    asyncio.run(next_waits_for_the_gate(runner, gate))
+    assert asyncio.run(scored_once_the_gate_opens(runner, gate)) == ["wait", "next"]
+    assert gate.most_inside == 1
     assert [call.done() for call in calls] == [False, False]
 
 
@@ -186,7 +189,8 @@ def test_a_runner_serves_two_event_loops_at_once(gate: Gate) -> None:
     thread = threading.Thread(target=lambda: scored.append(asyncio.run(score_one(runner, "wait"))))
     thread.start()
     assert gate.has_entered.wait(LATE_S)
-    asyncio.run(next_waits_for_the_gate(runner, gate))
+    assert asyncio.run(scored_once_the_gate_opens(runner, gate)) == ["wait", "next"]
+    assert gate.most_inside == 1
     thread.join(LATE_S)
     assert scored == [1.0]
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.walks.memory_probe import static_cycles
+from tests.processes import PROCESSES
+from tests.walks.memory_probe import cycle, static_cycles
 
-ROOT = Path(__file__).parents[2]
 PAGE_SLACK = 1 << 16
 
 
 def probe(kind: str, mode: str, owners: str) -> Any:
     """In a process of its own, for the system counts by process."""
-    command = [sys.executable, "-m", "tests.walks.memory_probe", kind, mode, owners]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return json.loads(output.stdout.splitlines()[-1])
+    with PROCESSES.Pool(1) as pool:
+        return pool.apply(cycle, (kind, mode, tuple(owners.split("+"))))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 from numpy.testing import assert_allclose
 
 from rollout import (
@@ -136,6 +137,18 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_queued() -> None:
     (failed,) = drain(other).values()
     assert failed.failed()
     assert len(failed.generated_tokens) == 3
+    small = tiny_engine(tiny_model("qwen3", vocab_size=100))
+    with pytest.raises(InvalidRequestError, match=r"vocabulary"):
+        small.add_record(record)
+    request = DynamicInferenceRequest(
+        request_id=4,
+        prompt_tokens=torch.tensor([1, 2]),
+        sampling_params=SamplingParams(num_tokens_to_generate=3, stop_token_ids=[200]),
+        seed=1,
+    )
+    with pytest.raises(InvalidRequestError, match="stop_token_ids names the id 200"):
+        small.add_record(DynamicInferenceRequestRecord.from_request(request))
+    assert not small.has_unfinished_requests()
     nobody = DynamicInferenceRequestRecord.from_request(
         DynamicInferenceRequest(request_id=3, prompt_tokens=record[0].prompt_tokens)
     )

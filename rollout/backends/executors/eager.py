@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from rollout.backends.executors.transfer import download, upload
-from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
+from rollout.backends.executors.transfer import download, upload, upload_layout
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
 
 
 class EagerExecutor:
@@ -15,6 +16,8 @@ class EagerExecutor:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # That of the latest step, on the host and on the device.
+        self._layout: tuple[StepLayout[HostArray], StepLayout[Tensor]] | None = None
         self.overlaps = device.type != "cpu"
 
     def prepare(self, max_blocks: int) -> None:
@@ -22,7 +25,10 @@ class EagerExecutor:
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs); what it returns is queued on its way to the host."""
-        return download(program(inputs, upload(inputs, self._device)), self._device)
+        if self._layout is None or self._layout[0] is not inputs.layout:
+            self._layout = inputs.layout, upload_layout(inputs.layout, self._device)
+        on_device = upload(inputs, self._layout[1], self._device)
+        return download(program(inputs, on_device), self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Nothing was captured."""

@@ -79,8 +79,8 @@ class GraphExecutor:
         graph = self._captured.get(shape) or self._capture(program, shape)
         self._static.load(shape, inputs)
         graph.replay()
-        result = first_samples(graph.result, len(inputs.draws_S))
-        if not inputs.flags.any_logprobs:
+        result = first_samples(graph.result, len(inputs.layout.draws_S))
+        if not inputs.layout.flags.any_logprobs:
             result = replace(result, logprobs=None)
         return self._graphs.download(result)
 

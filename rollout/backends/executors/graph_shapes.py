@@ -36,12 +36,13 @@ class GraphShape:
 
     def fits(self, inputs: StepInputs[HostArray]) -> bool:
         """Whether all of the step finds room."""
-        num_decode_rows = inputs.num_decode_rows
+        layout = inputs.layout
+        num_decode_rows = layout.num_decode_rows
         return (
             num_decode_rows <= self.num_decode_rows
-            and len(inputs.token_ids_T) - num_decode_rows <= self.num_prefill_tokens
+            and len(layout.token_ids_T) - num_decode_rows <= self.num_prefill_tokens
             and len(inputs.context_lens_R) - num_decode_rows <= self.num_prefill_rows
-            and len(inputs.draws_S) <= self.num_samples
+            and len(layout.draws_S) <= self.num_samples
         )
 
 
@@ -55,13 +56,12 @@ class Ladder:
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
         """None for a step that no graph can run: it is too large, scores, wants top-n or ranks, or
         processes logits."""
-        flags = inputs.flags
-        if len(inputs.score_targets_P) or not len(inputs.draws_S):
+        layout, flags = inputs.layout, inputs.layout.flags
+        if len(layout.score_targets_P) or not len(layout.draws_S):
             return None
         if flags.top_n or flags.any_ranks or inputs.processing is not None:
             return None
-        only_decodes = len(inputs.token_ids_T) == inputs.num_decode_rows
-        shapes = self.decode if only_decodes else self.mixed
+        shapes = self.decode if layout.only_decodes else self.mixed
         return next((shape for shape in shapes if shape.fits(inputs)), None)
 
 

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from rollout.backends.executors.graph_shapes import GraphShape
-from rollout.backends.step_tensors import INPUT_TYPES, HostArray, SamplingFlags, StepInputs
+from rollout.backends.step_tensors import (
+    INPUT_TYPES,
+    LAYOUT_TYPES,
+    HostArray,
+    SamplingFlags,
+    StepInputs,
+    StepLayout,
+)
 
 _ALIGNMENT = 16  # bytes
+_TYPES = LAYOUT_TYPES | INPUT_TYPES
 # Of a graph, which must serve any draws but those with top-n or ranks.
 _FLAGS = SamplingFlags(
     all_greedy=False,
@@ -76,7 +84,7 @@ class StaticInputs:
 
     def _divide(self, place: Tensor, shape: GraphShape) -> dict[str, Tensor]:
         return {
-            name: place[start:end].view(getattr(torch, INPUT_TYPES[name])).view(dims)
+            name: place[start:end].view(getattr(torch, _TYPES[name])).view(dims)
             for name, dims, start, end in self._layout(shape)
         }
 
@@ -96,7 +104,7 @@ class StaticInputs:
             "P": (0,),
         }
         end = 0
-        for name, kind in INPUT_TYPES.items():
+        for name, kind in _TYPES.items():
             dims = dims_of[name.rpartition("_")[2]]
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + math.prod(dims) * np.dtype(kind).itemsize
@@ -104,15 +112,17 @@ class StaticInputs:
 
 
 def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
-    return StepInputs(
-        **arrays,
+    layout = StepLayout(
+        **{name: arrays[name] for name in LAYOUT_TYPES},
         num_decode_rows=shape.num_decode_rows,
         num_drawn_logits=shape.num_rows,
+        only_decodes=False,  # rows of padding name their token
         draws_in_order=not shape.num_prefill_rows,
         flags=_FLAGS,
         score_top_n=0,
         score_ranks=False,
     )
+    return StepInputs(layout=layout, **{name: arrays[name] for name in INPUT_TYPES})
 
 
 def _pad(
@@ -127,9 +137,10 @@ def _pad(
     out["query_starts_E"][room + 1 :] = room
     if inputs is None:
         return
-    num_rows = inputs.num_decode_rows
-    for name in INPUT_TYPES:
-        source, target = getattr(inputs, name), out[name]
+    layout = inputs.layout
+    num_rows = layout.num_decode_rows
+    for name, target in out.items():
+        source = getattr(layout if name in LAYOUT_TYPES else inputs, name)
         kind = name.rpartition("_")[2]
         if kind in ("T", "R", "RM"):
             width = (..., slice(source.shape[-1])) if kind == "RM" else ()
@@ -138,8 +149,8 @@ def _pad(
         elif kind in ("S", "L"):
             target[: len(source)] = source
     # Tokens of prefill rows have moved up.
-    is_prefill_L = inputs.logit_indices_L >= num_rows
+    is_prefill_L = layout.logit_indices_L >= num_rows
     out["logit_indices_L"][: len(is_prefill_L)] += is_prefill_L * (room - num_rows)
-    starts_E = inputs.query_starts_E[num_rows:] + (room - num_rows)
+    starts_E = layout.query_starts_E[num_rows:] + (room - num_rows)
     out["query_starts_E"][room : room + len(starts_E)] = starts_E
     out["query_starts_E"][room + len(starts_E) :] = starts_E[-1]

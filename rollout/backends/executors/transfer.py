@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
+    LAYOUT_TYPES,
     Fetch,
     HostArray,
     LogitsInputs,
     StepInputs,
+    StepLayout,
 )
 from rollout.step.output import StepOutput
 
@@ -22,14 +24,22 @@ _RESULTS = tuple(field.name for field in fields(StepOutput))
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 
 
-def upload(inputs: StepInputs[HostArray], device: torch.device) -> StepInputs[Tensor]:
-    """The inputs on the device; on a CPU they share the arrays' memory."""
-    tensors: Any = _uploaded(inputs, INPUT_TYPES, device)
+def upload(
+    inputs: StepInputs[HostArray], layout: StepLayout[Tensor], device: torch.device
+) -> StepInputs[Tensor]:
+    """The inputs on the device, beside their `layout`; on a CPU they share the arrays' memory."""
+    processing = None
     if inputs.processing is not None:
-        on_device: Any = _uploaded(inputs.processing, _LOGITS_INPUTS, device)
-        tensors["processing"] = LogitsInputs(**on_device)
+        processing = LogitsInputs(**_uploaded(inputs.processing, _LOGITS_INPUTS, device))
+    tensors = _uploaded(inputs, INPUT_TYPES, device)
+    return StepInputs(layout=layout, processing=processing, **tensors)
+
+
+def upload_layout(layout: StepLayout[HostArray], device: torch.device) -> StepLayout[Tensor]:
+    """The layout on the device."""
+    tensors: Any = _uploaded(layout, LAYOUT_TYPES, device)
     # replace() is declared to keep the arrays' type.
-    return cast("StepInputs[Tensor]", replace(inputs, **tensors))
+    return cast("StepLayout[Tensor]", replace(layout, **tensors))
 
 
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
@@ -58,12 +68,12 @@ def first_samples(result: StepOutput[Tensor], count: int) -> StepOutput[Tensor]:
     return replace(result, **samples)
 
 
-def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Any]:
     """Return the arrays on the device by name; the host does not wait for the copies."""
-    return {
-        name: torch.from_numpy(getattr(arrays, name)).to(device, non_blocking=True)
-        for name in names
-    }
+    tensors = {name: torch.from_numpy(getattr(arrays, name)) for name in names}
+    if device.type == "cpu":
+        return tensors
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _to_pinned(tensor: Tensor | None) -> Tensor | None:
@@ -75,6 +85,7 @@ def _to_pinned(tensor: Tensor | None) -> Tensor | None:
 
 
 def _as_arrays(result: StepOutput[Tensor]) -> StepOutput:
-    tensors = {name: getattr(result, name) for name in _RESULTS}
-    arrays: Any = {name: None if t is None else t.numpy() for name, t in tensors.items()}
+    arrays: Any = {
+        name: tensor.numpy() for name in _RESULTS if (tensor := getattr(result, name)) is not None
+    }
     return StepOutput(**arrays)

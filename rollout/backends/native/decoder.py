@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, addressof
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class NativeDecoder:
         Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
         made for, and where another product is faster.
         """
-        generation = sum(handle.generation for handle in self._handles)
+        generation = sum([handle.generation for handle in self._handles])
         addresses = self._parts.embedding.data_ptr(), cos_PD.data_ptr(), batch.kv[0].data_ptr()
         if self._seen != (generation, addresses):
             self._collect(cos_PD, sin_PD, batch.kv)
@@ -76,7 +76,8 @@ class NativeDecoder:
             return None
         out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
         self._forward(out_LE, batch)
-        return out_LE.to(self._parts.embedding.dtype)
+        dtype = self._parts.embedding.dtype
+        return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
     def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
@@ -126,25 +127,24 @@ class NativeDecoder:
         )
 
     def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
-        parts, num_tokens = self._parts, batch.token_ids_T.shape[0]
-        query_starts, context_lens = batch.query_starts, batch.context_lens
-        assert query_starts.dtype == context_lens.dtype == np.int32
-        num_threads = torch.get_num_threads()
-        room = self._room(num_tokens, out_LE.shape[0])
-        has_prefill = len(context_lens) > batch.num_decode_rows
-        num_bytes = num_threads * self._kernels.prefill_scratch_bytes() if has_prefill else 0
-        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        parts, num_tokens, num_kept = self._parts, batch.token_ids_T.shape[0], out_LE.shape[0]
+        num_rows, num_threads = batch.context_lens_R.shape[0], torch.get_num_threads()
+        sizes = self._room_sizes(num_tokens, num_kept)
+        has_prefill = num_rows > batch.num_decode_rows
+        scratch_size = num_threads * self._kernels.prefill_scratch_bytes() // 4 * has_prefill
+        room = torch.empty(sum(sizes) + scratch_size, dtype=torch.float32)
+        address = room.data_ptr()
+        places = [address + 4 * end for end in accumulate(sizes, initial=0)]
         cache, tables_RM = batch.kv[0], batch.block_tables_RM
         args = PassArgs(
             *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
-            *(batch.logit_indices_L.data_ptr(), *(part.data_ptr() for part in room)),
-            *(scratch.data_ptr(), out_LE.shape[0], len(context_lens)),
+            *(batch.logit_indices_L.data_ptr(), *places, num_kept, num_rows),
             *(batch.num_decode_rows, num_threads),
             AttentionArgs(
                 slots=batch.slots_T.data_ptr(),
                 tables=tables_RM.data_ptr(),
-                query_starts=query_starts.ctypes.data,
-                context_lens=context_lens.ctypes.data,
+                query_starts=batch.query_starts_E.data_ptr(),
+                context_lens=batch.context_lens_R.data_ptr(),
                 table_stride=tables_RM.stride(0),
                 block_stride=cache.stride(0),
                 block_size=batch.block_size,
@@ -158,21 +158,20 @@ class NativeDecoder:
         )
         self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
 
-    def _room(self, num_tokens: int, num_kept: int) -> list[Tensor]:
-        """What a pass works in: residual, normed, fused heads, and the widest activations."""
+    def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
+        """How many floats a pass works in: residual, normed, fused heads, widest activations."""
         parts = self._parts
         hidden_size = _hidden_size(parts)
         heads_size = parts.num_heads * parts.head_dim
         layer = parts.layers[0]
         num_rows = max(num_tokens, num_kept)  # a token may be kept several times
         num_at_once = min(num_rows, self._kernels.decoder_tokens_at_once())
-        sizes = (
+        return (
             num_tokens * hidden_size,
             num_rows * max(hidden_size, heads_size),
             num_rows * layer.qkv.num_outputs,
             num_at_once * layer.gate_up.num_outputs * 3 // 2,
         )
-        return list(torch.empty(sum(sizes), dtype=torch.float32).split(sizes))
 
 
 def _why_not_deterministic(parts: DecoderParts) -> str:

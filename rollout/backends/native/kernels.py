@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+_CACHE_LINE = 64
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
 _SIGNATURES = {
-    "linear": "pii",
+    "run_parts": "pppiii",
+    "linear_part": "ppii",
     "pack_weights": "ppiiiiii",
     "unpack_weights": "ppiiiiii",
     "exchange": "ppiip",
@@ -138,8 +140,32 @@ class Kernels:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is no kernel; the kernels are {sorted(_SIGNATURES)}")
 
+    def run(
+        self,
+        part: Any,
+        args: ctypes.Structure,
+        num_items: int,
+        *,
+        smallest: int = 1,
+        scratch_bytes: int = 0,
+    ) -> None:
+        """part(args, scratch, first, last) over [0, num_items), on as many threads as torch has.
+
+        `part` is one of the functions with these arguments. No thread gets less than `smallest`
+        items; each has `scratch_bytes` of its own.
+        """
+        num_threads = max(1, min(torch.get_num_threads(), num_items // smallest))
+        scratch_bytes = -(-scratch_bytes // _CACHE_LINE) * _CACHE_LINE
+        scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
+        pointers = ctypes.addressof(args), scratch.data_ptr()
+        if num_threads == 1:
+            part(*pointers, 0, num_items)
+        else:
+            function = ctypes.cast(part, c_void_p)
+            self.run_parts(function, *pointers, scratch_bytes, num_items, num_threads)
+
     def split(self, num_items: int, work: Callable[[int, int], None], smallest: int = 1) -> None:
-        """work(first, last) over [0, num_items), in as many parts as torch has threads.
+        """Python's work(first, last) over [0, num_items), in as many parts as torch has threads.
 
         No part is smaller than `smallest`: handing one to another thread costs some 50 us.
         """

@@ -44,7 +44,7 @@ EXPORT int64_t linear_max_lanes(void) {
 #endif
 }
 
-EXPORT void linear(const struct linear *a, int64_t first, int64_t last) {
+void linear(const struct linear *a, int64_t first, int64_t last) {
 #ifdef __AVX512F__
     if (a->lanes == 16) {
         linear_16(a, first, last);
@@ -52,6 +52,11 @@ EXPORT void linear(const struct linear *a, int64_t first, int64_t last) {
     }
 #endif
     linear_8(a, first, last);
+}
+
+EXPORT void linear_part(const void *args, void *scratch, int64_t first, int64_t last) {
+    (void)scratch;
+    linear(args, first, last);
 }
 
 /* Between panels [first, last) of `width` outputs and their rows of w, [outputs, inputs], whose numbers

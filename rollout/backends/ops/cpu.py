@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
+from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
@@ -46,6 +47,7 @@ class CpuOps(ReferenceOps):
         self._products.measure(handle.weight_NK for handle in handles)
         for handle in handles:
             handle.use(self._products.products_for(handle.weight_NK))
+        trim_heap()  # weights were reordered piece by piece
 
     def explain(self) -> str:
         """The measured products, one line for each weight's shape and number of rows."""

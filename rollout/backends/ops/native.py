@@ -7,9 +7,6 @@ key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens, N top
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import Structure, addressof
-
 import torch
 from torch import Tensor
 
@@ -20,7 +17,6 @@ from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
 from rollout.backends.products.selection import ProductSelection
 
 _LANES = 8
-_MIN_ROWS_PER_THREAD = 4  # of logits
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HASHED_CHUNK = 1 << 20  # values: what a cast may take of memory
 _MIN_HASHED_PER_THREAD = 1 << 17
@@ -89,20 +85,17 @@ class NativeOps(CpuOps):
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
         num_rows, vocabulary = logits_SV.shape
-        logits_SV = logits_SV.float().contiguous()
+        if not _is_plain(logits_SV):
+            logits_SV = logits_SV.float().contiguous()
         result = _empty_result(num_rows, vocabulary, sampling)
-        inputs = {
-            "uniforms": sampling.uniforms_S,
-            "temperature": sampling.temperature_S,
-            "top_k": sampling.top_k_S,
-            "top_p": sampling.top_p_S,
-            "min_p": sampling.min_p_S,
-            "mode": sampling.mode_S,
-        }
-        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
         args = SamplingArgs(
             logits=logits_SV.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in inputs.items()},
+            uniforms=sampling.uniforms_S.data_ptr(),
+            temperature=sampling.temperature_S.data_ptr(),
+            top_k=sampling.top_k_S.data_ptr(),
+            top_p=sampling.top_p_S.data_ptr(),
+            min_p=sampling.min_p_S.data_ptr(),
+            mode=sampling.mode_S.data_ptr(),
             tokens=result.token_ids_S.data_ptr(),
             is_finite=result.is_finite_S.data_ptr(),
             logprobs=_pointer(result.logprobs_S),
@@ -111,7 +104,8 @@ class NativeOps(CpuOps):
             vocabulary=vocabulary,
             top_n=sampling.top_n,
         )
-        self._run(self._kernels.sample_rows, args, num_rows)
+        num_bytes = self._kernels.sampling_scratch_bytes(vocabulary)
+        self._kernels.run(self._kernels.sample_rows, args, num_rows, scratch_bytes=num_bytes)
         return result
 
     def score(
@@ -131,7 +125,8 @@ class NativeOps(CpuOps):
             vocabulary=vocabulary,
             top_n=top_n,
         )
-        self._run(self._kernels.score_rows, args, num_rows)
+        num_bytes = self._kernels.sampling_scratch_bytes(vocabulary)
+        self._kernels.run(self._kernels.score_rows, args, num_rows, scratch_bytes=num_bytes)
         return logprobs_P, top_ids_PN, top_logprobs_PN
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,15 +147,6 @@ class NativeOps(CpuOps):
             sums.append(part)
 
         self._kernels.split(values.numel(), work, _MIN_HASHED_PER_THREAD)
-
-    def _run(self, function: Callable[..., None], args: Structure, num_rows: int) -> None:
-        num_bytes = self._kernels.sampling_scratch_bytes(args.vocabulary)
-
-        def work(first: int, last: int) -> None:
-            scratch = torch.empty(num_bytes, dtype=torch.uint8)
-            function(addressof(args), scratch.data_ptr(), first, last)
-
-        self._kernels.split(num_rows, work, _MIN_ROWS_PER_THREAD)
 
 
 def _is_plain(x: Tensor) -> bool:

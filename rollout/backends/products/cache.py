@@ -19,7 +19,7 @@ from rollout.backends.user_cache import exclusive_lock, private_folder, write_at
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # of the file and of how it is measured
+_FORMAT = 4  # of the file and of how it is measured
 _LOCK_TIMEOUT_S = 5.0  # holders need milliseconds; one that is stopped must not stop all others
 
 

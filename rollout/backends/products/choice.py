@@ -13,7 +13,9 @@ from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 # By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 
-_MIN_MARGIN = 0.02  # by which a product, or a packed copy, must beat the default to replace it
+# By which a product, or a packed copy, must beat the default to replace it: any other product than
+# the default one keeps a second copy of the weight.
+_MIN_MARGIN = 0.03
 _MARGIN_OF_ONE_ROUND = 0.10
 _COST_OF_NO_DEFAULT = 1.25  # relative to the default product, where nothing was measured
 

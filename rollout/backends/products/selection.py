@@ -9,7 +9,6 @@ from itertools import groupby
 
 from torch import Tensor
 
-from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 from rollout.backends.products.choice import (
@@ -69,7 +68,7 @@ class ProductSelection:
         if self._switch == _MEASURES:
             unknown = {key: weight for key, weight in used.items() if key not in self._measured}
         if unknown:
-            self._measure(unknown, sum(weight_NK.nbytes for weight_NK in weights))
+            self._measure(unknown, weights)
         self._in_use |= {key: self._choice(weight_NK) for key, weight_NK in used.items()}
         logger.info(
             "products: %s=%s, %d of %d shapes measured in %.1f s: %s",
@@ -96,10 +95,9 @@ class ProductSelection:
         forced = (p.name for p in suited if self._switch in (p.name, p.kind))
         return Choice(products=(next(forced, PLAIN.name),) * len(BUCKETS))
 
-    def _measure(self, unknown: dict[str, Tensor], model_bytes: int) -> None:
+    def _measure(self, unknown: dict[str, Tensor], model_weights: Sequence[Tensor]) -> None:
         candidates = choosable([*self._candidates.values()])
-        seconds = measure(unknown, candidates, self._start_stopwatch(), model_bytes)
-        trim_heap()  # of the packed samples
+        seconds = measure(unknown, candidates, self._start_stopwatch(), model_weights)
         found = {key: choose(seconds[key], candidates) for key in unknown}
         # What a slow or busy machine could not finish is measured again by the next engine.
         kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}

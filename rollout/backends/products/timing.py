@@ -6,22 +6,22 @@ Shape letters: T tokens, K in features, N out features.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.products.candidates import BUCKETS, LinearHandle, Product
 from rollout.backends.products.choice import default_product, fastest_of
 
 BUDGET_S = 1.8
 _MAX_ROUNDS = 7
 _MAX_CONTENDERS = 4  # in each bucket, from the second round on
-# Of a large weight only so many numbers are multiplied: its first rows.
-_FEW_ROWS = 32
-_MAX_WEIGHTS_FOR_FEW_ROWS = 1 << 21
-_MAX_WEIGHTS = 1 << 20
+_SAMPLE_BYTES = 2 << 20  # of a large weight: a huge page, in which whole weights lie, too
+_PANEL = 32  # outputs: whole panels of every packed layout
 _READ_BETWEEN_BYTES = 32 << 20
+_NUM_EMPTY_CALLS = 5
 _SHORTEST_S = 1e-7
 
 
@@ -33,11 +33,16 @@ class Stopwatch:
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._end = self._now() + budget_s
+        self._end = self._part_end = self._now() + budget_s
+
+    def start_part(self, num_left: int) -> None:
+        """Give the first of `num_left` parts an equal share of what is left of the budget."""
+        now = self._now()
+        self._part_end = now + max(0.0, self._end - now) / num_left
 
     def is_over(self) -> bool:
-        """Whether the budget is used up."""
-        return self._now() >= self._end
+        """Whether the part's share of the budget is used up."""
+        return self._now() >= self._part_end
 
     def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
         """Return the seconds that one call of the product takes."""
@@ -45,93 +50,116 @@ class Stopwatch:
         product(x_TK, handle)
         return self._now() - start
 
+    def overhead(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
+        """Return the seconds that a call takes besides the work. `handle` has a tiny weight."""
+        return min(self.seconds(product, x_TK, handle) for _ in range(_NUM_EMPTY_CALLS))
+
 
 @torch.no_grad()
 def measure(
     weights: Mapping[str, Tensor],
     candidates: Sequence[Product],
     stopwatch: Stopwatch,
-    model_bytes: int,
+    model_weights: Sequence[Tensor],
 ) -> dict[str, dict[str, list[list[float]]]]:
     """Return the seconds of each round by weight, product and bucket. Rounds are interleaved.
 
-    Rounds end with the stopwatch's budget; lists that were not reached by then are empty. Between
-    two uses of a weight other memory is read, as a forward pass would: `model_bytes` of it, or as
-    much as evicts a processor's caches if that is less.
+    One weight is measured after the other, so that no more than one is packed at a time. Its rounds
+    end with its share of the stopwatch's budget; small weights come first, and leave the others
+    what they do not need. Lists that were not reached are empty. Between two uses of a weight
+    others of the model are read, as a forward pass would, or as many as evict a processor's caches.
     """
-    samples = [_Sample(weight_NK, candidates) for weight_NK in weights.values()]
-    read_between = torch.zeros(min(_READ_BETWEEN_BYTES, model_bytes) // 4, dtype=torch.float32)
-    for index, bucket, product in _passes(candidates):
-        contenders = [s for s in samples if s.is_contender(product, bucket, index)]
-        if index == 0 and product.kind != "native":
-            for sample in contenders:
-                product(*sample.arguments(product, bucket))  # builds what its library caches
-        if contenders:
-            read_between.sum()
-        for sample in contenders:
-            sample.time(product, bucket, stopwatch)
-        if stopwatch.is_over():
-            break
-    return dict(zip(weights, (sample.seconds for sample in samples), strict=True))
+    seconds: dict[str, dict[str, list[list[float]]]] = {}
+    for key in sorted(weights, key=lambda key: weights[key].numel()):
+        stopwatch.start_part(len(weights) - len(seconds))
+        others = [weight_NK for weight_NK in model_weights if weight_NK is not weights[key]]
+        seconds[key] = _Sample(weights[key], candidates, stopwatch).measure(others)
+        trim_heap()  # packed copies of libraries lie there
+    return seconds
 
 
-def _passes(candidates: Sequence[Product]) -> Iterator[tuple[int, int, Product]]:
-    """Yield (round, bucket, product), in every second round from the last bucket to the first.
+class _Sample:
+    """The first rows of a weight, packed for each product that needs it, and their times."""
+
+    def __init__(
+        self, weight_NK: Tensor, candidates: Sequence[Product], stopwatch: Stopwatch
+    ) -> None:
+        self._candidates = [product for product in candidates if product.suits(weight_NK)]
+        self._stopwatch = stopwatch
+        num_outputs = _num_outputs(weight_NK)
+        self._share = num_outputs / weight_NK.shape[0]
+        sample_NK = weight_NK.detach()[:num_outputs]
+        self._handles = {p.name: LinearHandle(sample_NK, None, [p]) for p in self._candidates}
+        self._overheads = {p.name: self._overhead(p, sample_NK) for p in self._candidates}
+        self._inputs_TK = torch.ones(BUCKETS[-1], weight_NK.shape[1], dtype=weight_NK.dtype)
+        self._seconds: dict[str, list[list[float]]] = {
+            product.name: [[] for _ in BUCKETS] for product in self._candidates
+        }
+
+    def measure(self, others: Iterable[Tensor]) -> dict[str, list[list[float]]]:
+        """Time rounds until the stopwatch is over, with `others` read between them."""
+        for index, bucket in _passes():
+            contenders = [p for p in self._candidates if self._is_contender(p, bucket, index)]
+            if index == 0:
+                self._warm_up(contenders, bucket)
+            _read(others)
+            for product in contenders:
+                self._time(product, bucket)
+            if self._stopwatch.is_over():
+                break
+        return self._seconds
+
+    def _is_contender(self, product: Product, bucket: int, index: int) -> bool:
+        """Whether the product is timed in round `index`; in the first one all are."""
+        fastest = fastest_of(bucket, self._seconds)[:_MAX_CONTENDERS]
+        is_default = product is default_product(BUCKETS[bucket], self._candidates)
+        return index == 0 or is_default or product.name in fastest
+
+    def _warm_up(self, contenders: Iterable[Product], bucket: int) -> None:
+        """Call the libraries' products, which build and cache code for a number of rows."""
+        for product in contenders:
+            if product.kind != "native":
+                product(self._inputs_TK[: BUCKETS[bucket]], self._handles[product.name])
+
+    def _time(self, product: Product, bucket: int) -> None:
+        """Time one call, and add its seconds scaled up to the whole weight.
+
+        Leaves out the call itself, Python above all, where a fused pass does without.
+        """
+        x_TK, handle = self._inputs_TK[: BUCKETS[bucket]], self._handles[product.name]
+        overhead = self._overheads[product.name]
+        work = max(_SHORTEST_S, self._stopwatch.seconds(product, x_TK, handle) - overhead)
+        total = work / self._share + (0.0 if product.is_fused else overhead)
+        self._seconds[product.name][bucket].append(total)
+
+    def _overhead(self, product: Product, sample_NK: Tensor) -> float:
+        tiny = LinearHandle(sample_NK[:_PANEL], None, [product])
+        x_1K = torch.ones(1, sample_NK.shape[1], dtype=sample_NK.dtype)
+        return self._stopwatch.overhead(product, x_1K, tiny)
+
+
+def _passes() -> Iterator[tuple[int, int]]:
+    """Yield (round, bucket), in every second round from the last bucket to the first.
 
     Otherwise a budget that ends early would always miss the same buckets.
     """
     buckets = range(len(BUCKETS))
     for index in range(_MAX_ROUNDS):
         for bucket in reversed(buckets) if index % 2 else buckets:
-            for product in candidates:
-                yield index, bucket, product
+            yield index, bucket
 
 
-class _Sample:
-    """The first rows of a weight, packed for each product that needs it, and their times."""
+def _num_outputs(weight_NK: Tensor) -> int:
+    """How many of the weight's rows are a sample: whole panels, if that is not all of them."""
+    num_outputs, num_inputs = weight_NK.shape
+    num_panels = -(-_SAMPLE_BYTES // (num_inputs * _PANEL * weight_NK.itemsize))
+    return min(num_outputs, num_panels * _PANEL)
 
-    def __init__(self, weight_NK: Tensor, candidates: Sequence[Product]) -> None:
-        self._weight_NK = weight_NK.detach()
-        self._candidates = [product for product in candidates if product.suits(weight_NK)]
-        self._handles: dict[tuple[str, int], LinearHandle] = {}
-        self.seconds: dict[str, list[list[float]]] = {
-            product.name: [[] for _ in BUCKETS] for product in self._candidates
-        }
 
-    def is_contender(self, product: Product, bucket: int, index: int) -> bool:
-        """Whether the product is timed in round `index`; in the first one all that suit are."""
-        if product not in self._candidates:
-            return False
-        fastest = fastest_of(bucket, self.seconds)[:_MAX_CONTENDERS]
-        is_default = product is default_product(BUCKETS[bucket], self._candidates)
-        return index == 0 or is_default or product.name in fastest
-
-    def arguments(self, product: Product, bucket: int) -> tuple[Tensor, LinearHandle]:
-        """Return what to call the product with: ones, [T, K], and the weight's first rows."""
-        num_rows, num_inputs = BUCKETS[bucket], self._weight_NK.shape[1]
-        x_TK = torch.ones(num_rows, num_inputs, dtype=self._weight_NK.dtype)
-        return x_TK, self._handle(product, self._num_outputs(num_rows))
-
-    def time(self, product: Product, bucket: int, stopwatch: Stopwatch) -> None:
-        """Time one call, and add its seconds scaled up to the whole weight.
-
-        Leaves out Python that a fused pass does not run.
-        """
-        x_TK, handle = self.arguments(product, bucket)
-        share = handle.weight_NK.shape[0] / self._weight_NK.shape[0]
-        seconds = stopwatch.seconds(product, x_TK, handle)
-        if product.is_fused:
-            seconds = max(_SHORTEST_S, seconds - stopwatch.seconds(product, x_TK[:0], handle))
-        self.seconds[product.name][bucket].append(seconds / share)
-
-    def _num_outputs(self, num_rows: int) -> int:
-        is_few = num_rows <= _FEW_ROWS
-        max_weights = _MAX_WEIGHTS_FOR_FEW_ROWS if is_few else _MAX_WEIGHTS
-        num_outputs, num_inputs = self._weight_NK.shape
-        return min(num_outputs, max(1, max_weights // num_inputs))
-
-    def _handle(self, product: Product, num_outputs: int) -> LinearHandle:
-        key = (product.name if product.packs else "", num_outputs)
-        if key not in self._handles:
-            self._handles[key] = LinearHandle(self._weight_NK[:num_outputs], None, [product])
-        return self._handles[key]
+def _read(weights: Iterable[Tensor]) -> None:
+    """Read these weights, or as many bytes of them as evict a processor's caches."""
+    num_bytes = _READ_BETWEEN_BYTES
+    for weight in weights:
+        part = weight.detach().view(-1)[: num_bytes // weight.itemsize]
+        part.sum()
+        num_bytes -= part.nbytes

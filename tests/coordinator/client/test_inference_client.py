@@ -856,6 +856,8 @@ def test_a_refusal_is_raised_with_its_class(error_type):
 
 
 def test_futures_that_nobody_looks_at_warn_nobody():
+    """`run` asserts that asyncio reports nothing."""
+
     def script(message):
         if isinstance(message, Command) and message.command_id % 2:
             return [nack_of(message.command_id, EngineStateError("no"))]
@@ -866,7 +868,7 @@ def test_futures_that_nobody_looks_at_warn_nobody():
             client.pause_engines()  # half are refused, half never answered
         client.update_weights(SOURCE)
         client.add_request([1], PARAMS)
-        await heard(router, Command, 4)
+        assert len(await heard(router, Command, 4)) == 4
         await asyncio.sleep(0.1)
         gc.collect()
 

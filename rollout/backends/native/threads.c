@@ -1,0 +1,26 @@
+/* Work on the OpenMP threads that torch uses as well. A pool of its own would share the processors with
+   OpenMP's threads, which wait for more work in a loop for some milliseconds. */
+
+#include "vectors.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* Items [first, last) of what `args` says. */
+typedef void (*part_function)(const void *args, void *scratch, int64_t first, int64_t last);
+
+/* All items, in as many parts as there are threads; each has its own `scratch_bytes`. */
+EXPORT void run_parts(part_function part, const void *args, char *scratch, int64_t scratch_bytes, int64_t items,
+                      int64_t threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
+        part(args, scratch + index * scratch_bytes, items * index / count, items * (index + 1) / count);
+    }
+#else
+    (void)scratch_bytes, (void)threads;
+    part(args, scratch, 0, items);
+#endif
+}
