@@ -5,8 +5,9 @@
                makes batches beside the training; ThreadedLLM for an LLM in this process
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
     collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
-    advantage  group_advantages, or gae_advantages with a critic
+    advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
+    update     update_policy: passes, minibatches, micro-batches by tokens, packing; ReferencePolicy
     push       WeightSync
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
@@ -20,6 +21,7 @@ from trainer_hooks.advantages import (
     group_advantages,
     has_reward_spread,
     overlong_penalties,
+    reinforce_plus_plus_advantages,
 )
 from trainer_hooks.checkpoint import (
     TrainerState,
@@ -42,6 +44,14 @@ from trainer_hooks.losses import (
     value_loss,
 )
 from trainer_hooks.metrics import MetricsLogger
+from trainer_hooks.micro_batches import (
+    ReferencePolicy,
+    UpdateSettings,
+    accumulate_gradients,
+    fixed_logprobs,
+    split_by_tokens,
+    update_policy,
+)
 from trainer_hooks.phase import GenerationPhase, generation_phase
 from trainer_hooks.producer import (
     AsyncRolloutProducer,
@@ -90,6 +100,7 @@ __all__ = [
     "gae_advantages",
     "group_advantages",
     "has_reward_spread",
+    "reinforce_plus_plus_advantages",
     # loss
     "token_logprobs",
     "token_entropies",
@@ -99,6 +110,12 @@ __all__ = [
     "kl_estimate",
     "value_loss",
     "effective_sample_size",
+    "UpdateSettings",
+    "update_policy",
+    "accumulate_gradients",
+    "fixed_logprobs",
+    "ReferencePolicy",
+    "split_by_tokens",
     # push
     "WeightSync",
     "InProcessWeightSync",

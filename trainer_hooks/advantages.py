@@ -106,6 +106,35 @@ def gae_advantages(
     return advantages_BT, advantages_BT + values_BT
 
 
+def reinforce_plus_plus_advantages(
+    rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float = 1.0
+) -> torch.Tensor:
+    """Returns from each token on, whitened over all trained tokens of the batch; float32 [B, T].
+
+    `rewards_BT`, of `token_rewards`: the reward on a rollout's last token, and the KL penalties.
+    For the variant with a baseline, subtract the group's mean from the rewards first
+    (`group_advantages(..., normalize="none")`). A rollout with a NaN reward gets zeros and does not
+    count. 0 outside the mask, which is never looked at.
+    Raises ConfigError for shapes that differ and a gamma outside [0, 1].
+    Source: REINFORCE++ (Hu et al. 2025), arXiv 2501.03262, sec. 3; whitened as in verl.
+    """
+    if rewards_BT.shape != mask_BT.shape or rewards_BT.dim() != 2:
+        shapes = [tuple(rewards_BT.shape), tuple(mask_BT.shape)]
+        raise ConfigError(f"rewards and mask must be of one shape [B, T]; got {shapes}")
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"gamma={gamma} must be in [0, 1]")
+    mask_BT = mask_BT.bool()
+    rewards_BT = rewards_BT.detach().float().masked_fill(~mask_BT, 0.0)
+    mask_BT = mask_BT & ~rewards_BT.isnan().any(dim=1, keepdim=True)
+    rewards_BT = rewards_BT.masked_fill(~mask_BT, 0.0)
+    returns_BT = _discounted_sums(rewards_BT, torch.where(mask_BT, gamma, 1.0))
+    trained = returns_BT[mask_BT]
+    if len(trained) < 2:
+        return torch.zeros_like(returns_BT)
+    whitened_BT = (returns_BT - trained.mean()) * torch.rsqrt(trained.var() + 1e-8)
+    return whitened_BT.masked_fill(~mask_BT, 0.0)
+
+
 def overlong_penalties(
     completion_lengths_B: torch.Tensor, max_length: int, cache_length: int
 ) -> torch.Tensor:

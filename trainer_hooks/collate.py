@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,7 +34,7 @@ class RolloutBatch:
     `policy_lag_BT`: train_version - version that sampled the token.
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
-    `rewards_B`: NaN for a failed rollout.
+    `rewards_B`: NaN for a failed rollout. `is_truncated_B`: the length limit cut its last turn.
     """
 
     tokens_BT: torch.Tensor  # int64
@@ -49,11 +49,20 @@ class RolloutBatch:
     prompt_lengths_B: torch.Tensor  # int64
     completion_lengths_B: torch.Tensor  # int64
     lengths_B: torch.Tensor  # int64
+    is_truncated_B: torch.Tensor  # bool
     train_version: int
 
     def __len__(self) -> int:
         """Number of rollouts."""
         return len(self.rewards_B)
+
+    def without_truncated(self) -> RolloutBatch:
+        """The same rollouts, of which those that were cut are not trained on.
+
+        Their rewards stay, for the baseline of their group. Source: DAPO, "overlong filtering" (Yu
+        et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's `mask_truncated_completions`.
+        """
+        return replace(self, mask_BT=self.mask_BT & ~self.is_truncated_B[:, None])
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
         """The rollouts that an index or bool tensor names, cut to the longest of them."""
@@ -124,6 +133,9 @@ def collate_rollouts(
         prompt_lengths_B=torch.tensor([rollout.num_prompt_tokens for rollout in rollouts]),
         completion_lengths_B=torch.tensor([rollout.num_generated_tokens for rollout in rollouts]),
         lengths_B=torch.tensor([rollout.num_tokens for rollout in rollouts]),
+        is_truncated_B=torch.tensor(
+            [rollout.requests[-1].finish_reason == "length" for rollout in rollouts]
+        ),
         train_version=train_version,
     )
 

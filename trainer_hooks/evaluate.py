@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
+from rollout.text import Tokenizer
 from trainer_hooks.producer.groups import GeneratesAsync, encoded_for, tokenizer_for
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
+from trainer_hooks.rewards.scoring import completion_of
 from trainer_hooks.rollouts import Rollout, as_rollout
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -22,8 +25,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scored:
+    item: PromptItem
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
+    answers: Sequence[Hashable | None] | None
+
+    @property
+    def valid_rewards(self) -> list[float]:
+        return [reward for reward in self.rewards if not math.isnan(reward)]
 
 
 async def evaluate(
@@ -37,6 +46,10 @@ async def evaluate(
     max_concurrent: int = 64,
     timeout_s: float | None = None,
     prefix: str = "eval",
+    pass_at: Sequence[int] = (),
+    success_reward: float = 1.0,
+    answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
+    source_column: str = "source",
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times; flat metrics under `prefix`.
 
@@ -45,33 +58,28 @@ async def evaluate(
     they are equal if the weights did not change meanwhile. `reward`: mean over all samples that did
     not fail. `reward_best_of_n`: mean over prompts of the best sample. `sampling_params` with a
     seed give each prompt a seed of its own.
+    `pass_at`: `pass@k` for each of these k, the chance that one of k samples has a reward of at
+    least `success_reward`. `answer_fn`: what a completion answers, None for nothing; `maj@n` is the
+    reward of the answer that most of the n samples gave. Where rows have the column
+    `source_column`, all metrics but the versions also come as `<prefix>/<source>/*`.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
     function that never succeeds, TimeoutError after `timeout_s` seconds, with everything aborted.
     """
     loop = asyncio.get_running_loop()
-    if n < 1 or max_concurrent < 1:
-        raise ConfigError(f"n={n} and max_concurrent={max_concurrent} must be at least 1")
-    ledger, start_s = PromptLedger(prompts, shuffle=False, num_epochs=1), loop.time()
-    items = []
-    while (ticket := ledger.issue()) is not None:
-        items.append(ledger.item(ticket))
+    _check_counts(n, max_concurrent, pass_at)
+    start_s, items = loop.time(), _items(prompts)
     reward, owns_reward = as_runner(reward_fn)
-    text = tokenizer_for(llm, tokenizer)
-    places = asyncio.Semaphore(max_concurrent)
+    text, places = tokenizer_for(llm, tokenizer), asyncio.Semaphore(max_concurrent)
 
     async def score(index: int, item: PromptItem) -> _Scored:
-        params = sampling_params
-        if params.seed is not None:
-            params = replace(params, seed=mix_seed(params.seed, index))
-        prompt = encoded_for(llm, item.prompt, text)
+        params, seed = sampling_params, sampling_params.seed
+        if seed is not None:
+            params = replace(params, seed=mix_seed(seed, index))
         async with places:
-            requests = await llm.generate(prompt, params, n)
-        rollouts = [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
-        try:
-            rewards = await score_rollouts(reward, item, rollouts, text)
-        except RewardFailed:  # the runner has logged it
-            rewards = [math.nan] * len(rollouts)
-        return _Scored(rollouts=rollouts, rewards=rewards)
+            rollouts = await _sample(llm, encoded_for(llm, item.prompt, text), params, n)
+        answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
+        rewards = await _rewards_or_nan(reward, item, rollouts, text)
+        return _Scored(item=item, rollouts=rollouts, rewards=rewards, answers=answers)
 
     tasks = [asyncio.ensure_future(score(i, item)) for i, item in enumerate(items)]
     try:
@@ -84,28 +92,111 @@ async def evaluate(
         await asyncio.gather(*tasks, return_exceptions=True)
         if owns_reward:
             reward.close()
-    return _metrics(scored, loop.time() - start_s, prefix)
+    metrics = _metrics_by_source(scored, pass_at, success_reward, source_column)
+    metrics |= {**_versions(scored), "seconds": loop.time() - start_s}
+    return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
-def _metrics(scored: Sequence[_Scored], seconds: float, prefix: str) -> dict[str, float]:
-    valid = [[r for r in each.rewards if not math.isnan(r)] for each in scored]
-    rewards = [reward for each in valid for reward in each]
+def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
+    if n < 1 or max_concurrent < 1:
+        raise ConfigError(f"n={n} and max_concurrent={max_concurrent} must be at least 1")
+    if any(not 1 <= k <= n for k in pass_at):
+        raise ConfigError(f"pass_at={list(pass_at)} must be from 1 to n={n}")
+
+
+def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
+    """All rows, as PromptLedger reads them."""
+    ledger, items = PromptLedger(prompts, shuffle=False, num_epochs=1), []
+    while (ticket := ledger.issue()) is not None:
+        items.append(ledger.item(ticket))
+    return items
+
+
+async def _sample(
+    llm: GeneratesAsync, prompt: Any, params: SamplingParams, n: int
+) -> list[Rollout]:
+    requests = await llm.generate(prompt, params, n)
+    # For one sample the llm returns a request, not a list.
+    return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
+
+
+async def _rewards_or_nan(
+    reward: RewardRunner, item: PromptItem, rollouts: Sequence[Rollout], text: Tokenizer | None
+) -> list[float]:
+    try:
+        return await score_rollouts(reward, item, rollouts, text)
+    except RewardFailed:  # the runner has logged it
+        return [math.nan] * len(rollouts)
+
+
+def _metrics_by_source(
+    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float, column: str
+) -> dict[str, float]:
+    """The metrics of all prompts, and with a prefix those of each value of the column."""
+    metrics = _metrics(scored, pass_at, success_reward)
+    sources = [each.item.columns.get(column) for each in scored]
+    for source in dict.fromkeys(sources):
+        if source is not None:
+            own = [each for each, of in zip(scored, sources, strict=True) if of == source]
+            of_source = _metrics(own, pass_at, success_reward)
+            metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
+    return metrics
+
+
+def _metrics(
+    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
+) -> dict[str, float]:
+    rewards = [reward for each in scored for reward in each.valid_rewards]
     rollouts = [rollout for each in scored for rollout in each.rollouts]
     lengths = [rollout.num_generated_tokens for rollout in rollouts]
-    versions = [v for rollout in rollouts for v in set(rollout.policy_versions.tolist())]
-    mean = sum(rewards) / len(rewards) if rewards else math.nan
+    mean = _mean(rewards)
     squares = [(reward - mean) ** 2 for reward in rewards]
-    best = [max(each) for each in valid if each]
     metrics = {
         "reward": mean,
-        "reward_std": math.sqrt(sum(squares) / len(squares)) if squares else math.nan,
-        "reward_best_of_n": sum(best) / len(best) if best else math.nan,
+        "reward_std": math.sqrt(_mean(squares)) if squares else math.nan,
+        "reward_best_of_n": _mean([max(e.valid_rewards) for e in scored if e.valid_rewards]),
         "failed_fraction": 1.0 - len(rewards) / len(rollouts),
         "num_prompts": len(scored),
         "num_samples": len(rollouts),
-        "mean_length": sum(lengths) / len(lengths),
-        "version_min": min(versions, default=-1),
-        "version_max": max(versions, default=-1),
-        "seconds": seconds,
+        "mean_length": _mean(lengths),
     }
-    return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+    for k in pass_at:
+        chances = [_pass_at(each.rewards, k, success_reward) for each in scored]
+        metrics[f"pass@{k}"] = _mean(chances)
+    if all(each.answers is not None for each in scored):
+        num_samples = max(len(each.rollouts) for each in scored)
+        metrics[f"maj@{num_samples}"] = _mean([_majority_reward(each) for each in scored])
+    return metrics
+
+
+def _versions(scored: Sequence[_Scored]) -> dict[str, float]:
+    rollouts = [rollout for each in scored for rollout in each.rollouts]
+    versions = [v for rollout in rollouts for v in set(rollout.policy_versions.tolist())]
+    return {"version_min": min(versions, default=-1), "version_max": max(versions, default=-1)}
+
+
+def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
+    """1 - C(n - c, k) / C(n, k), for c successes of n samples, of which failed ones are none.
+
+    Source: Chen et al. 2021 (Codex), arXiv 2107.03374, eq. 1.
+    """
+    n, c = len(rewards), sum(reward >= success_reward for reward in rewards)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _majority_reward(scored: _Scored) -> float:
+    """The mean reward of the samples with the most frequent answer, of equals the first; 0 without
+    an answer. Source: self-consistency (Wang et al. 2023), arXiv 2203.11171, sec. 2.
+    """
+    assert scored.answers is not None
+    votes = Counter(answer for answer in scored.answers if answer is not None)
+    if not votes:
+        return 0.0
+    chosen, _ = votes.most_common(1)[0]
+    pairs = zip(scored.answers, scored.rewards, strict=True)
+    rewards = [reward for answer, reward in pairs if answer == chosen and not math.isnan(reward)]
+    return _mean(rewards) if rewards else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -17,6 +17,8 @@ from rollout.step.seeds import mix_seed, uniforms
 
 # Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
 _NUM_FINGERPRINTED = 64
+# Why a prompt comes back whose group grew too old to train on.
+STALE = "stale"
 _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
 
 
@@ -91,6 +93,7 @@ class PromptLedger:
         self._epoch, self._position = 0, 0
         self._out: set[PromptTicket] = set()
         self._returned: list[PromptTicket] = []  # a heap
+        self._reissues: Counter[PromptTicket] = Counter()  # of unfinished prompts
         self._orders: dict[int, NDArray[np.intp]] = {}
         self._fingerprint = _fingerprint(self._rows)
         self.consumed: Counter[str] = Counter()
@@ -135,13 +138,20 @@ class PromptLedger:
     def consume(self, ticket: PromptTicket, reason: str = "trained") -> None:
         """Finish the prompt for this epoch. Raises ConfigError for one that is not out."""
         self._remove_issued(ticket)
+        self._reissues.pop(ticket, None)
         self.consumed[reason] += 1
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
         """Put the prompt back, to be issued again. Raises ConfigError for one that is not out."""
         self._remove_issued(ticket)
         self.given_back[reason] += 1
+        if reason == STALE:
+            self._reissues[ticket] += 1
         heapq.heappush(self._returned, ticket)
+
+    def num_reissues(self, ticket: PromptTicket) -> int:
+        """How often an unfinished prompt was given back as STALE."""
+        return self._reissues[ticket]
 
     def _remove_issued(self, ticket: PromptTicket) -> None:
         if ticket not in self._out:
@@ -166,6 +176,7 @@ class PromptLedger:
             "epoch": self._epoch,
             "position": self._position,
             "unfinished": [[t.epoch, t.position] for t in sorted(pending | again)],
+            "reissues": [[t.epoch, t.position, n] for t, n in sorted(self._reissues.items())],
             "consumed": dict(consumed),
             "given_back": dict(self.given_back),
         }
@@ -188,6 +199,7 @@ class PromptLedger:
         self._epoch, self._position = state["epoch"], state["position"]
         self._returned = [self._ticket(epoch, position) for epoch, position in state["unfinished"]]
         heapq.heapify(self._returned)
+        self._reissues = Counter({self._ticket(e, p): n for e, p, n in state.get("reissues", ())})
         self.consumed = Counter(state["consumed"])
         self.given_back = Counter(state["given_back"])
 

@@ -14,6 +14,7 @@ from trainer_hooks import (
     group_advantages,
     has_reward_spread,
     overlong_penalties,
+    reinforce_plus_plus_advantages,
 )
 
 NAN = math.nan
@@ -170,3 +171,16 @@ def test_bad_input_of_gae_is_refused_by_name() -> None:
         gae_advantages(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), lam=1.5)
     with pytest.raises(ConfigError, match="one shape"):
         gae_advantages(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))
+
+
+def test_reinforce_plus_plus_whitens_returns_over_all_tokens_that_count() -> None:
+    mask_BT = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
+    rewards_BT = torch.zeros(3, 5)
+    rewards_BT[0, 4], rewards_BT[1, 2], rewards_BT[2, 3] = 1.0, -2.0, math.nan
+    rewards_BT[0, 1] = -0.5
+    rewards_BT[~mask_BT] = 9.0
+    # By hand: discounted by 0.5 per trained token; tool output takes no time.
+    returns = torch.tensor([-0.5 + 0.25, 0.5, 1.0, -1.0, -2.0])
+    expected_BT = torch.zeros(3, 5)
+    expected_BT[:2][mask_BT[:2]] = (returns - returns.mean()) / (returns.var() + 1e-8).sqrt()
+    assert_close(reinforce_plus_plus_advantages(rewards_BT, mask_BT, 0.5), expected_BT)

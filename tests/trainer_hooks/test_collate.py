@@ -72,6 +72,17 @@ def test_select_keeps_the_rows_asked_for_and_drops_columns_of_padding() -> None:
     assert batch.select(torch.tensor([True, False])).tokens_BT.shape == (1, 5)
 
 
+def test_truncated_rollouts_keep_their_rewards_and_are_not_trained_on() -> None:
+    rollouts = [finished_request([1], [2, 3], versions=[0, 0]) for _ in range(2)]
+    rollouts[0].finish_reason, rollouts[1].finish_reason = "length", "stop"
+    batch = collate_rollouts(rollouts, [0.25, 1.0], train_version=0)
+    kept = batch.without_truncated()
+    assert batch.is_truncated_B.tolist() == [True, False]
+    assert batch.mask_BT.sum(dim=1).tolist() == [2, 2]
+    assert kept.mask_BT.sum(dim=1).tolist() == [0, 2]
+    assert kept.rewards_B.tolist() == [0.25, 1.0]
+
+
 def sampled(**fields: Any) -> SamplingParams:
     return SamplingParams(return_log_probs=True, **fields)
 

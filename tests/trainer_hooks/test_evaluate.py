@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.virtual_time import run_virtually
 from rollout import AsyncLLM, SamplingParams
+from rollout.errors import ConfigError
 from tests.apis.fleets import weights, with_fleet
 from tests.tiny_models import IS_LONG, prompt_of
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.producer import AsyncRolloutProducer
@@ -163,3 +165,36 @@ def test_evaluation_beside_a_producer_and_updates_comes_to_an_end() -> None:
         print(f"{num_evaluations} evaluations beside {num_steps} updates")
 
     with_fleet(2 if IS_LONG else 1, work)
+
+
+def test_pass_at_k_and_the_majority_are_of_the_samples_of_each_prompt() -> None:
+    async def first_of_four(completion_ids: Any, level: list[int]) -> list[float | None]:
+        # Successes of 4 samples: 1, 2, 0, and 0 where all fail.
+        wins = {0: 1, 1: 2, 2: 0}
+        return [None if each == 3 else float(i < wins[each]) for i, each in enumerate(level)]
+
+    answers = iter(["a", "b", "b", None] * 4)
+    metrics = run_virtually(
+        evaluate(
+            FakeLLM(),
+            [{**row, "source": "odd" if row["level"] % 2 else "even"} for row in PROMPTS],
+            first_of_four,
+            n=4,
+            pass_at=(1, 2, 4),
+            answer_fn=lambda completion: next(answers),
+        )
+    )
+    # By hand: 1 - C(3, 2) / C(4, 2) = 1/2 for one success, 1 - 1/6 for two.
+    assert metrics["eval/pass@1"] == pytest.approx((1 / 4 + 2 / 4) / 4)
+    assert metrics["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 4)
+    assert metrics["eval/pass@4"] == pytest.approx(2 / 4)
+    # "b" wins: rewards 0, 0 at level 0; 1, 0 at level 1; 0, 0 at level 2; none at level 3.
+    assert metrics["eval/maj@4"] == pytest.approx(0.5 / 4)
+    assert metrics["eval/even/pass@4"] == pytest.approx(1 / 2)
+    assert metrics["eval/odd/maj@4"] == pytest.approx(0.5 / 2)
+    assert metrics["eval/odd/num_prompts"] == 2
+
+
+def test_more_samples_than_are_drawn_cannot_pass() -> None:
+    with pytest.raises(ConfigError, match=r"pass_at=\[8\] must be from 1 to n=4"):
+        run_virtually(evaluate(FakeLLM(), PROMPTS, by_level, n=4, pass_at=(8,)))

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.testing import assert_close
 
-from trainer_hooks import token_logprobs
+from trainer_hooks import token_entropies, token_logprobs
 
 
 def test_column_t_is_the_log_prob_of_token_t() -> None:
@@ -20,3 +20,15 @@ def test_temperature_divides_the_logits() -> None:
     logits, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     expected = torch.log_softmax(logits / 0.5, dim=-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     assert_close(token_logprobs(logits, tokens, 0.5)[:, 1:], expected.squeeze(-1))
+
+
+def test_entropies_are_those_of_the_whole_distribution_and_have_its_gradient() -> None:
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, 5, 7, requires_grad=True), torch.randint(7, (2, 5))
+    logprobs, entropies = token_logprobs(logits, tokens, 0.7, return_entropy=True)
+    assert_close(logprobs, token_logprobs(logits, tokens, 0.7))
+    assert_close(entropies, token_entropies(logits, 0.7))
+    (gradient,) = torch.autograd.grad(entropies.sum(), logits)
+    distribution = torch.distributions.Categorical(logits=logits[:, :-1] / 0.7)
+    (expected,) = torch.autograd.grad(distribution.entropy().sum(), logits)
+    assert_close(gradient, expected, rtol=1e-5, atol=1e-6)

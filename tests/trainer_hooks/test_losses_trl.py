@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "epsilon_high": 4e-4,
         },
     ),
+    "sapo": ({}, {"loss_type": "sapo", "epsilon_low": 0.2, "epsilon_high": 0.2}),
     # TRL's epsilon_high is the cap itself.
     "cispo": ({}, {"loss_type": "cispo", "epsilon_low": 0.2, "epsilon_high": 5.0}),
 }
@@ -91,6 +92,36 @@ def test_kl_and_dual_clip_equal_trl(seed: int, weighted: bool, delta: float | No
     assert_close(loss, expected)
     assert_close(gradient_BT, expected_gradient_BT)
     assert metrics["kl"] == pytest.approx(logged["kl"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_entropy_bonus_equals_trl(seed: int) -> None:
+    batch = random_batch(seed)
+    config = PolicyLossConfig(kind="dapo", entropy_coefficient=0.3)
+    loss, gradient_BT, _ = our_loss(batch, config)
+    inputs = {"old_per_token_logps": batch.behaviour_BT}
+    expected, expected_gradient_BT, _ = trl_loss(
+        GRPOTrainer, batch, inputs, entropy_coef=0.3, **KINDS["dapo"][1]
+    )
+    assert_close(loss, expected)
+    assert_close(gradient_BT, expected_gradient_BT)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sequence_masking_equals_trl(seed: int) -> None:
+    batch, bound = random_batch(seed, num_rollouts=12), 0.05
+    config = PolicyLossConfig(kind="grpo", max_sequence_kl=bound)
+    loss, gradient_BT, metrics = our_loss(batch, config)
+    assert 0.0 < metrics["sequence_mask_fraction"] < 1.0
+    expected, expected_gradient_BT, _ = trl_loss(
+        GRPOTrainer,
+        batch,
+        {"old_per_token_logps": batch.behaviour_BT},
+        off_policy_mask_threshold=bound,
+        **KINDS["grpo"][1],
+    )
+    assert_close(loss, expected)
+    assert_close(gradient_BT, expected_gradient_BT)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])

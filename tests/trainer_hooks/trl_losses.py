@@ -18,6 +18,7 @@ class OneProcess:
     """What `_compute_loss` asks of an accelerator, for a single process."""
 
     num_processes = 1
+    sync_gradients = True
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -47,17 +48,22 @@ def trl_loss(
             delta=settings.pop("delta", None),
             use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
             steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
         ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=settings.pop("off_policy_mask_threshold", None),
+        get_off_policy_mask=getattr(trainer, "get_off_policy_mask", None),
+        use_adaptive_entropy=False,
         importance_sampling_level=settings.pop("importance_sampling_level", "token"),
         beta=settings.pop("beta", 0.0),
         use_vllm="importance_sampling_ratio" in inputs,
         vllm_importance_sampling_correction=True,
         max_completion_length=MAX_LENGTH,
         current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
+        entropy_coef=(entropy_coef := settings.pop("entropy_coef", 0.0)),
+        _entropy_bonus_enabled=entropy_coef != 0.0,
         _metrics={"train": defaultdict(list)},
         **settings,
     )

@@ -182,6 +182,8 @@ class ProducerSettings:
 
     `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
     after each update.
+    `order`: `admission` hands batches over as they were begun, `ready` as their groups finish;
+    a prompt whose rollouts grew too old `max_reissues` times is then waited for.
     `oversample_groups`: groups begun in addition; the last ones to finish are aborted.
     `drop_zero_variance`: replace groups whose rewards are all equal, at most `max_refills` of a
     batch (None: ten times its groups).
@@ -191,6 +193,8 @@ class ProducerSettings:
     """
 
     max_staleness_versions: int = 1
+    order: Literal["admission", "ready"] = "admission"
+    max_reissues: int = 8
     oversample_groups: int = 0
     drop_zero_variance: bool = False
     max_refills: int | None = None
@@ -201,7 +205,12 @@ class ProducerSettings:
     num_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_staleness_versions", "oversample_groups", "version_timeout_s"):
+        for name in (
+            "max_staleness_versions",
+            "max_reissues",
+            "oversample_groups",
+            "version_timeout_s",
+        ):
             _check_at_least(name, getattr(self, name), 0)
         for name in ("min_valid_samples", "max_attempts", "num_epochs"):
             _check_at_least(name, getattr(self, name), 1)

@@ -22,6 +22,7 @@ class Kind:
 
     `ratio_level`: token, or one ratio per rollout: the geometric mean or the product over tokens.
     `clips_weight`: the ratio is a clipped constant before log pi, not the thing differentiated.
+    `gate_temperatures`: of the sigmoid that stands in for the clip, for A > 0 and for the others.
     `advantage_*`: how it wants rewards to become advantages (`group_advantages`).
     `divides_by_max_length`: token sums are divided by the limit on new tokens (`with_limit`).
     """
@@ -31,6 +32,7 @@ class Kind:
     epsilon_high: float = 0.2
     aggregation: Aggregation
     clips_weight: bool = False
+    gate_temperatures: tuple[float, float] | None = None
     advantage_normalization: AdvantageNormalization = "std"
     advantage_baseline: AdvantageBaseline = "mean"
     divides_by_max_length: bool = False
@@ -38,7 +40,8 @@ class Kind:
     @property
     def clips_tokens(self) -> bool:
         """Whether it is PPO's clipped objective, token by token."""
-        return self.ratio_level == "token" and not self.clips_weight
+        is_gated = self.gate_temperatures is not None
+        return self.ratio_level == "token" and not self.clips_weight and not is_gated
 
 
 KINDS = {
@@ -61,6 +64,13 @@ KINDS = {
     ),
     # Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4 and 5; a cap of 5, no lower bound
     "cispo": Kind(aggregation="token-mean", epsilon_low=1.0, epsilon_high=4.0, clips_weight=True),
+    # Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6, with the temperatures of its sec. 5
+    "sapo": Kind(
+        aggregation="seq-mean-token-mean",
+        epsilon_low=1.0,
+        epsilon_high=math.inf,
+        gate_temperatures=(1.0, 1.05),
+    ),
     # Ahmadian et al. 2024, arXiv 2402.14740: a whole completion is one action
     "rloo": Kind(
         ratio_level="sequence",
@@ -150,6 +160,9 @@ class PolicyLossConfig:
     the denominator is.
     `kl_coefficient`: weight of the KL term against the reference policy; 0 leaves it out.
     `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
+    `entropy_coefficient`: weight of the entropy bonus; 0 leaves it out.
+    `max_sequence_kl`: a token with A < 0 weighs 0 in a rollout whose mean of log behaviour - log pi
+    is above this (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1).
     `correction`: the weight of tokens that an older policy sampled.
     Raises ConfigError for a kind that does not exist, a value out of its range, and combinations
     that would compute something else than their names say.
@@ -164,6 +177,8 @@ class PolicyLossConfig:
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_importance_weighted: bool = False
+    entropy_coefficient: float = 0.0
+    max_sequence_kl: float | None = None
     correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
 
     def __post_init__(self) -> None:
@@ -184,6 +199,12 @@ class PolicyLossConfig:
             raise ConfigError(f"epsilon_high={self.epsilon_high} must be above 0, and finite")
         if not 0.0 <= self.kl_coefficient < math.inf:
             raise ConfigError(f"kl_coefficient={self.kl_coefficient} must be 0 or more, and finite")
+        if not 0.0 <= self.entropy_coefficient < math.inf:
+            raise ConfigError(
+                f"entropy_coefficient={self.entropy_coefficient} must be 0 or more, and finite"
+            )
+        if self.max_sequence_kl is not None and not self.max_sequence_kl > 0.0:
+            raise ConfigError(f"max_sequence_kl={self.max_sequence_kl} must be above 0")
         if self.max_completion_length is not None and self.max_completion_length < 1:
             raise ConfigError(f"max_completion_length={self.max_completion_length} must be above 0")
 
@@ -217,6 +238,11 @@ class PolicyLossConfig:
             raise ConfigError(
                 f"epsilon_low={self.epsilon_low} with kind={self.kind!r}, which caps importance "
                 "weights and puts no floor under them; leave it out"
+            )
+        if kind.gate_temperatures and (self.epsilon_low or self.epsilon_high):
+            raise ConfigError(
+                f"epsilon_low={self.epsilon_low} and epsilon_high={self.epsilon_high} with kind="
+                f"{self.kind!r}, which has a sigmoid in place of the clip; leave them out"
             )
         if self.max_completion_length is not None and aggregation != "seq-mean-token-sum":
             raise ConfigError(

@@ -29,7 +29,6 @@ def correction_weights(
     log_ratio_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     correction: OffPolicyCorrection,
-    *,
     policy_lag_BT: torch.Tensor | None = None,
     kv_lag_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -59,6 +58,19 @@ def correction_weights(
     return weight_BT.masked_fill(dropped_BT, 0.0), {
         name: flag_BT & mask_BT for name, flag_BT in flags.items()
     }
+
+
+def sequence_mask(
+    log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, max_kl: float
+) -> torch.Tensor:
+    """Which tokens to drop, bool [B, T]: A < 0 in a rollout that has moved away from its sampler.
+
+    `log_ratio_BT` = log pi - log behaviour, 0 outside the mask. Pushing down what the policy would
+    hardly sample any more is what makes updates on old rollouts unstable.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1, "off-policy sequence masking".
+    """
+    mean_B1 = -rollout_log_ratios(log_ratio_BT, mask_BT, "geometric")
+    return (advantages_BT < 0.0) & (mean_B1 > max_kl) & mask_BT
 
 
 def _bounds(

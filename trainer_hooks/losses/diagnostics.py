@@ -68,7 +68,7 @@ def loss_metrics(
         "eff_sample_size": effective_sample_size(log_ratio_BT.exp(), mask_BT),
     }
     if entropies_BT is not None:
-        metrics["entropy"] = masked_mean(entropies_BT, mask_BT)
+        metrics["entropy"] = masked_mean(entropies_BT.detach(), mask_BT)
     if KINDS[config.kind].clips_weight:
         metrics["cispo_clip_ratio"] = metrics["clip_ratio/high_mean"]
     if terms.is_dual_BT is not None:

@@ -13,7 +13,7 @@ import torch
 
 from rollout.errors import ConfigError
 from trainer_hooks.losses.config import Aggregation, OffPolicyCorrection, PolicyLossConfig
-from trainer_hooks.losses.corrections import correction_weights
+from trainer_hooks.losses.corrections import correction_weights, sequence_mask
 from trainer_hooks.losses.diagnostics import (
     correction_metrics,
     lag_metrics,
@@ -23,7 +23,13 @@ from trainer_hooks.losses.diagnostics import (
     to_floats,
 )
 from trainer_hooks.losses.kl import kl_losses
-from trainer_hooks.losses.terms import aggregate, log_ratios, token_losses, trained_values
+from trainer_hooks.losses.terms import (
+    TokenLosses,
+    aggregate,
+    log_ratios,
+    token_losses,
+    trained_values,
+)
 
 DEFAULT_POLICY_LOSS = PolicyLossConfig()
 
@@ -42,14 +48,15 @@ def policy_loss(
     entropies_BT: torch.Tensor | None = None,
     aggregation_denominator: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT` only, and metrics.
+    """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
-    loss = aggregate(w * token loss of the kind + kl_coefficient * KL); docs/losses.md has it all.
+    loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy).
     The kind clips r = pi / anchor and the correction weighs with w of anchor / behaviour:
     `proximal_logprobs_BT`, those of the policy at the start of this update, are the anchor if given
     (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025, arXiv
     2505.24298, sec. 5.2). Else it is the behaviour policy, and there is nothing to weigh.
-    `entropies_BT`, of `token_entropies`, only give the metric `entropy`.
+    `entropies_BT`, of `token_logprobs(..., return_entropy=True)`, are for the entropy bonus, whose
+    gradient goes to them, and the metric `entropy`.
     `aggregation_denominator`: see `aggregate`. `advantages_BT` may be [B, 1].
     With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
     Values outside the mask are never looked at, NaN included.
@@ -70,18 +77,17 @@ def policy_loss(
     terms = token_losses(logprobs_BT, anchor_BT, advantages_BT, mask_BT, config)
     log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
     metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config, entropies_BT)
-    losses_BT, is_dropped_BT = terms.losses_BT, torch.zeros_like(mask_BT)
+    losses_BT, of_mask = _masked_losses(terms, log_ratio_BT, advantages_BT, mask_BT, config)
+    is_dropped_BT = torch.zeros_like(mask_BT)
     if anchor_BT is not behaviour_BT:
         gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
-        weights_BT, flags = correction_weights(
-            gap_BT, mask_BT, correction, policy_lag_BT=policy_lag_BT, kv_lag_BT=kv_lag_BT
-        )
+        weights_BT, flags = correction_weights(gap_BT, mask_BT, correction, *lags)
         losses_BT, is_dropped_BT = weights_BT * losses_BT, flags["dropped"]
         metrics |= correction_metrics(weights_BT, flags, gap_BT, mask_BT)
-    if config.kl_coefficient > 0.0:
-        kl_BT = _kl_term(logprobs_BT, behaviour_BT, reference_logprobs_BT, mask_BT, config)
-        losses_BT = losses_BT + config.kl_coefficient * kl_BT
-        metrics["kl"] = masked_mean(kl_BT.detach(), mask_BT)
+    penalties_BT, of_penalties = _penalties(
+        logprobs_BT, behaviour_BT, reference_logprobs_BT, entropies_BT, mask_BT, config
+    )
+    losses_BT, metrics = losses_BT + penalties_BT, metrics | of_mask | of_penalties
     loss = aggregate(losses_BT, mask_BT, config.resolved_aggregation, aggregation_denominator)
     loss = loss / (config.max_completion_length or 1)
     metrics |= lag_metrics(*lags, mask_BT, terms.is_clipped_BT)
@@ -89,24 +95,45 @@ def policy_loss(
     return loss, to_floats({"loss": loss.detach(), **metrics}, table)
 
 
-def _kl_term(
+def _masked_losses(
+    terms: TokenLosses,
+    log_ratio_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: PolicyLossConfig,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses without those that `max_sequence_kl` drops, and how many these are."""
+    if config.max_sequence_kl is None:
+        return terms.losses_BT, {}
+    is_masked_BT = sequence_mask(log_ratio_BT, advantages_BT, mask_BT, config.max_sequence_kl)
+    metrics = {"sequence_mask_fraction": masked_mean(is_masked_BT, mask_BT)}
+    return terms.losses_BT.masked_fill(is_masked_BT, 0.0), metrics
+
+
+def _penalties(
     logprobs_BT: torch.Tensor,
     behaviour_BT: torch.Tensor,
     reference_logprobs_BT: torch.Tensor | None,
+    entropies_BT: torch.Tensor | None,
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
-) -> torch.Tensor:
-    """The KL term of each token, before its coefficient."""
-    if reference_logprobs_BT is None:
-        raise ConfigError(f"{config.kl_coefficient=} needs reference_logprobs_BT")
-    return kl_losses(
-        logprobs_BT,
-        behaviour_BT,
-        _constants(reference_logprobs_BT, mask_BT),
-        mask_BT,
-        config.kl_estimator,
-        config.kl_importance_weighted,
-    )
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What each token pays for its KL to the reference, less its entropy bonus, and metrics."""
+    penalties_BT, metrics = torch.zeros_like(behaviour_BT), {}
+    if config.kl_coefficient > 0.0:
+        if reference_logprobs_BT is None:
+            raise ConfigError(f"{config.kl_coefficient=} needs reference_logprobs_BT")
+        reference_BT = _constants(reference_logprobs_BT, mask_BT)
+        how = (config.kl_estimator, config.kl_importance_weighted)
+        kl_BT = kl_losses(logprobs_BT, behaviour_BT, reference_BT, mask_BT, *how)
+        penalties_BT = config.kl_coefficient * kl_BT
+        metrics["kl"] = masked_mean(kl_BT.detach(), mask_BT)
+    if config.entropy_coefficient > 0.0:
+        if entropies_BT is None:
+            raise ConfigError(f"{config.entropy_coefficient=} needs entropies_BT")
+        bonus_BT = config.entropy_coefficient * trained_values(entropies_BT, mask_BT)
+        penalties_BT = penalties_BT - bonus_BT
+    return penalties_BT, metrics
 
 
 def _constants(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -95,8 +95,10 @@ def token_losses(
 ) -> TokenLosses:
     """The losses with r = pi / anchor of the kind's level and epsilon its clip range.
 
-    All kinds but cispo: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
+    All kinds but these two: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
     cispo: -sg(clip(r)) A log pi; every token keeps a gradient, the clip only bounds its weight.
+    sapo: -4 / t sigmoid(t (r - 1)) A, whose slope is 1 at r = 1 and fades with the distance, with
+    temperature t by the sign of A.
     """
     kind = KINDS[config.kind]
     epsilon_low, epsilon_high = config.clip_range
@@ -105,6 +107,11 @@ def token_losses(
     fixed_BT, is_dual_BT = ratio_BT.detach(), None
     if kind.clips_weight:
         losses_BT = -(clipped_BT.detach() * advantages_BT * logprobs_BT)
+    elif kind.gate_temperatures is not None:
+        above, below = kind.gate_temperatures
+        temperature_BT = torch.where(advantages_BT > 0.0, above, below)
+        gate_BT = 4.0 / temperature_BT * torch.sigmoid(temperature_BT * (ratio_BT - 1.0))
+        losses_BT = -(gate_BT * advantages_BT)
     else:
         gain_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
         if config.dual_clip is not None:

@@ -87,7 +87,7 @@ class ScoredGroup:
     """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
 
     `generate_s`, `reward_s`: seconds from the first request to the last, and for the rewards, of
-    the attempt that succeeded.
+    the attempt that succeeded. `num_reissues`: how often the prompt came back as too old before.
     """
 
     ticket: PromptTicket
@@ -96,6 +96,7 @@ class ScoredGroup:
     rewards: Sequence[float]
     generate_s: float
     reward_s: float
+    num_reissues: int = 0
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -134,7 +135,8 @@ class GroupMaker:
     A score that fails is tried again by the runner, with the same samples; a prompt whose score
     fails to the end is given up without another generation.
     Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, prompt index,
-    attempt), and `generate` mixes the sample's index in.
+    attempt), and `generate` mixes the sample's index in. Attempts of a prompt that is issued again
+    because its group grew too old are counted on: the same samples would grow too old again.
     """
 
     def __init__(
@@ -161,7 +163,11 @@ class GroupMaker:
         return self._reward.last_error
 
     async def make(
-        self, ticket: PromptTicket, item: PromptItem, count: Callable[[str], None]
+        self,
+        ticket: PromptTicket,
+        item: PromptItem,
+        count: Callable[[str], None],
+        num_reissues: int = 0,
     ) -> ScoredGroup | None:
         """The group; None if no attempt had enough valid samples, or their score failed.
 
@@ -172,7 +178,7 @@ class GroupMaker:
             if attempt:
                 count("retried")
             try:
-                group = await self._attempt(ticket, item, attempt)
+                group = await self._attempt(ticket, item, attempt, num_reissues)
             except RewardFailed:  # the runner has logged it
                 count("reward_failed")
                 return None
@@ -180,8 +186,11 @@ class GroupMaker:
                 return group
         return None
 
-    async def _attempt(self, ticket: PromptTicket, item: PromptItem, attempt: int) -> ScoredGroup:
+    async def _attempt(
+        self, ticket: PromptTicket, item: PromptItem, attempt: int, num_reissues: int
+    ) -> ScoredGroup:
         loop = asyncio.get_running_loop()
+        attempt += num_reissues * self._max_attempts
         seed = mix_seed(self._seed, ticket.epoch, ticket.index, attempt)
         start_s = loop.time()
         rollouts = await self._generate(item, replace(self._params, seed=seed))
@@ -194,6 +203,7 @@ class GroupMaker:
             rewards=rewards,
             generate_s=generated_s - start_s,
             reward_s=loop.time() - generated_s,
+            num_reissues=num_reissues,
         )
 
     async def _generate(self, item: PromptItem, params: SamplingParams) -> list[Rollout]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
+from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
-    BatchRules,
-    OpenBatch,
     ProducerError,
-    Task,
     TrainingBatch,
     batch_metrics,
     collate_groups,
 )
+from trainer_hooks.producer.group_pool import BatchRules, GroupParts, Task
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
     GroupMaker,
@@ -28,80 +26,14 @@ from trainer_hooks.producer.groups import (
     ScoredGroup,
     tokenizer_for,
 )
+from trainer_hooks.producer.order import BatchOrder
+from trainer_hooks.producer.ready import ReadyOrder
+from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
 from trainer_hooks.rewards import RewardRunner, as_runner
 from trainer_hooks.rewards.calling import RewardFunction
 
-
-class AdmissionGate:
-    """Counts the batches that were admitted, and says whether one more may begin.
-
-    Versions are counted from the producer's start. One batch makes one version: batch k is trained
-    at version k. At version v at most v + S + 1 batches have ever been admitted, so batch k is
-    admitted at a version >= k - S, and no token of it is more than S versions old when it is
-    trained. The place of a batch becomes free with the version that it made, not with its
-    hand-over: freed at the hand-over, a batch admitted while its predecessor trains would be one
-    version too old at its turn.
-    """
-
-    def __init__(self, max_staleness_versions: int) -> None:
-        """Raises ConfigError for a bound below 0."""
-        if max_staleness_versions < 0:
-            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
-        self.max_staleness_versions = max_staleness_versions
-        self.num_admitted = 0
-        self.num_handed_over = 0
-
-    def may_admit(self, version: int) -> bool:
-        """Whether the next batch may begin at `version`.
-
-        A trainer that makes several versions of one batch frees more places than it uses. So that
-        unused batches do not pile up, no more than S + 1 of them wait.
-        """
-        num_waiting = self.num_admitted - self.num_handed_over
-        num_allowed = version + self.max_staleness_versions + 1
-        return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
-
-    def admit(self, version: int) -> int:
-        """Admit the next batch; returns its number, from 0."""
-        assert self.may_admit(version), "ask first"
-        self.num_admitted += 1
-        return self.num_admitted - 1
-
-    def hand_over(self) -> None:
-        """The oldest waiting batch has gone to the trainer."""
-        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
-        self.num_handed_over += 1
-
-
-class VersionWatch:
-    """The weights version of the engines: `reported` by the llm, and the `newest` one seen.
-
-    `reported` is in force on all engines; a token may show that one engine has a newer version.
-    Batches are admitted by `reported`: then no engine can sample under an older version.
-    """
-
-    def __init__(self, llm: GeneratesAsync) -> None:
-        self._llm = llm
-        self._start = self.reported = self.newest = 0
-
-    @property
-    def since_start(self) -> int:
-        """The reported version, counted from the producer's start."""
-        return self.reported - self._start
-
-    def start(self) -> None:
-        """Count from the present version."""
-        self._start = self.reported = self.newest = self._llm.weights_version
-
-    def refresh(self, version: int | None = None) -> None:
-        """Ask the llm. `version`: one that the llm does not report."""
-        self.reported = max(self.reported, self._llm.weights_version, version or 0)
-        self.observe(self.reported)
-
-    def observe(self, version: int) -> None:
-        """A token was sampled under `version`."""
-        self.newest = max(self.newest, version)
+Order = Literal["admission", "ready"]
 
 
 def check_options(
@@ -127,6 +59,17 @@ def check_options(
         raise ConfigError("return_prompt_tokens=False leaves nothing to train on; set it to True")
 
 
+def order_of(
+    order: Order, parts: GroupParts, versions: VersionWatch, bound: int, max_reissues: int
+) -> BatchOrder:
+    """The order of that name. Raises ConfigError for another name, and for negative numbers."""
+    if order == "admission":
+        return AdmissionOrder(parts, versions, bound)
+    if order == "ready":
+        return ReadyOrder(parts, versions, bound, max_reissues)
+    raise ConfigError(f"order={order!r} is not known; choose 'admission' or 'ready'")
+
+
 TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
 
 
@@ -141,11 +84,15 @@ class AsyncRolloutProducer:
     A batch is `batch_groups` prompts with `group_size` samples each (fewer prompts at the end of
     the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
     each token of a batch was sampled at most S versions before the one that trains on it, and S + 1
-    batches are open at most. Batches come in the order in which they were begun. A rollout that is
-    under way when weights change goes on under the new ones.
+    batches are open at most. A rollout that is under way when weights change goes on under the new
+    ones.
 
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
+    `order`: `admission` hands batches over in the order in which they were begun, and waits for the
+    slowest rollout of each. `ready` makes a batch of whatever groups are finished; groups that grow
+    too old meanwhile are sampled again, with other seeds, and a prompt that grew too old
+    `max_reissues` times is waited for. It favours short rollouts: see docs/producer.md.
     `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
     `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
     `temperature` or `processed`, is what the batches have (`collate_rollouts`).
@@ -171,6 +118,8 @@ class AsyncRolloutProducer:
         seed: int = 0,
         shuffle: bool = True,
         num_epochs: int | None = None,
+        order: Order = "admission",
+        max_reissues: int = 8,
         temperature: float | None = None,
         min_valid_samples: int = 2,
         max_attempts: int = 3,
@@ -181,18 +130,15 @@ class AsyncRolloutProducer:
         pad_id: int = 0,
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
-        check_options(
-            llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
-        )
+        numbers = (group_size, batch_groups, max_attempts, oversample_groups)
+        check_options(llm, *numbers, sampling_params)
         self._temperature = sampling_params.temperature if temperature is None else temperature
         self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
-        self._group_size, self._pad_id = group_size, pad_id
-        self._version_timeout_s = version_timeout_s
         if not isinstance(prompts, PromptLedger):
             prompts = PromptLedger(prompts, seed, shuffle, num_epochs)
         self.ledger = prompts
         self._reward, self._owns_reward = as_runner(reward_fn)
-        self._maker = GroupMaker(
+        maker = GroupMaker(
             llm,
             self._reward,
             group_size=group_size,
@@ -203,27 +149,28 @@ class AsyncRolloutProducer:
             min_valid_samples=min(min_valid_samples, group_size),
             max_attempts=max_attempts,
         )
-        self._rules = BatchRules(
+        rules = BatchRules(
             num_groups=batch_groups,
             num_extra_groups=oversample_groups,
             drop_zero_variance=drop_zero_variance,
             max_refills=10 * batch_groups if max_refills is None else max_refills,
         )
-        self._gate = AdmissionGate(max_staleness_versions)
-        self._open: deque[tuple[int, OpenBatch]] = deque()  # (version at admission, batch)
+        self._group_size, self._pad_id, self._bound = group_size, pad_id, max_staleness_versions
+        self._version_timeout_s = version_timeout_s
         self._tasks: set[Task] = set()
-        self._changed = asyncio.Event()
-        self._versions = VersionWatch(llm)
-        self._is_running, self._num_handed_over = False, 0
+        self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
+        parts = GroupParts(rules, prompts, maker, self._spawn, self._changed.set)
+        self._order = order_of(order, parts, self._versions, max_staleness_versions, max_reissues)
+        self._was_entered, self._is_running, self._num_handed_over = False, False, 0
         self._last_tickets: list[PromptTicket] = []
 
     # ---- life
 
     async def __aenter__(self) -> AsyncRolloutProducer:
-        if self._is_running or self._gate.num_admitted:
+        if self._was_entered:
             raise ProducerError("a producer runs once; make a new one and load the state into it")
         self._versions.start()
-        self._is_running = True
+        self._was_entered = self._is_running = True
         self.refresh_version()
         return self
 
@@ -241,9 +188,7 @@ class AsyncRolloutProducer:
         `state_dict` may still be called.
         """
         self._is_running = False
-        for _, batch in self._open:
-            batch.give_up("closed")
-        self._open.clear()
+        self._order.give_up("closed")
         self._changed.set()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -290,14 +235,8 @@ class AsyncRolloutProducer:
         much later. `version`: one that the llm does not report.
         """
         self._versions.refresh(version)
-        since_start = self._versions.since_start
-        while (
-            self._is_running and not self.ledger.is_exhausted and self._gate.may_admit(since_start)
-        ):
-            self._gate.admit(since_start)
-            batch = OpenBatch(self._rules, self.ledger, self._maker, self._spawn, self._changed.set)
-            self._open.append((self._versions.reported, batch))
-            batch.fill()
+        if self._is_running:
+            self._order.begin()
         return self._versions.reported
 
     # ---- batches
@@ -306,7 +245,7 @@ class AsyncRolloutProducer:
         return self
 
     async def __anext__(self) -> TrainingBatch:
-        """The oldest batch, once it is complete. Cancelled, it loses nothing.
+        """The next batch, once it is complete. Cancelled, it loses nothing.
 
         Raises ProducerError if none can come until new weights do, and for a batch that needed too
         many replacements; whatever ended a rollout's task (its prompt is issued again if one goes
@@ -319,79 +258,52 @@ class AsyncRolloutProducer:
                 raise ProducerError("the producer is not running; use it in `async with`")
             self._changed.clear()
             self.refresh_version()
-            self._raise_errors()
-            if not self._open:
-                if self.ledger.is_exhausted:
-                    raise StopAsyncIteration
-                await self._wait_for_version(asked_s + self._version_timeout_s)
-                continue
-            for _, batch in self._open:
-                batch.fill()
-            _, oldest = self._open[0]
-            if oldest.is_complete and self._is_young(oldest):
-                if oldest.groups:
-                    return self._hand_over(loop.time() - asked_s)
-                self._gate.hand_over()  # the last prompts gave no group
-                self._open.popleft()
-                continue
-            await self._changed.wait()
-
-    def _raise_errors(self) -> None:
-        for _, batch in self._open:
-            if (error := batch.take_error()) is not None:
+            if (error := self._order.take_error()) is not None:
                 raise error
-
-    def _is_young(self, batch: OpenBatch) -> bool:
-        """Whether every token keeps the bound; groups that do not go back to the ledger.
-
-        The gate ensures it as long as one batch makes one version. A token newer than the reported
-        version shows that the next version is in force already.
-        """
-        for group in batch.groups:
-            if (seen := group.version_range()) is not None:
-                self._versions.observe(seen[1])
-        oldest = self._versions.newest - self._gate.max_staleness_versions
-        return not batch.drop_older_than(oldest)
+            if groups := self._order.next_groups():
+                return self._hand_over(groups, loop.time() - asked_s)
+            if not self._order.is_idle:
+                await self._changed.wait()
+            elif self.ledger.is_exhausted:
+                raise StopAsyncIteration
+            else:
+                await self._wait_for_version(asked_s + self._version_timeout_s)
 
     async def _wait_for_version(self, until_s: float) -> None:
         loop = asyncio.get_running_loop()
         left_s = until_s - loop.time()
-        if left_s <= 0:
-            bound = self._gate.max_staleness_versions
+        if left_s <= 0 and not self._versions.is_under_way:
             raise ProducerError(
-                f"no batch can come at version {self.version}: with max_staleness_versions={bound}"
-                f" no more than {self._gate.num_admitted} batches may be begun before newer weights"
-                " are pushed, and all were handed over; push weights after each batch, or raise "
+                f"no batch can come at version {self.version}: with max_staleness_versions="
+                f"{self._bound} no more prompts may be issued before newer weights are pushed, and "
+                "all batches were handed over; push weights after each batch, or raise "
                 "max_staleness_versions"
             )
         # The llm sends no event for a new version, so it is polled.
-        await asyncio.sleep(min(0.01, left_s))
+        await asyncio.sleep(0.01)
 
-    def _hand_over(self, waited_s: float) -> TrainingBatch:
-        admitted_at, batch = self._open[0]
-        groups = batch.groups
+    def _hand_over(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
+        version = self.version
         rollouts = collate_groups(
-            groups, self.version, self._temperature, self._pad_id, self._logprobs_mode
+            groups, version, self._temperature, self._pad_id, self._logprobs_mode
         )
-        self._open.popleft()
-        self._gate.hand_over()
+        made = self._order.hand_over(groups)
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
         self._last_tickets = [group.ticket for group in groups]
         for ticket in self._last_tickets:
             self.ledger.consume(ticket, "trained")
-        num_waiting = sum(other.is_complete for _, other in self._open)
         return TrainingBatch(
             index=index,
             groups=groups,
             rollouts=rollouts,
             group_size=self._group_size,
-            version=self.version,
-            admitted_at_version=admitted_at,
+            version=version,
+            admitted_at_version=made.admitted_at_version,
             metrics=batch_metrics(
                 groups,
                 rollouts,
-                batch.counts,
+                made.counts,
                 waited_s=waited_s,
-                num_waiting_batches=num_waiting,
+                num_waiting_batches=self._order.num_waiting_batches,
             ),
         )

@@ -27,7 +27,7 @@ async def score_rollouts(
     if valid:
         scores = await reward.score_or_raise(
             [item.prompt] * len(valid),
-            [_completion_of(rollouts[i], tokenizer) for i in valid],
+            [completion_of(rollouts[i], tokenizer) for i in valid],
             [rollouts[i].completion_ids for i in valid],
             {name: [value] * len(valid) for name, value in item.columns.items()},
         )
@@ -36,7 +36,8 @@ async def score_rollouts(
     return rewards
 
 
-def _completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
+def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
+    """The text of all turns with tool output; token ids without a tokenizer."""
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text
     ids = rollout.completion_ids

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_time import run_virtually
 from tests.tiny_models import IS_LONG
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, random_delays, run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, random_delays
 from trainer_hooks.producer import AsyncRolloutProducer, TrainingBatch
 
 NUM_PROMPTS = 23
+ORDERS = ["admission", "ready"]
 NUM_EXAMPLES = 500 if IS_LONG else 25
 
 
@@ -45,9 +47,10 @@ def prompts() -> list[list[int]]:
     filters=st.booleans(),
     failure_rate=st.sampled_from([0.0, 0.2]),
     slow=st.sampled_from(["generation", "reward", "training"]),
+    order=st.sampled_from(ORDERS),
 )
 def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
-    seed: int, bound: int, extra: int, filters: bool, failure_rate: float, slow: str
+    seed: int, bound: int, extra: int, filters: bool, failure_rate: float, slow: str, order: Any
 ) -> None:
     rng = random.Random(seed)
     llm = FakeLLM(
@@ -70,6 +73,8 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
             seed=seed,
             num_epochs=2,
             oversample_groups=extra,
+            order=order,
+            max_reissues=2,
             drop_zero_variance=filters,
             max_refills=1000,
         )
@@ -99,9 +104,11 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
 
 
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
-@given(seed=st.integers(0, 2**32), bound=st.sampled_from([0, 1, 2, 4]))
+@given(
+    seed=st.integers(0, 2**32), bound=st.sampled_from([0, 1, 2, 4]), order=st.sampled_from(ORDERS)
+)
 def test_versions_that_somebody_else_makes_cost_rollouts_but_never_the_bound(
-    seed: int, bound: int
+    seed: int, bound: int, order: Any
 ) -> None:
     rng = random.Random(seed)
     llm = FakeLLM(random_delays(rng, 4.0))
@@ -116,7 +123,7 @@ def test_versions_that_somebody_else_makes_cost_rollouts_but_never_the_bound(
         nonlocal num_stale
         intruder = asyncio.ensure_future(intrude())
         async with AsyncRolloutProducer(
-            llm, prompts(), any_reward, 2, 3, bound, seed=seed, max_refills=10_000
+            llm, prompts(), any_reward, 2, 3, bound, seed=seed, max_refills=10_000, order=order
         ) as producer:
             for _ in range(12):
                 batch = await anext(producer)
@@ -135,14 +142,17 @@ async def any_reward(completion_ids: list[list[int]]) -> list[float]:
     return [float(ids[0]) for ids in completion_ids]
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_the_bound_is_used_up_where_training_is_quick(bound: int) -> None:
+def test_the_bound_is_used_up_where_training_is_quick(bound: int, order: Any) -> None:
     # Generation is the slow part: a trainer that waits for it has the oldest tokens there may be.
     llm = FakeLLM()
 
     async def train() -> set[int]:
         ages = set()
-        async with AsyncRolloutProducer(llm, prompts(), any_reward, 2, 2, bound) as producer:
+        async with AsyncRolloutProducer(
+            llm, prompts(), any_reward, 2, 2, bound, order=order
+        ) as producer:
             for _ in range(12):
                 ages.add(check_bound(await anext(producer), bound))
                 await llm.push()

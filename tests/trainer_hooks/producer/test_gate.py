@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError
-from trainer_hooks.producer.producer import AdmissionGate
+from trainer_hooks.producer.admission import AdmissionGate
 
 
 def admissible(gate: AdmissionGate, version: int) -> list[int]:

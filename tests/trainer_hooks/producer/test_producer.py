@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.virtual_time import run_virtually
 from rollout import LLM
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError, TrainingBatch
 from trainer_hooks.prompt_ledger import PromptLedger
 from trainer_hooks.rewards import RewardFunctionError

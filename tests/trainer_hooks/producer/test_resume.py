@@ -11,8 +11,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_time import run_virtually
 from tests.tiny_models import IS_LONG
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, random_delays, run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, random_delays
 from trainer_hooks.producer import AsyncRolloutProducer
 
 NUM_PROMPTS, NUM_EPOCHS = 9, 2
@@ -24,9 +25,10 @@ NUM_PROMPTS, NUM_EPOCHS = 9, 2
     bound=st.integers(0, 2),
     extra=st.integers(0, 2),
     is_saved_before_training=st.booleans(),
+    order=st.sampled_from(["admission", "ready"]),
 )
 def test_each_prompt_is_done_with_once_per_epoch_whatever_is_killed(
-    seed: int, bound: int, extra: int, is_saved_before_training: bool
+    seed: int, bound: int, extra: int, is_saved_before_training: bool, order: Any
 ) -> None:
     rng = random.Random(seed)
     saved: tuple[Any, Counter[tuple[int, int]], int] = (None, Counter(), 0)
@@ -53,6 +55,8 @@ def test_each_prompt_is_done_with_once_per_epoch_whatever_is_killed(
             num_epochs=NUM_EPOCHS,
             max_attempts=2,
             oversample_groups=extra,
+            order=order,
+            max_reissues=1,
             drop_zero_variance=True,
         )
         if state is not None:

@@ -1,0 +1,289 @@
+"""How long a trainer waits for long-tailed rollouts: admission order against ready order.
+
+    python benchmarks/producer_order.py            # five minutes
+    python benchmarks/producer_order.py --small    # seconds: shows that it runs, not how well
+
+The producer is the real one; engines and trainer are simulated in virtual time, so the figures are
+the same on every machine. A rollout's length is lognormal; a token takes a second. Its reward falls
+with its length, as that of a rollout that loses its way. Writes a Markdown page and a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.machine import describe
+from benchmarks.pages import publish
+from benchmarks.virtual_time import run_virtually
+from rollout import InferenceConfig
+from rollout.requests import DynamicInferenceRequest, Status
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
+from trainer_hooks import AsyncRolloutProducer, TrainingBatch
+from trainer_hooks.producer.producer import Order
+
+ROOT = Path(__file__).parent
+MEDIAN_TOKENS = 8
+GROUP_SIZE = 8
+WARM_BATCHES = 6  # left out of the figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`trainer_share`: seconds of a training step relative to those of a rollout of mean length.
+
+    `oversample`: groups begun beside each batch, relative to its groups. `prompt_share`: of the
+    variance of a rollout's log-length, what its prompt decides.
+    """
+
+    order: Order
+    bound: int
+    sigma: float
+    oversample: float = 0.0
+    trainer_share: float = 2.5
+    prompt_share: float = 0.0
+
+    @property
+    def mean_tokens(self) -> float:
+        return MEDIAN_TOKENS * math.exp(self.sigma**2 / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`reissued_share`: prompts that were sampled again. `extra_tokens`: generated and not trained
+    on, relative to those trained on. `trained_*` against `drawn_*`: means over the samples trained
+    on, and over all that were drawn first for a prompt.
+    """
+
+    case: Case
+    idle_share: float
+    largest_lag: int
+    prompts_per_epoch: float
+    reissued_share: float
+    most_reissues: int
+    extra_tokens: float
+    trained_length: float
+    drawn_length: float
+    trained_reward: float
+    drawn_reward: float
+
+
+@dataclass
+class LongTailLLM:
+    """Samples a token a second for each request, however many there are."""
+
+    case: Case
+    weights_version: int = 0
+    num_tokens: int = 0  # sampled, of aborted requests as well
+    _push_times_s: list[float] = field(default_factory=list)
+
+    async def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+    ) -> list[DynamicInferenceRequest]:
+        params = sampling_params or SamplingParams()
+        works = (self._sample(prompts, params, mix_seed(params.seed or 0, 0, i)) for i in range(n))
+        return list(await asyncio.gather(*works))
+
+    def length(self, prompt: Sequence[int], seed: int) -> int:
+        """A pure function of both."""
+        of_prompt = np.random.default_rng(prompt[0]).normal() * self.case.prompt_share**0.5
+        of_sample = np.random.default_rng(seed).normal() * (1.0 - self.case.prompt_share) ** 0.5
+        return max(1, round(MEDIAN_TOKENS * math.exp(self.case.sigma * (of_prompt + of_sample))))
+
+    async def _sample(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int
+    ) -> DynamicInferenceRequest:
+        loop = asyncio.get_running_loop()
+        start_s, length = loop.time(), self.length(prompt, seed)
+        try:
+            await asyncio.sleep(length)
+        finally:
+            self.num_tokens += round(loop.time() - start_s)
+        versions = [self._version_at(start_s + second) for second in range(length)]
+        request = DynamicInferenceRequest(
+            request_id=0,
+            prompt_tokens=torch.tensor(prompt),
+            generated_tokens=[0] * length,
+            generated_log_probs=torch.zeros(length),
+            sampling_params=params,
+            status=Status.COMPLETED,
+            weights_version=versions[0],
+            context_kv_version_mean=[float(version) for version in versions],
+        )
+        request.kv_spans.append(len(prompt), versions[0])
+        for version in versions:
+            request.policy_spans.append(1, version)
+            request.kv_spans.append(1, version)
+        request.freeze_versions(self.weights_version)
+        return request
+
+    def _version_at(self, time_s: float) -> int:
+        return bisect_right(self._push_times_s, time_s)
+
+    def push(self) -> None:
+        """A new version, from now on."""
+        self._push_times_s.append(asyncio.get_running_loop().time())
+        self.weights_version += 1
+
+
+def reward_of(length: int, sigma: float) -> float:
+    """Half for the median; falls by a quarter for each deviation of the log-length, to 0."""
+    deviations = math.log(length / MEDIAN_TOKENS) / sigma
+    return min(1.0, max(0.0, 0.5 - 0.25 * deviations))
+
+
+async def train(case: Case, batch_groups: int, num_batches: int) -> Outcome:
+    """One run over whole epochs: all prompts twice."""
+    llm = LongTailLLM(case)
+
+    async def reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [reward_of(len(ids), case.sigma) for ids in completion_ids]
+
+    num_prompts = batch_groups * num_batches // 2
+    producer = AsyncRolloutProducer(
+        llm,
+        [[index] for index in range(num_prompts)],
+        reward,
+        GROUP_SIZE,
+        batch_groups,
+        case.bound,
+        num_epochs=2,
+        order=case.order,
+        oversample_groups=round(case.oversample * batch_groups),
+    )
+    batches: list[TrainingBatch] = []
+    async with producer:
+        async for batch in producer:
+            batches.append(batch)
+            await asyncio.sleep(case.trainer_share * case.mean_tokens)
+            llm.push()
+    return summarise(case, llm, batches, num_prompts)
+
+
+def summarise(
+    case: Case, llm: LongTailLLM, batches: Sequence[TrainingBatch], num_prompts: int
+) -> Outcome:
+    """Idle time leaves out the first batches, and the last, for which there are too few prompts."""
+    timed = batches[WARM_BATCHES:-WARM_BATCHES] or batches
+    waited_s = sum(batch.metrics["timing_s/batch_wait"] for batch in timed)
+    trained_s = len(timed) * case.trainer_share * case.mean_tokens
+    groups = [group for batch in batches for group in batch.groups]
+    lengths = [request.num_generated_tokens for group in groups for request in group.requests]
+    first = [
+        llm.length([group.ticket.index], mix_seed(mix_seed(0, *_place(group), 0), 0, sample))
+        for group in groups
+        for sample in range(GROUP_SIZE)
+    ]
+    return Outcome(
+        case=case,
+        idle_share=waited_s / (waited_s + trained_s),
+        largest_lag=max(int(batch.rollouts.policy_lag_BT.max()) for batch in batches),
+        prompts_per_epoch=len({_place(group) for group in groups}) / (2 * num_prompts),
+        reissued_share=float(np.mean([group.num_reissues > 0 for group in groups])),
+        most_reissues=max(group.num_reissues for group in groups),
+        extra_tokens=llm.num_tokens / sum(lengths) - 1.0,
+        trained_length=float(np.mean(lengths)),
+        drawn_length=float(np.mean(first)),
+        trained_reward=float(np.mean([reward_of(length, case.sigma) for length in lengths])),
+        drawn_reward=float(np.mean([reward_of(length, case.sigma) for length in first])),
+    )
+
+
+def _place(group: Any) -> tuple[int, int]:
+    return group.ticket.epoch, group.ticket.index
+
+
+def cases() -> list[Case]:
+    """Both orders by spread and bound, then lengths that prompts decide in part."""
+    orders: list[tuple[Order, int, float]] = [
+        ("admission", 1, 0.0),
+        ("admission", 2, 0.0),
+        ("admission", 4, 0.0),
+        ("ready", 1, 0.0),
+        ("ready", 1, 0.5),
+        ("ready", 2, 0.0),
+    ]
+    independent = [
+        Case(order=order, bound=bound, sigma=sigma, oversample=oversample)
+        for sigma in (0.5, 1.0, 1.5)
+        for order, bound, oversample in orders
+    ]
+    decided = [
+        Case(order=order, bound=bound, sigma=1.0, oversample=oversample, prompt_share=0.5)
+        for order, bound, oversample in [*orders, ("ready", 4, 0.0)]
+    ]
+    return independent + decided
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """A page: one row per case."""
+    lines = [
+        f"# Orders of the producer, {results['date']}",
+        "",
+        f"Virtual time, so the same on every machine. Groups of {GROUP_SIZE}, batches of "
+        f"{results['batch_groups']} groups, {results['num_batches']} batches over two epochs; "
+        "lognormal lengths, of which prompts decide a share of the variance; a training step takes "
+        "2.5 times a rollout of mean length. Oversample: groups begun beside each batch. Idle: the "
+        "share of its time that the trainer waits. Extra tokens: sampled and not trained on, "
+        "relative to those trained on. Length and reward: means over the samples trained on / over "
+        "those drawn first for each prompt, which is what the policy does.",
+        "",
+        "| sigma | by prompt | order | S | oversample | idle | largest lag | prompts trained "
+        "| issued again | most often | extra tokens | length | reward |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for values in results["outcomes"]:
+        case, idle = values["case"], values["idle_share"]
+        lines.append(
+            f"| {case['sigma']} | {case['prompt_share']:.0%} | {case['order']} | {case['bound']} "
+            f"| {case['oversample']:.0%} | **{idle:.1%}** | {values['largest_lag']} "
+            f"| {values['prompts_per_epoch']:.0%} | {values['reissued_share']:.0%} "
+            f"| {values['most_reissues']} | {values['extra_tokens']:.0%} "
+            f"| {values['trained_length']:.1f} / {values['drawn_length']:.1f} "
+            f"| {values['trained_reward']:.3f} / {values['drawn_reward']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Simulate, print and write. Returns what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, default=40, help="of each case")
+    parser.add_argument("--groups", type=int, default=8, help="of a batch")
+    parser.add_argument("--small", action="store_true", help="few batches of few cases")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    arguments = parser.parse_args(argv)
+    chosen = cases()[:4:3] if arguments.small else cases()
+    num_batches = 4 if arguments.small else arguments.batches
+    batch_groups = 2 if arguments.small else arguments.groups
+    console = Console(stderr=True)
+    outcomes = []
+    with Progress(console=console) as progress:
+        for case in progress.track(chosen, description="simulated runs"):
+            outcomes.append(run_virtually(train(case, batch_groups, num_batches)))
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(InferenceConfig(num_threads=1)),
+        "batch_groups": batch_groups,
+        "num_batches": num_batches,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    publish(results, as_markdown(results), "producer-order", arguments.output, console)
+    return results
+
+
+if __name__ == "__main__":
+    main()

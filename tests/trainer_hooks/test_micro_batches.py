@@ -1,0 +1,180 @@
+"""Micro-batches, packed or padded, have the gradients of the plain loss on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from rollout.errors import ConfigError
+from tests.run_seed import run_seed
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.trainer_hooks.fakes import finished_request
+from trainer_hooks import PolicyLossConfig, RolloutBatch, collate_rollouts, policy_loss
+from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.micro_batches import (
+    ReferencePolicy,
+    UpdateSettings,
+    accumulate_gradients,
+    fixed_logprobs,
+    split_by_tokens,
+    update_policy,
+)
+
+EXACT = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny_model("qwen3", std=0.05).train()
+
+
+def random_batch() -> RolloutBatch:
+    """Eight rollouts of long-tailed lengths; one failed, one was cut."""
+    generator = torch.Generator().manual_seed(run_seed())
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    requests = []
+    for length in (1, 2, 3, 3, 5, 8, 13, 29):
+        logprobs = (-torch.rand(length, generator=generator) - 4.0).tolist()
+        request = finished_request(ids(4), ids(length), versions=[0] * length, logprobs=logprobs)
+        request.finish_reason = "length" if length == 29 else "stop"
+        requests.append(request)
+    return collate_rollouts(requests, [None, *range(7)], train_version=0)
+
+
+def columns_of(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(run_seed() + 1)
+    shape = batch.tokens_BT.shape
+    advantages_B1 = torch.randn(len(batch), 1, generator=generator)
+    reference_BT = -torch.rand(shape, generator=generator) - 4.0
+    return {"advantages_BT": advantages_B1.expand(shape), "reference_logprobs_BT": reference_BT}
+
+
+def plain_loss(policy: Any, batch: RolloutBatch, config: PolicyLossConfig) -> torch.Tensor:
+    logprobs_BT, entropies_BT = token_logprobs(
+        policy(batch.tokens_BT).logits, batch.tokens_BT, 0.8, return_entropy=True
+    )
+    columns = columns_of(batch)
+    loss, _ = policy_loss(
+        logprobs_BT,
+        batch.behaviour_logprobs_BT,
+        columns.pop("advantages_BT"),
+        batch.mask_BT,
+        config,
+        entropies_BT=entropies_BT,
+        **columns,
+    )
+    return loss
+
+
+def gradients(policy: Any) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 33, 60])
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "gspo", "sapo"])
+def test_loss_and_gradient_are_those_of_the_whole_batch(
+    policy: Any, kind: str, max_tokens: int | None, is_packed: bool
+) -> None:
+    batch = random_batch().without_truncated()
+    config = PolicyLossConfig(kind=kind, kl_coefficient=0.1, entropy_coefficient=0.02)
+    policy.zero_grad()
+    loss = plain_loss(policy, batch, config)
+    loss.backward()
+    expected = gradients(policy)
+    policy.zero_grad()
+    settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed, temperature=0.8)
+    metrics = accumulate_gradients(policy, batch, columns_of(batch), config, settings)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    for ours, theirs in zip(gradients(policy), expected, strict=True):
+        assert_close(ours, theirs, **EXACT)
+    assert max(gradient.abs().max() for gradient in expected) > 1e-3
+
+
+def test_iterations_are_passes_over_the_batch_around_the_same_old_log_probs(policy: Any) -> None:
+    batch, config = random_batch(), PolicyLossConfig(kind="grpo", kl_coefficient=0.1)
+    plain, ours = copy.deepcopy(policy), copy.deepcopy(policy)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain_loss(plain, batch, config).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    settings = UpdateSettings(num_iterations=3, max_tokens=60, is_packed=True, temperature=0.8)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    reports = update_policy(ours, optimizer, batch, columns_of(batch), config, settings)
+    assert len(reports) == 3
+    assert reports[-1]["ratio_std"] != reports[0]["ratio_std"]
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(mine, theirs, **EXACT)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_reference_log_probs_are_those_of_the_copy_however_the_batch_is_cut(
+    policy: Any, is_packed: bool
+) -> None:
+    batch, settings = random_batch(), UpdateSettings(max_tokens=40, is_packed=is_packed)
+    changed = copy.deepcopy(policy)
+    reference = ReferencePolicy.copy_of(changed)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.5)
+    values_BT = reference.logprobs(batch, settings)
+    with torch.no_grad():
+        expected_BT = token_logprobs(policy(batch.tokens_BT).logits, batch.tokens_BT)
+    assert_close(values_BT[batch.mask_BT], expected_BT[batch.mask_BT], **EXACT)
+    assert not values_BT.requires_grad
+    own_BT = fixed_logprobs(changed, batch, settings)
+    assert not torch.allclose(own_BT[batch.mask_BT], values_BT[batch.mask_BT])
+
+
+def test_a_reference_may_be_the_policy_with_its_adapter_off(policy: Any) -> None:
+    class Adapted:
+        is_on = True
+
+        def __call__(self, **inputs: Any) -> Any:
+            output = policy(**inputs)
+            output.logits = output.logits * (2.0 if self.is_on else 1.0)
+            return output
+
+        @contextmanager
+        def disable_adapter(self) -> Any:
+            self.is_on = False
+            yield
+            self.is_on = True
+
+    batch, adapted = random_batch(), Adapted()
+    values_BT = ReferencePolicy.without_adapter(adapted).logprobs(batch, UpdateSettings())
+    assert_close(values_BT, fixed_logprobs(policy, batch, UpdateSettings()))
+    assert adapted.is_on
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    room=st.integers(0, 60),
+    is_packed=st.booleans(),
+)
+def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
+    lengths: list[int], room: int, is_packed: bool
+) -> None:
+    max_tokens = max(lengths) + room
+    parts = split_by_tokens(torch.tensor(lengths), max_tokens, is_packed)
+    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(lengths)))
+    for part in parts:
+        own = [lengths[row] for row in part.tolist()]
+        assert (sum(own) if is_packed else len(own) * max(own)) <= max_tokens
+
+
+def test_a_rollout_that_is_longer_than_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_tokens=8 is less than the 9 tokens of a rollout"):
+        split_by_tokens(torch.tensor([3, 9]), 8)

@@ -1,0 +1,222 @@
+"""Micro-batches by a budget of tokens, padded or packed, and the update of a policy by them.
+
+Shape letters: B rollouts, T positions, N tokens of all rollouts without padding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.losses import PolicyLossConfig, policy_loss
+from trainer_hooks.losses.config import Aggregation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """How a batch is cut for the optimizer.
+
+    `num_iterations`: passes over the batch. `num_minibatches`: optimizer steps of a pass, on random
+    parts of it. `max_tokens`: of a forward pass, padding included where there is any; None takes a
+    minibatch at once. `is_packed`: rollouts lie one behind the other in a single row, for models
+    that tell sequences by their position ids, as transformers' do. `temperature`: of the logits.
+    """
+
+    num_iterations: int = 1
+    num_minibatches: int = 1
+    max_tokens: int | None = None
+    is_packed: bool = False
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_iterations", "num_minibatches", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+
+
+def split_by_tokens(
+    lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
+) -> list[torch.Tensor]:
+    """Row indices of micro-batches, longest rollouts first.
+
+    Padded, rows times the longest of them are at most `max_tokens`; packed, the sum of lengths is
+    (best fit, longest first). Raises ConfigError for a rollout that is longer.
+    """
+    order = lengths_B.argsort(descending=True, stable=True).tolist()
+    lengths = lengths_B.tolist()
+    if max_tokens is None:
+        return [torch.tensor(order)] if order else []
+    if order and lengths[order[0]] > max_tokens:
+        raise ConfigError(
+            f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout"
+        )
+    parts: list[list[int]] = []
+    room: list[int] = []  # tokens that fit into each part
+    for row in order:
+        # A padded row is as long as the first one of its part.
+        costs = [lengths[row] if is_packed else lengths[part[0]] for part in parts]
+        fitting = [place for place, cost in enumerate(costs) if cost <= room[place]]
+        if fitting:
+            best = min(fitting, key=lambda place: room[place])
+            parts[best].append(row)
+            room[best] -= costs[best]
+        else:
+            parts.append([row])
+            room.append(max_tokens - lengths[row])
+    return [torch.tensor(part) for part in parts]
+
+
+def aggregation_denominator(mask_BT: torch.Tensor, aggregation: Aggregation) -> float:
+    """What `aggregate` divides the whole batch by; given to each micro-batch, gradients add up."""
+    if aggregation == "token-mean":
+        return max(1.0, float(mask_BT.sum()))
+    return max(1.0, float(mask_BT.any(dim=1).sum()))
+
+
+def policy_logprobs(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    temperature: float = 1.0,
+    is_packed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [B, T] of one forward pass, with a gradient.
+
+    Packed, all rollouts are one row of N tokens, whose position ids begin anew at each rollout.
+    """
+    if not is_packed:
+        # Padding is on the right, where no token of a causal model attends to it.
+        logits_BTV = policy(input_ids=batch.tokens_BT).logits
+        return token_logprobs(logits_BTV, batch.tokens_BT, temperature, return_entropy=True)
+    is_token_BT = batch.attention_mask_BT
+    tokens_1N = batch.tokens_BT[is_token_BT][None]
+    positions_1N = batch.position_ids_BT[is_token_BT][None]
+    logits_1NV = policy(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False).logits
+    # A rollout's first token would be scored by the end of the rollout before it.
+    is_scored_BT = is_token_BT & (batch.position_ids_BT > 0)
+    columns = []
+    for values_1N in token_logprobs(logits_1NV, tokens_1N, temperature, return_entropy=True):
+        zeros_BT = values_1N.new_zeros(is_token_BT.shape)
+        values_BT = zeros_BT.masked_scatter(is_token_BT, values_1N)
+        columns.append(values_BT.masked_fill(~is_scored_BT, 0.0))
+    return columns[0], columns[1]
+
+
+@torch.no_grad()
+def fixed_logprobs(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> torch.Tensor:
+    """Log-probs [B, T] without a gradient: of a reference, or of the policy before an update."""
+    logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
+    for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
+        part = batch.select(rows)
+        values_BT, _ = policy_logprobs(policy, part, settings.temperature, settings.is_packed)
+        logprobs_BT[rows, : values_BT.shape[1]] = values_BT
+    return logprobs_BT
+
+
+class ReferencePolicy:
+    """The policy that a KL term holds the trained one near: a copy, or the policy without LoRA."""
+
+    def __init__(self, model: nn.Module, adapter_off: Callable[[], AbstractContextManager[Any]]):
+        """See `copy_of` and `without_adapter`."""
+        self._model, self._adapter_off = model, adapter_off
+
+    @classmethod
+    def copy_of(cls, policy: nn.Module) -> ReferencePolicy:
+        """The weights as they are now, in memory of their own."""
+        return cls(copy.deepcopy(policy).eval().requires_grad_(False), nullcontext)
+
+    @classmethod
+    def without_adapter(cls, policy: Any) -> ReferencePolicy:
+        """The base model of a PEFT model, by its `disable_adapter()`; needs no memory."""
+        return cls(policy, policy.disable_adapter)
+
+    def logprobs(self, batch: RolloutBatch, settings: UpdateSettings) -> torch.Tensor:
+        """Log-probs [B, T], for `reference_logprobs_BT`."""
+        with self._adapter_off():
+            return fixed_logprobs(self._model, batch, settings)
+
+
+def accumulate_gradients(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    columns: dict[str, torch.Tensor],
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+) -> dict[str, float]:
+    """Add the gradient of the loss on `batch` to the parameters, micro-batch by micro-batch.
+
+    `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics:
+    the loss of the batch, and means of the others weighted by tokens.
+    """
+    denominator = aggregation_denominator(batch.mask_BT, config.resolved_aggregation)
+    totals: dict[str, float] = defaultdict(float)
+    num_tokens: dict[str, int] = defaultdict(int)
+    for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
+        part = batch.select(rows)
+        own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
+        logprobs_BT, entropies_BT = policy_logprobs(
+            policy, part, settings.temperature, settings.is_packed
+        )
+        loss, metrics = policy_loss(
+            logprobs_BT,
+            part.behaviour_logprobs_BT,
+            own.pop("advantages_BT"),
+            part.mask_BT,
+            config,
+            policy_lag_BT=part.policy_lag_BT,
+            kv_lag_BT=part.kv_lag_BT,
+            entropies_BT=entropies_BT,
+            aggregation_denominator=denominator,
+            **own,
+        )
+        loss.backward()
+        count = int(part.mask_BT.sum())
+        for name, value in metrics.items():
+            totals[name] += value if name == "loss" else value * count
+            num_tokens[name] += count
+    return {
+        name: total if name == "loss" else total / max(num_tokens[name], 1)
+        for name, total in totals.items()
+    }
+
+
+def update_policy(
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: RolloutBatch,
+    columns: dict[str, torch.Tensor],
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+) -> list[dict[str, float]]:
+    """All optimizer steps on `batch`; the metrics of each, with `grad_norm` before clipping.
+
+    `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
+    same in all steps: proximal ones (of `fixed_logprobs`, before the first step) if they are among
+    the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300,
+    algorithm 1, line 10.
+    """
+    reports = []
+    for _ in range(settings.num_iterations):
+        for rows in torch.randperm(len(batch)).chunk(settings.num_minibatches):
+            part = batch.select(rows)
+            width = part.tokens_BT.shape[1]
+            own = {name: column[rows, :width] for name, column in columns.items()}
+            optimizer.zero_grad()
+            metrics = accumulate_gradients(policy, part, own, config, settings)
+            norm = nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            reports.append({**metrics, "grad_norm": float(norm)})
+    return reports

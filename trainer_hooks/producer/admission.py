@@ -1,0 +1,172 @@
+"""Admission order: batches are handed over in the order in which they were begun."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rollout.errors import ConfigError
+from trainer_hooks.producer.group_pool import GroupParts, GroupPool
+from trainer_hooks.producer.groups import ScoredGroup
+from trainer_hooks.producer.order import BatchOrder, HandedOver
+from trainer_hooks.producer.versions import VersionWatch
+from trainer_hooks.prompt_ledger import STALE
+
+
+class AdmissionGate:
+    """Counts the batches that were admitted, and says whether one more may begin.
+
+    Versions are counted from the producer's start. One batch makes one version: batch k is trained
+    at version k. At version v at most v + S + 1 batches have ever been admitted, so batch k is
+    admitted at a version >= k - S, and no token of it is more than S versions old when it is
+    trained. The place of a batch becomes free with the version that it made, not with its
+    hand-over: freed at the hand-over, a batch admitted while its predecessor trains would be one
+    version too old at its turn.
+    """
+
+    def __init__(self, max_staleness_versions: int) -> None:
+        """Raises ConfigError for a bound below 0."""
+        if max_staleness_versions < 0:
+            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
+        self.max_staleness_versions = max_staleness_versions
+        self.num_admitted = 0
+        self.num_handed_over = 0
+
+    def may_admit(self, version: int) -> bool:
+        """Whether the next batch may begin at `version`.
+
+        A trainer that makes several versions of one batch frees more places than it uses. So that
+        unused batches do not pile up, no more than S + 1 of them wait.
+        """
+        num_waiting = self.num_admitted - self.num_handed_over
+        num_allowed = version + self.max_staleness_versions + 1
+        return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
+
+    def admit(self, version: int) -> int:
+        """Admit the next batch; returns its number, from 0."""
+        assert self.may_admit(version), "ask first"
+        self.num_admitted += 1
+        return self.num_admitted - 1
+
+    def hand_over(self) -> None:
+        """The oldest waiting batch has gone to the trainer."""
+        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
+        self.num_handed_over += 1
+
+
+class OpenBatch(GroupPool):
+    """A batch whose groups are being made, with refills until it has them.
+
+    Those that are still being made then are aborted.
+    """
+
+    def __init__(self, parts: GroupParts, version: int) -> None:
+        """`version`: at which it is admitted."""
+        super().__init__(parts)
+        self.version = version
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """The finished groups, in the order in which their prompts were first issued.
+
+        Without over-sampling, a batch that used the ledger alone does not depend on timing: it has
+        the first prompts that passed.
+        """
+        return sorted(self.finished, key=lambda group: group.ticket)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all its groups, or those that the last prompts gave."""
+        is_full = len(self.finished) >= self._rules.num_groups
+        no_more = not self.running and self._ledger.is_exhausted
+        return self.error is None and (is_full or no_more)
+
+    def fill(self) -> None:
+        """Begin the missing groups, as long as there are prompts; abort those not needed."""
+        if len(self.finished) >= self._rules.num_groups:
+            self._cancel(list(self.running), "aborted")
+            return
+        wanted = self._rules.num_groups + self._rules.num_extra_groups
+        while self.error is None and len(self.finished) + len(self.running) < wanted:
+            if not self._begin_group(self.version):
+                return
+
+    def drop_older_than(self, version: int) -> int:
+        """Give back the groups with a token sampled before `version`, and refill. Returns how many.
+
+        A refill that `max_refills` forbids sets `error`.
+        """
+        stale = [g for g, seen in self.finished.items() if seen and seen[0] < version]
+        self._drop(stale, STALE)
+        for _ in stale:
+            self._count_refill()
+        self.fill()
+        if stale:
+            self._on_change()
+        return len(stale)
+
+
+class AdmissionOrder(BatchOrder):
+    """Up to S + 1 open batches; the oldest is the next."""
+
+    def __init__(
+        self, parts: GroupParts, versions: VersionWatch, max_staleness_versions: int
+    ) -> None:
+        """Raises ConfigError for a bound below 0."""
+        self._parts, self._versions = parts, versions
+        self._gate = AdmissionGate(max_staleness_versions)
+        self._open: deque[OpenBatch] = deque()
+
+    def begin(self) -> None:
+        for batch in self._open:
+            batch.fill()
+        since_start = self._versions.since_start
+        while not self._parts.ledger.is_exhausted and self._gate.may_admit(since_start):
+            self._gate.admit(since_start)
+            batch = OpenBatch(self._parts, self._versions.reported)
+            self._open.append(batch)
+            batch.fill()
+
+    def take_error(self) -> BaseException | None:
+        for batch in self._open:
+            if (error := batch.take_error()) is not None:
+                return error
+        return None
+
+    def next_groups(self) -> Sequence[ScoredGroup]:
+        while self._open and self._open[0].is_complete and self._is_young(self._open[0]):
+            if groups := self._open[0].groups:
+                return groups
+            self._gate.hand_over()  # the last prompts gave no group
+            self._open.popleft()
+        return ()
+
+    def _is_young(self, batch: OpenBatch) -> bool:
+        """Whether every token keeps the bound; groups that do not go back to the ledger.
+
+        The gate ensures it as long as one batch makes one version. A token newer than the reported
+        version shows that the next version is in force already.
+        """
+        for seen in batch.finished.values():
+            if seen is not None:
+                self._versions.observe(seen[1])
+        oldest = self._versions.newest - self._gate.max_staleness_versions
+        return not batch.drop_older_than(oldest)
+
+    def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
+        batch = self._open.popleft()
+        self._gate.hand_over()
+        return HandedOver(admitted_at_version=batch.version, counts=batch.counts)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    @property
+    def num_waiting_batches(self) -> int:
+        return sum(batch.is_complete for batch in self._open)
+
+    def give_up(self, reason: str) -> None:
+        for batch in self._open:
+            batch.give_up(reason)
+        self._open.clear()

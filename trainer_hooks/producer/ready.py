@@ -1,0 +1,121 @@
+"""Ready order: a batch is made of the groups that are finished, whenever they were begun."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rollout.errors import ConfigError
+from trainer_hooks.producer.group_pool import GroupParts, GroupPool
+from trainer_hooks.producer.groups import ScoredGroup
+from trainer_hooks.producer.order import BatchOrder, HandedOver
+from trainer_hooks.producer.versions import VersionWatch
+from trainer_hooks.prompt_ledger import STALE, PromptTicket
+
+
+class ReadyOrder(GroupPool, BatchOrder):
+    """A pool of groups; the next batch takes those of the oldest tokens that are finished.
+
+    One batch makes one version, so the next batch is trained at `_next_version` or later, and a
+    group that begins at version v has no token that is too old for the batches up to v + S. Where
+    these are past, or full of finished groups, none is begun. A group whose batches are past is
+    aborted, or dropped if it is finished; its prompt goes back to the ledger as "stale" and is
+    issued again, with other seeds.
+
+    So rollouts that take longer than S versions last are sampled again, until they are shorter.
+    Where more groups are finished than a batch takes, prompts that came back are preferred.
+    A prompt that came back `max_reissues` times is waited for: the batch that is the last one for
+    its group is handed over when that is finished.
+    """
+
+    def __init__(
+        self,
+        parts: GroupParts,
+        versions: VersionWatch,
+        max_staleness_versions: int,
+        max_reissues: int,
+    ) -> None:
+        """Raises ConfigError for a negative number."""
+        super().__init__(parts)
+        if max_staleness_versions < 0:
+            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
+        if max_reissues < 0:
+            raise ConfigError(f"max_reissues={max_reissues} must be 0 or more")
+        self._versions, self._bound = versions, max_staleness_versions
+        self._max_reissues = max_reissues
+        per_batch = parts.rules.num_groups + parts.rules.num_extra_groups
+        self._max_open = (max_staleness_versions + 1) * per_batch
+        self._next_version = 0
+
+    def begin(self) -> None:
+        self.fill()
+
+    def fill(self) -> None:
+        """Give back what can join no batch, then begin groups up to S + 1 batches of them."""
+        self._versions.refresh()
+        for seen in self.finished.values():
+            if seen is not None:
+                self._versions.observe(seen[1])
+        self._next_version = max(self._next_version, self._versions.newest)
+        oldest = self._next_version - self._bound
+        self._drop([g for g, seen in self.finished.items() if seen and seen[0] < oldest], STALE)
+        self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
+        while (
+            self.error is None
+            and len(self.running) + len(self.finished) < self._max_open
+            and self._has_room(self._versions.reported)
+            and self._begin_group(self._versions.reported)
+        ):
+            pass
+
+    def _has_room(self, version: int) -> bool:
+        """Whether a group begun at `version` finds a place in a batch, besides the finished groups
+        that grow too old with it or before it.
+        """
+        num_batches = version + self._bound - self._next_version + 1
+        num_before = sum(seen is not None and seen[0] <= version for seen in self.finished.values())
+        return num_before < num_batches * self._rules.num_groups
+
+    def next_groups(self) -> Sequence[ScoredGroup]:
+        self.fill()
+        is_last = not self.running and self._ledger.is_exhausted
+        is_full = len(self.finished) >= self._rules.num_groups
+        if self.error is not None or not (is_full or is_last) or self._is_waited_for():
+            return ()
+        by_age = sorted(self.finished, key=self._urgency)
+        return sorted(by_age[: self._rules.num_groups], key=lambda group: group.ticket)
+
+    def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
+        """Sorts first what grows too old first, and of these the prompts that came back often."""
+        return (self._oldest_version(group), -group.num_reissues, group.ticket)
+
+    def _oldest_version(self, group: ScoredGroup) -> int:
+        seen = self.finished[group]
+        return self._versions.newest if seen is None else seen[0]
+
+    def _is_waited_for(self) -> bool:
+        """Whether a group that must be trained would be too old after this batch."""
+        oldest = self._next_version - self._bound
+        return any(
+            begun.version <= oldest
+            and self._ledger.num_reissues(begun.ticket) >= self._max_reissues
+            for begun in self.running.values()
+        )
+
+    def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
+        oldest = min(self._oldest_version(group) for group in groups)
+        made = HandedOver(admitted_at_version=oldest, counts=self.counts)
+        for group in groups:
+            del self.finished[group]
+        self._next_version += 1
+        self._num_refills, self.counts = 0, Counter()
+        self.fill()
+        return made
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running
+
+    @property
+    def num_waiting_batches(self) -> int:
+        return len(self.finished) // self._rules.num_groups
