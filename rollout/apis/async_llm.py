@@ -7,7 +7,6 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
@@ -21,10 +20,10 @@ from rollout.apis.results import (
     suspend_report,
 )
 from rollout.apis.serving import Serving
-from rollout.apis.streaming import abort_requests, streamed_items
+from rollout.apis.streaming import LOST, abort_requests, streamed_items, wait_for_requests
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
+from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
@@ -43,8 +42,6 @@ from rollout.text import Tokenizer, tokenizer_of
 
 # The end of the coordinator's process may be noticed so long after that of its connection.
 _NOTICE_S = 1.0
-# Errors that fail all pending requests at once.
-_LOST = (CoordinatorLostError, ClientStateError)
 
 
 class AsyncLLM:
@@ -281,17 +278,8 @@ class AsyncLLM:
         samples = [(prompt, params) for prompt, each in groups for params in each]
         added = client.add_groups(groups, priority=priority)
         futures = [future for group in added for future in group]
-        try:
-            async with self._named_errors():
-                if futures:
-                    await asyncio.wait(futures)
-                for future in futures:
-                    error = future.exception()
-                    if isinstance(error, _LOST) or (error is not None and self._cut_short()):
-                        raise error
-        finally:
-            for future in futures:
-                future.cancel()  # those that are not done
+        async with self._named_errors():
+            await wait_for_requests(futures, cut_short=self._cut_short)
         requests = [
             self.request_of(future, *sample)
             for future, sample in zip(futures, samples, strict=True)
@@ -305,7 +293,7 @@ class AsyncLLM:
         error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)
-        if isinstance(error, _LOST):
+        if isinstance(error, LOST):
             error = self._cut_short() or error
         return failed_request(future.request_id, prompt, params, error, self.tokenizer)
 
@@ -457,10 +445,5 @@ class AsyncLLM:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()

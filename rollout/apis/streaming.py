@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from rollout.apis.results import failed_request, finished_request
-from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.streams import RequestStream
+from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
+from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt
+from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import RequestAbortedError, RolloutError
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
+
+# Errors that fail all pending requests at once.
+LOST = (CoordinatorLostError, ClientStateError)
 
 
 async def streamed_items(
@@ -48,6 +52,24 @@ async def streamed_items(
             if cut_short() is not None:
                 raise
             yield failed_request(stream.request_id, prompt, params, error, tokenizer)
+
+
+async def wait_for_requests(
+    futures: Sequence[RequestFuture], *, cut_short: Callable[[], RolloutError | None]
+) -> None:
+    """Wait until all are done; cancelled, it aborts the rest. Raises an error that fails all
+    pending requests at once. `cut_short` as for `streamed_items`.
+    """
+    try:
+        if futures:
+            await asyncio.wait(futures)
+        for future in futures:
+            error = future.exception()
+            if isinstance(error, LOST) or (error is not None and cut_short()):
+                raise error
+    finally:
+        for future in futures:
+            future.cancel()  # those that are not done
 
 
 async def abort_requests(client: InferenceClient, request_ids: Iterable[int] | None) -> int:

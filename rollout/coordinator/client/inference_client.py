@@ -7,8 +7,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import zmq
@@ -16,7 +14,7 @@ import zmq
 from rollout.config import KVCacheManagementMode
 from rollout.coordinator.client.pending_commands import CommandFuture, PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
-from rollout.coordinator.client.streams import RequestFuture, RequestStream
+from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
 from rollout.coordinator.client.submission import Prompt, submission_of
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.link import Link
@@ -133,12 +131,7 @@ class InferenceClient:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     def stop(self) -> None:
@@ -234,38 +227,23 @@ class InferenceClient:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestStream:
-        """Submit a request. Iterates over its generated tokens in order, each once, as TokenRuns of
-        `streaming_interval` tokens or more; the last item is the record. Closing the iterator
-        aborts the request. Otherwise as `add_request`.
-        """
-        groups = [(prompt, [sampling_params])]
-        return self._stream(groups, [seed], priority, deadline_s)[0][0]
+        """Submit a request, as `add_request` does; its tokens come as they are generated."""
+        return self.stream_groups(
+            [(prompt, [sampling_params])], seeds=[seed], priority=priority, deadline_s=deadline_s
+        )[0][0]
 
     def stream_groups(
-        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
-    ) -> list[list[RequestStream]]:
-        """Submit groups as `add_groups` does, each sample as a stream."""
-        return self._stream(groups, None, priority, deadline_s)
-
-    def _stream(
         self,
         groups: Sequence[Group],
-        seeds: Sequence[int | None] | None,
-        priority: int,
-        deadline_s: float | None,
+        *,
+        seeds: Sequence[int | None] | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> list[list[RequestStream]]:
-        streamed = [
-            (prompt, [replace(params, streaming=True) for params in each])
-            for prompt, each in groups
-        ]
-        added = self._submit(streamed, seeds, priority, deadline_s, streaming=True)
-        return [
-            [
-                RequestStream(future, self._requests.tokens_of(future), params.streaming_interval)
-                for future, params in zip(futures, each, strict=True)
-            ]
-            for futures, (_, each) in zip(added, streamed, strict=True)
-        ]
+        """Submit groups as `add_groups` does, each sample as a stream. seeds: of each group."""
+        added = self._submit(groups, seeds, priority, deadline_s, streaming=True)
+        tokens_of, params = self._requests.tokens_of, [each for _, each in groups]
+        return [streams_of(*each, tokens_of) for each in zip(added, params, strict=True)]
 
     def abort(self, request_id: int) -> None:
         """Abort a request; its future resolves to the record with the tokens so far. Does nothing
@@ -286,24 +264,24 @@ class InferenceClient:
         submissions, next_id = [], self.next_request_id
         for prompt, sampling_params in groups:
             ids = range(next_id, next_id + len(sampling_params))
-            submission = submission_of(
-                prompt,
-                sampling_params,
-                tokenizer=self._tokenizer,
-                request_ids=ids,
-                seeds=seeds,
-                client_seed=self._seed,
-                priority=priority,
-                deadline_s=deadline_s,
-                streaming=streaming,
+            submissions.append(
+                submission_of(
+                    prompt,
+                    sampling_params,
+                    tokenizer=self._tokenizer,
+                    request_ids=ids,
+                    seeds=seeds,
+                    client_seed=self._seed,
+                    priority=priority,
+                    deadline_s=deadline_s,
+                    streaming=streaming,
+                )
             )
-            submissions.append(submission)
             next_id = ids.stop
         self.next_request_id = next_id
         return self._requests.submit(submissions)
 
-    # ---- commands: each resolves to the engines' results once the last of them has confirmed, and
-    # raises the reason if it is refused or its deadline passes
+    # ---- commands: each resolves to the results of all engines, or raises why it was not done
 
     def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
         """Freeze all engines at their next step."""
@@ -456,9 +434,8 @@ class InferenceClient:
             self._link.close("the client stops")
 
     def _take(self, messages: Sequence[Message]) -> None:
-        self._requests.take(
-            [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
-        )
+        replies = [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
+        self._requests.take(replies)
         for message in messages:
             if isinstance(message, (Ack, Nack)):
                 self._commands.take(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from rollout.coordinator.protocol.packed import token_run
@@ -11,6 +11,7 @@ from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
 
 Record = DynamicInferenceRequestRecord
 
@@ -70,6 +71,18 @@ class RequestStream:
     async def aclose(self) -> None:
         await self._items.aclose()
         self._future.cancel()  # if the iteration has not begun
+
+
+def streams_of(
+    futures: Sequence[RequestFuture],
+    params: Sequence[SamplingParams],
+    tokens_of: Callable[[RequestFuture], StreamedTokens],
+) -> list[RequestStream]:
+    """Return the streams of samples that were submitted with these params."""
+    return [
+        RequestStream(future, tokens_of(future), own.streaming_interval)
+        for future, own in zip(futures, params, strict=True)
+    ]
 
 
 async def _items_of(

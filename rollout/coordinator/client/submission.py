@@ -56,6 +56,8 @@ def submission_of(
             sampling_params = [replace(params, add_BOS=False) for params in sampling_params]
     else:
         tokens_N = _checked_ids(prompt)
+    if streaming:
+        sampling_params = [replace(params, streaming=True) for params in sampling_params]
     # Most samples share their params, which are packed once.
     packed = {key: pack_params(p) for key, p in {id(p): p for p in sampling_params}.items()}
     samples = tuple(

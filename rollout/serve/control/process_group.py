@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rollout.child_process import ChildProcess, pickled
@@ -128,12 +127,6 @@ async def join_group(
             f"{error}"
         ) from error
     return BroadcastGroup(name, receiver, packing)
-
-
-def has_nccl() -> bool:
-    """Whether groups of the backend nccl can be joined here. No test has run one: that takes a
-    machine with two GPUs."""
-    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollout.backends.process_groups import joined_group
 from rollout.child_process import run_child
 from rollout.errors import WeightUpdateError, encode_error
 
@@ -38,9 +39,12 @@ def receive_broadcasts(
     of the broadcasts that it takes one after the other (no file: they are dropped), and a time
     limit in seconds. The answer is None, or the error, with which this process ends.
     """
+    distributed: Any = dist  # whose type hints lack these classes
     timeout = timedelta(seconds=timeout_s)
-    group = _joined(host, port, rank, world_size, name, backend, timeout)
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    store = distributed.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    # Where torch and SGLang's init_custom_process_group keep the addresses of this group's ranks.
+    places = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
+    group, device = joined_group(backend, places, rank, world_size, timeout)
     pipe.send(None)
     with suppress(EOFError):
         while True:
@@ -53,36 +57,13 @@ def receive_broadcasts(
             pipe.send(None)
 
 
-def _joined(
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    name: str,
-    backend: str,
-    timeout: timedelta,
-) -> Any:
-    distributed: Any = dist  # whose type hints lack these classes
-    store = distributed.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-    # Where torch and SGLang's init_custom_process_group keep the addresses of this group's ranks.
-    places = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
-    if backend == "nccl":
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return distributed.ProcessGroupNCCL(
-            distributed.PrefixStore("cuda/", places), rank, world_size, options
-        )
-    return distributed.ProcessGroupGloo(
-        distributed.PrefixStore("cpu/", places), rank, world_size, timeout
-    )
-
-
 def _receive(
     group: Any, device: torch.device, path: str | None, sizes: Sequence[int], deadline: float
 ) -> None:
+    is_on_host = device == torch.empty(0).device
     start, bytes_N = 0, None if path is None else _mapped(path, sum(sizes))
     for size in sizes:
-        if bytes_N is None or device.type != "cpu":
+        if bytes_N is None or not is_on_host:
             part_N = torch.empty(size, dtype=torch.uint8, device=device)
         else:
             part_N = bytes_N[start : start + size]
@@ -90,7 +71,7 @@ def _receive(
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         group.broadcast([part_N], options).wait()
-        if bytes_N is not None and device.type != "cpu":
+        if bytes_N is not None and not is_on_host:
             bytes_N[start : start + size].copy_(part_N)  # waits for the device
         start += size
 

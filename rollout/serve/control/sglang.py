@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollout.backends.process_groups import group_backends
 from rollout.engine.suspension import OWNERS
 from rollout.serve.control.pausing import PauseMode
-from rollout.serve.control.process_group import Packing, has_nccl, one_chunk, single_chunks
+from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
 from rollout.serve.control.server_info import model_info, server_info
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
@@ -239,7 +240,7 @@ async def _update_from_disk(request: web.Request, body: DiskBody) -> web.Respons
 
 
 async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
-    require_backend(body.backend, served=("gloo", "nccl") if has_nccl() else ("gloo",))
+    require_backend(body.backend, served=group_backends())
     await request.app[CONTROL].transfer.join(
         body.group_name,
         host=body.master_address,
