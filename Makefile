@@ -2,7 +2,8 @@
 #   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
-#   make test-doors       real clients (openai, litellm, lm-eval) against a server; installs each once
+#   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
+#                         in an environment of its own; DOORS="trl verl" runs those
 #   make test-long        full counts and the slow tests as well
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
@@ -21,7 +22,7 @@ PRODUCTS ?= 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
 	$(addprefix tests/engine/test_,lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
-# Names of clients in tests/doors/run.py; all without any.
+# Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=

@@ -83,6 +83,8 @@ class SamplingParams:
     return_ranks: each generated token brings its rank, and each prompt token whose log-prob is
         asked for: 1 + the number of tokens to which the model gave a larger logit. What is done to
         the logits before the draw does not change it.
+    cache_salt: requests find cached prefixes only of requests with the same salt. Samples of one
+        prompt share their prefill in any case.
     """
 
     temperature: float = 1.0
@@ -112,6 +114,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     return_ranks: bool = False
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._check_float("temperature", 0.0, math.inf)
@@ -144,6 +147,12 @@ class SamplingParams:
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise InvalidRequestError(
                 f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}"
+            )
+        if self.cache_salt is not None and not (
+            isinstance(self.cache_salt, str) and self.cache_salt
+        ):
+            raise InvalidRequestError(
+                f"cache_salt={self.cache_salt!r} must be a non-empty string, or None"
             )
         limit = self.num_tokens_to_generate
         if limit is not None and self.min_tokens > limit:

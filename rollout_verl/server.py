@@ -10,6 +10,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from rollout import AsyncLLM, DynamicInferenceRequest, EngineState, InvalidRequestError, ServeConfig
+from rollout.coordinator.client.submission import params_of_sample
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
 from rollout.models.checkpoint import Checkpoint
@@ -72,6 +73,7 @@ class EngineServer:
             raise InvalidRequestError("images, video and sound are not supported")
         prompt = list(prompt_ids)
         params = sampling_params_of(sampling_params, self._config, len(prompt))
+        params = params_of_sample(params, 0, 0)  # the seed of the one sample of `LLM.generate`
         while not self._is_open.is_set():
             if self._rejects:
                 return TokenOutput(

@@ -92,6 +92,7 @@ def test_sampling_params_have_the_pinned_fields_and_defaults() -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "return_ranks": False,
+        "cache_salt": None,
     }
 
 

@@ -132,11 +132,26 @@ class AsyncLLM:
         goes on. `address`, `seed` and `curve` as for InferenceClient. Whether weights that are not
         finite are refused is for the config of the engines. Raises CoordinatorLostError.
         """
+        llm = cls.joined(address, tokenizer, seed=seed, curve=curve)
+        await llm.start()
+        return llm
+
+    @classmethod
+    def joined(
+        cls,
+        address: int | str,
+        tokenizer: Tokenizer | Any | None = None,
+        *,
+        seed: int | None = None,
+        curve: CurveKeys | None = None,
+        model_directory: str | None = None,
+    ) -> AsyncLLM:
+        """Return what `connect` does, which is connected by its first verb. model_directory: that
+        of the fleet's model, for `serve`."""
         llm = cls.__new__(cls)
         push = WeightPush(reject_non_finite=False)
         llm._set_up(tokenizer_of(None, tokenizer), seed, 0, push, curve)
-        llm.address = address_of(address)
-        await llm.start()
+        llm.address, llm.model_directory = address_of(address), model_directory
         return llm
 
     def _set_up(
@@ -397,6 +412,11 @@ class AsyncLLM:
         )
         async with self._named_errors():
             return await asyncio.shield(update)
+
+    async def weights_checksum(self) -> str:
+        """Return the checksum of the weights that all engines serve, as they have agreed on it."""
+        results = await self._order(lambda client: client.engine_stats())
+        return str(results["weights_checksum"])
 
     async def stats(self) -> EngineStats:
         """Counters of all engines together."""

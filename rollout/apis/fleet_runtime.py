@@ -19,6 +19,7 @@ from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.serve.config import ServeConfig
 
 _T = TypeVar("_T")
 VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
@@ -154,6 +155,17 @@ class FleetRuntime:
     def order(self, verb: str, *arguments: Any) -> Any:
         """Do a verb of the AsyncLLM, and wait until all engines have confirmed."""
         return self._do(getattr(self._llm, verb)(*arguments))
+
+    def serve(self, config: ServeConfig) -> tuple[str, int]:
+        """Serve over HTTP until `stop_serving`. Returns host and port. See AsyncLLM.serve."""
+        self._do(self._llm.serve(config, blocking=False))
+        address = self._llm.serving.address
+        assert address is not None, "it listens"
+        return address
+
+    def stop_serving(self, drain_timeout_s: float | None) -> None:
+        """See AsyncLLM.stop_serving."""
+        self._do(self._llm.stop_serving(drain_timeout_s))
 
     def shutdown(self) -> None:
         """End the fleet, and wait for its end. In a forked child it does nothing."""

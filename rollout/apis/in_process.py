@@ -21,8 +21,8 @@ from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
-# Verbs that move the weights or change their version; they wait while an update is staged.
-_USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch")
+# Verbs that move or read the weights, or change their version; they wait while an update is staged.
+_USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch", "weights_checksum")
 
 
 class InProcessRuntime:

@@ -18,6 +18,7 @@ from torch import nn
 
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.async_llm import AsyncLLM
+from rollout.apis.engine_host import EngineHost
 from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import Groups, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
@@ -26,10 +27,11 @@ from rollout.coordinator.client.submission import Prompt
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
-from rollout.errors import ConfigError, InvalidRequestError, RolloutError
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
+from rollout.serve.config import ServeConfig
 from rollout.text import Tokenizer, tokenizer_of
 
 
@@ -77,6 +79,11 @@ class LLM:
             self._runtime = InProcessRuntime(model, own, config, weights_version)
         self.tokenizer = self._runtime.tokenizer
         self._groups = Groups()
+        self._directory = str(model) if isinstance(model, str | Path) else None
+        self._host: EngineHost | None = None  # while an engine of this process is served
+        self._serving_turn = threading.Lock()  # held to begin and end serving
+        self._is_told_to_stop = threading.Event()
+        self.serving_address: tuple[str, int] | None = None  # host and port; None: not served
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -160,6 +167,10 @@ class LLM:
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
             )
+        if self._host is not None:
+            raise EngineStateError(
+                "this LLM is served: ask it over HTTP, or call stop_serving() first"
+            )
         group_ids: list[int] = []
         try:
             with _interrupt_deferred():  # what is queued has ids, also after Ctrl-C
@@ -185,7 +196,66 @@ class LLM:
                 self._groups.add_finished(request)
             on_finished(len(ended))
 
+    # ---- HTTP
+
+    def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
+        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT, or, not `blocking`, return once
+        it listens, at `serving_address`. Call it in the main thread to end it by signals.
+
+        An engine in this process then works in a thread, and takes requests over HTTP alone; the
+        control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
+        RUNNING or has unfinished requests.
+        """
+        if not blocking:
+            self._start_serving(config or ServeConfig())
+            return
+        with _set_by_signals(self._is_told_to_stop):
+            self._start_serving(config or ServeConfig())
+            self._is_told_to_stop.wait()
+        self.stop_serving()
+
+    def _start_serving(self, config: ServeConfig) -> None:
+        with self._serving_turn:
+            if self.serving_address is not None:
+                raise EngineStateError("this LLM serves already; call stop_serving() first")
+            self._is_told_to_stop.clear()
+            if isinstance(self._runtime, InProcessRuntime):
+                self._host = EngineHost(self._runtime.engine, self.tokenizer, self._directory)
+            try:
+                self.serving_address = self._fleet_runtime().serve(config)
+            except BaseException:
+                self._close_host()
+                raise
+
+    def stop_serving(self, drain_timeout_s: float | None = None) -> None:
+        """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
+        Does nothing if nothing is served."""
+        self._is_told_to_stop.set()
+        with self._serving_turn:
+            if self.serving_address is None:
+                return
+            try:
+                self._fleet_runtime().stop_serving(drain_timeout_s)
+            finally:
+                self.serving_address = None
+                self._close_host()
+
+    def _fleet_runtime(self) -> FleetRuntime:
+        runtime = self._runtime if self._host is None else self._host.runtime
+        assert isinstance(runtime, FleetRuntime)
+        return runtime
+
+    def _close_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
     # ---- control
+
+    @property
+    def _control(self) -> InProcessRuntime | FleetRuntime:
+        """Who does control verbs: the engine's owner."""
+        return self._runtime if self._host is None else self._host.runtime
 
     @property
     def state(self) -> EngineState:
@@ -197,11 +267,11 @@ class LLM:
 
     def pause(self) -> None:
         """Stop at the next step edge."""
-        self._runtime.order("pause")
+        self._control.order("pause")
 
     def unpause(self) -> None:
         """Let the engine generate again."""
-        self._runtime.order("unpause")
+        self._control.order("unpause")
 
     def suspend(
         self,
@@ -213,18 +283,18 @@ class LLM:
 
         See Engine.suspend.
         """
-        report: SuspendReport = self._runtime.order("suspend", mode, release, discard_weights)
+        report: SuspendReport = self._control.order("suspend", mode, release, discard_weights)
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
         """Restore all released memory, or that of the owner `only`. Once all is restored the engine
         is paused."""
-        report: ResumeReport = self._runtime.order("resume", only)
+        report: ResumeReport = self._control.order("resume", only)
         return report
 
     def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights. The engine must be paused or suspended."""
-        self._runtime.order("set_generation_epoch", version)
+        self._control.order("set_generation_epoch", version)
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -235,18 +305,24 @@ class LLM:
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
         or run through `trainer_hooks.full_tensors`. Only the copies keep steps waiting.
         """
-        report: WeightUpdateReport = self._runtime.order(
+        report: WeightUpdateReport = self._control.order(
             "update_weights", named_tensors, version, in_flight
         )
         return report
 
+    def weights_checksum(self) -> str:
+        """Return a checksum of all weights; equal for engines that serve the same ones."""
+        checksum: str = self._control.order("weights_checksum")
+        return checksum
+
     def stats(self) -> EngineStats:
         """Counters and state of the engine, or of all engines together."""
-        stats: EngineStats = self._runtime.order("stats")
+        stats: EngineStats = self._control.order("stats")
         return stats
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. A second call does nothing."""
+        self.stop_serving(drain_timeout_s=0.0)
         self._runtime.shutdown()
 
     def __enter__(self) -> LLM:
@@ -294,6 +370,21 @@ def _interrupt_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if waiting:
         handler(signal.SIGINT, waiting[0])
+
+
+@contextmanager
+def _set_by_signals(event: threading.Event) -> Iterator[None]:
+    """Let SIGTERM and SIGINT set the event, which only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, lambda *_: event.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:

@@ -22,7 +22,8 @@ from rollout.runner.weight_update import WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
 
-# {"state", "weights_version", "ranks": {rank: report}, "lost_ranks"}, as a coordinator answers.
+# {"state", "weights_version", "weights_checksum", "ranks": {rank: report}, "lost_ranks"}, as a
+# coordinator answers.
 Results = Mapping[str, Any]
 
 

@@ -27,6 +27,7 @@ class BlockTable:
     num_shared: how many of the first blocks another request has computed. It may still use them.
     num_cached: how many of the first blocks are in the prefix index.
     is_cacheable: False once a full block could not enter the index. No later block can enter then.
+    root_key: the parent of the first block's key, by which requests of other salts are told apart.
     keys: what the prefix index calls the first blocks, as far as that was needed, under the weights
         version `key_version`.
     """
@@ -36,6 +37,7 @@ class BlockTable:
     num_shared: int = 0
     num_cached: int = 0
     is_cacheable: bool = True
+    root_key: bytes = ROOT_KEY
     keys: list[bytes] = field(default_factory=list)
     key_version: int = 0
 
@@ -269,6 +271,6 @@ class KVCacheManager:
         keys, block_size = table.keys, self.block_size
         while len(keys) <= position:
             start = len(keys) * block_size
-            parent = keys[-1] if keys else ROOT_KEY
+            parent = keys[-1] if keys else table.root_key
             keys.append(block_key(parent, key_version, tokens[start : start + block_size]))
         return keys[position]

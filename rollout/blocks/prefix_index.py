@@ -14,6 +14,14 @@ from rollout.version_spans import VersionSpans
 ROOT_KEY = b""
 
 
+def root_key(salt: str | None) -> bytes:
+    """Return what stands for the parent of a first block: prefixes of other salts have other keys
+    from there on."""
+    if salt is None:
+        return ROOT_KEY
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
+
+
 def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
     """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b.
 

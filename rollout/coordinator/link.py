@@ -390,7 +390,7 @@ class Link:
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
         # Not a warning: most goodbyes answer a shutdown.
-        _logger.info("%s", error)
+        _logger.info("coordinator at %s: %s%s", self.address, reason, because)
         self._end(error)
 
     def _end(self, error: RolloutError) -> None:

@@ -245,6 +245,7 @@ class OutputProcessor:
         for prefilled in update.prefilled:
             segment = self._unfinished[prefilled.request_id].segment
             segment.finished_chunk_token_count = prefilled.num_tokens
+            segment.num_cached_tokens = prefilled.num_cached_tokens
             segment.kv_spans = prefilled.kv_spans
             if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()

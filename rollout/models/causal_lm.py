@@ -102,7 +102,9 @@ class CausalLM(nn.Module):
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
         rotary = self.rotary
-        rotary.reserve(batch.block_tables_RM.shape[1] * batch.block_size)
+        num_positions = batch.block_tables_RM.shape[1] * batch.block_size
+        if num_positions > rotary.num_positions:  # never where graphs are captured
+            rotary.reserve(num_positions)
         if self.fused is not None:
             fused_LE = self.fused.run(rotary.cos_PD, rotary.sin_PD, batch)
             if fused_LE is not None:

@@ -66,6 +66,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     finish_reason: stop | length | abort | error, or None while unfinished.
     stop_reason: the id of `stop_token_ids`, or the stop word, that ended the request; None if an
         end token, the length or anything else did.
+    num_cached_tokens: tokens of the prompt whose KV was found in the prefix cache; samples that are
+        forked from another one have its number. None before the prefill.
     seed: the request seed. weights_version: the version under which the request entered.
     policy_spans: the version that sampled each position; the prompt carries `weights_version`.
     kv_spans: the version that wrote each position's KV; positions after its end are not written.
@@ -84,6 +86,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     seed: int | None = None
     stop_word_ids: list[list[int]] | None = None
     finished_chunk_token_count: int = 0
+    num_cached_tokens: int | None = None
     latency: float | None = None
     ttft: float | None = None
     routing_indices: torch.Tensor | None = None

@@ -52,12 +52,14 @@ class FinishedRequest:
 class PrefilledPrompt:
     """The KV of the first `num_tokens` tokens of this request's prompt is written.
 
+    num_cached_tokens: those of them that were found in the prefix index.
     kv_spans: the version that wrote the KV of each position. The scheduler appends to this object
     until the request is queued again, and then leaves it as it is.
     """
 
     request_id: int
     num_tokens: int
+    num_cached_tokens: int
     kv_spans: VersionSpans
 
 

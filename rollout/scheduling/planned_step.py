@@ -119,7 +119,7 @@ class PlannedStep:
         """Draw for `child` from the logits of `parent`, the row that was added last."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
-        child.num_computed = parent.num_computed
+        child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
         child.num_in_flight += 1
         self._add_sample(child)
 
@@ -242,7 +242,12 @@ class PlannedStep:
             sample_indices=indices,
             finished=finished,
             prefilled=[
-                PrefilledPrompt(request_id=s.request_id, num_tokens=num_tokens, kv_spans=s.kv_spans)
+                PrefilledPrompt(
+                    request_id=s.request_id,
+                    num_tokens=num_tokens,
+                    num_cached_tokens=s.num_cached,
+                    kv_spans=s.kv_spans,
+                )
                 for s, num_tokens in self.prefilled
                 if s.phase is not Phase.FINISHED
             ],

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
+from rollout.blocks.prefix_index import root_key
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
@@ -113,6 +114,7 @@ class Scheduler:
                 _assumed_length(num_prompt, sampling_params, stop_rule) - 1
             ),
             length_draw=length_draw(self._num_arrivals),
+            table=BlockTable(root_key=root_key(sampling_params.cache_salt)),
         )
         self._num_arrivals += 1
         self.requests[request_id] = sequence
@@ -332,7 +334,8 @@ class Scheduler:
                 self._kv.free(sequence.table)
                 sequence.restart()
                 break
-            step.num_prefix_hit_tokens += sequence.num_computed
+            sequence.num_cached = sequence.num_computed
+            step.num_prefix_hit_tokens += sequence.num_cached
             self._start_running(sequence, step)
             if sequence.group_id is not None and sequence.is_fresh:
                 self._leaders[sequence.group_id] = sequence

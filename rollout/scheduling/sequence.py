@@ -40,6 +40,7 @@ class Sequence:
     length_draw     says how long the output is expected to be, among outputs of equal requests
     num_output_blocks   blocks of output that the forecast has counted
     num_computed    positions whose KV is written
+    num_cached      those of them that were found in the prefix index when it began to run
     num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
     num_entered     tokens with which it entered this engine
     num_in_flight   number of plans in flight that compute or sample it
@@ -69,6 +70,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
+    num_cached: int = 0
     num_tokens: int = 0
     num_entered: int = 0
     num_in_flight: int = 0

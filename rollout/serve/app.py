@@ -121,6 +121,8 @@ async def _read(request: web.Request) -> bytes:
 def decoded(body: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
     """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field."""
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         message = str(fault)
@@ -137,4 +139,7 @@ async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.
         return await handler(request)
     except web.HTTPException as fault:
         reason = f"{request.method} {request.path} is not served: {fault.reason}"
-        return error_response(ApiError(fault.status, reason), openai_form)
+        response = error_response(ApiError(fault.status, reason), openai_form)
+        if isinstance(fault, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = ", ".join(sorted(fault.allowed_methods))
+        return response

@@ -31,7 +31,6 @@ _TYPES = {
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     500: "InternalServerError",
-    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 

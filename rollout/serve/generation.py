@@ -76,19 +76,21 @@ class Generation:
         request at last. Raises as `results`.
         """
         client = self._state.llm.client
+        added = client.stream_groups(
+            self._groups,
+            priority=self._priority,
+            deadline_s=self._state.config.request_timeout_s,
+        )
+        streams = [stream for group in added for stream in group]
+        futures = [client.completion_futures[stream.request_id] for stream in streams]
         async with AsyncExitStack() as stack:
-            streams = []
-            for prompt, params in self._samples:
-                tokens = client.stream(
-                    prompt,
-                    params,
-                    priority=self._priority,
-                    deadline_s=self._state.config.request_timeout_s,
-                )
-                await stack.enter_async_context(aclosing(tokens))
-                streams.append((tokens, client.completion_futures[tokens.request_id]))
-            stack.enter_context(self._state.live.of(self._name, [f for _, f in streams]))
-            each = [self._items(i, *stream) for i, stream in enumerate(streams)]
+            for stream in streams:
+                await stack.enter_async_context(aclosing(stream))
+            stack.enter_context(self._state.live.of(self._name, futures))
+            each = [
+                self._items(i, stream, future)
+                for i, (stream, future) in enumerate(zip(streams, futures, strict=True))
+            ]
             items = each[0] if len(each) == 1 else _merged(each)
             async with aclosing(items):
                 async for item in items:

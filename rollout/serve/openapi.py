@@ -16,6 +16,9 @@ _ERRORS = {
     "400": "A field is wrong, or what is asked for is not possible.",
     "401": "The key is missing or wrong.",
     "404": "The model is not served.",
+    "405": "The method is not that of the path.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
     "429": "Too many requests wait: try again after Retry-After seconds.",
     "503": "Generation is paused, or the server ends.",
 }

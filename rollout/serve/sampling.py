@@ -34,12 +34,14 @@ def sampling_params_of(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
     with_ranks: bool = False,
+    cache_salt: str | None = None,
 ) -> SamplingParams:
     """Return the parameters of one sample.
 
     max_tokens: None is as many as the context takes. num_logprobs: alternatives reported with each
     generated token; 0 the token's own log-prob alone, None nothing. num_prompt_logprobs: the same
-    for tokens of the prompt. with_ranks: whether ranks are reported, too. Raises ApiError and
+    for tokens of the prompt. with_ranks: whether ranks are reported, too. cache_salt: see
+    SamplingParams. Raises ApiError and
     InvalidRequestError for values out of range, and fields that are not supported.
     """
     _refuse_unsupported(fields)
@@ -62,6 +64,7 @@ def sampling_params_of(
         top_n_logprobs=max(num_logprobs or 0, num_prompt or 0),
         logprobs_mode=state.config.logprobs_mode,
         return_ranks=with_ranks,
+        cache_salt=cache_salt,
     )
 
 

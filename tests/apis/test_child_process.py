@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rollout import child_process
 from rollout.child_process import ChildProcess, pickled
 from rollout.errors import ConfigError, InvalidRequestError, RemoteError
 
@@ -195,6 +196,27 @@ os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere none is forked")
+def test_the_forks_of_the_tests_look_like_children_that_were_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looks() -> list[object]:
+        process = ChildProcess("rollout.coordinator")
+        try:
+            folder = Path(f"/proc/{process.pid}")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().rstrip(b"\0")
+            return [parent, command, os.readlink(folder / "cwd")]
+        finally:
+            process.kill()
+            assert process.wait(WAIT_S) == -signal.SIGKILL
+
+    forked = looks()
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
+    assert forked == looks()
+    assert forked[0] == os.getpid()
 
 
 def is_alive(pid: int) -> bool:

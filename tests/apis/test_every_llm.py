@@ -15,6 +15,7 @@ import torch
 from rollout import (
     LLM,
     AsyncLLM,
+    DynamicInferenceEngine,
     EngineState,
     EngineStateError,
     InferenceConfig,
@@ -85,6 +86,16 @@ def version_of(llm: AnyLLM) -> int:
 def next_weights(llm: AnyLLM, **how: Any) -> Any:
     version = version_of(llm) + 1
     return llm.call("update_weights", weights(version).state_dict(), **how)
+
+
+def test_the_checksum_is_that_of_the_weights_which_are_served(llm: AnyLLM) -> None:
+    def expected() -> str:
+        served = weights(version_of(llm))
+        return DynamicInferenceEngine.from_model(served, CONFIG).weights_checksum()
+
+    assert llm.call("weights_checksum") == expected()
+    next_weights(llm, in_flight=True)
+    assert llm.call("weights_checksum") == expected()
 
 
 def test_greedy_tokens_are_those_of_transformers_generate(llm: AnyLLM) -> None:

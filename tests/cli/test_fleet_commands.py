@@ -37,6 +37,10 @@ def test_serve_prints_its_url_and_ends_with_0_at_sigterm() -> None:
         assert model["root"] == directory()
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=100) == 0
+        assert server.stderr is not None
+        log = server.stderr.read()
+        assert "serving" in log
+        assert "lost" not in log, "a normal end is no loss"
     finally:
         server.kill()
         server.communicate()

@@ -1,12 +1,10 @@
 """Every config group maps onto its dataclass, and jobs compose from any directory."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ import conf
 from examples.settings import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
+from tests.processes import run_program
 from trainer_hooks.jobs import (
     ProducerSettings,
     WeightSyncSettings,
@@ -112,16 +111,9 @@ run_hydra_job(report, JobSettings, config_path="pkg://conf", config_name="train_
 """
 
 
-def run_job(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_job(directory: Path, *arguments: str) -> CompletedProcess[str]:
     """Run a job with the example's config in `directory`, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", JOB, *arguments],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_program(JOB, list(arguments), directory)
 
 
 def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:

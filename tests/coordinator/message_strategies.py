@@ -88,6 +88,7 @@ sampling_params = st.builds(
     stop_token_ids=st.none() | st.lists(st.integers(0, 9), max_size=2),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=2),
     frequency_penalty=st.floats(-2, 2),
+    cache_salt=st.none() | st.text(min_size=1, max_size=3),
 )
 
 

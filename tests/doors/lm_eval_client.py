@@ -1,37 +1,31 @@
-"""lm-eval over a server: python lm_eval_client.py URL MODEL_DIRECTORY PYTHON_WITH_TORCH.
+"""lm-eval over a server: python lm_eval_client.py URL DIRECTORY.
 
-Log-likelihoods must be those of transformers on the same weights, which that Python computes.
+Scores and texts must be those of lm-eval's own `hf` model on the same weights.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 
 os.environ["OPENAI_API_KEY"] = "sesame"
+os.environ["HF_HUB_OFFLINE"] = "1"
 
+import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+MAX_LENGTH = 64  # of a window, so that the longer texts below take several
 PAIRS = [("The sky is", " blue"), ("1 + 1 =", " 2\n"), ("", "Once"), ("äö", "ü und mehr")]
-REFERENCE = """
-import json, sys, tokenizers, torch, transformers
-directory, pairs = sys.argv[1], json.loads(sys.argv[2])
-model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-tokenizer = tokenizers.Tokenizer.from_file(directory + "/tokenizer.json")
-found = []
-for context, continuation in pairs:
-    first = tokenizer.encode(context).ids or [tokenizer.token_to_id("<|im_end|>")]
-    second = tokenizer.encode(continuation).ids
-    with torch.no_grad():
-        logits = model(torch.tensor([first + second])).logits[0].log_softmax(-1)
-    rows = logits[len(first) - 1 : -1]
-    total = sum(float(row[i]) for row, i in zip(rows, second))
-    found.append([total, all(int(row.argmax()) == i for row, i in zip(rows, second))])
-print(json.dumps(found))
-"""
+# The first window of a context that is too long begins in its middle.
+PAIRS += [("ab " * 40, "cd"), ("The sky", " is")]
+TEXTS = ["abc def", "".join(f"{i} squared is {i * i}. " for i in range(12))]
+TASKS = [
+    ("Say", {"until": ["\n"], "max_gen_toks": 24, "do_sample": False}),
+    ("Count to ten:", {"until": ["q", "zz"], "max_gen_toks": 24, "temperature": 0.0}),
+]
 
 
 def instances(kind: str, arguments: list[tuple[object, ...]]) -> list[Instance]:
@@ -41,30 +35,40 @@ def instances(kind: str, arguments: list[tuple[object, ...]]) -> list[Instance]:
     ]
 
 
-def main(url: str, directory: str, python: str) -> None:
-    model = LocalCompletionsAPI(
+def results_of(model: LM) -> tuple[list[tuple[float, bool]], list[float], list[str]]:
+    return (
+        model.loglikelihood(instances("loglikelihood", [*PAIRS])),
+        model.loglikelihood_rolling(
+            instances("loglikelihood_rolling", [(text,) for text in TEXTS])
+        ),
+        model.generate_until(instances("generate_until", [*TASKS])),
+    )
+
+
+def main(url: str, directory: str) -> None:
+    served = LocalCompletionsAPI(
         base_url=f"{url}/v1/completions",
         model="model",
         tokenizer_backend="remote",
         tokenized_requests=True,
-        max_length=512,
+        # It takes two off: for the token that is generated, and for the first, which has no score.
+        max_length=MAX_LENGTH + 2,
         num_concurrent=1,
         auth_token="sesame",
     )
-    given = model.loglikelihood(instances("loglikelihood", [*PAIRS]))
-    command = [python, "-c", REFERENCE, directory, json.dumps(PAIRS)]
-    expected = json.loads(subprocess.check_output(command, text=True))
-    for (own, is_greedy), (reference, would_be) in zip(given, expected, strict=True):
-        assert abs(own - reference) < 1e-3, (own, reference)
-        assert is_greedy == would_be
-    (rolling,) = model.loglikelihood_rolling(instances("loglikelihood_rolling", [("abc def",)]))
-    assert rolling < 0
-    (text,) = model.generate_until(
-        instances("generate_until", [("Say", {"until": ["\n"], "max_gen_toks": 8})])
+    torch.set_num_threads(1)
+    reference = HFLM(
+        pretrained=directory, device="cpu", dtype="float32", max_length=MAX_LENGTH, batch_size=1
     )
-    assert isinstance(text, str)
+    given, expected = results_of(served), results_of(reference)
+    for (own, is_greedy), (score, would_be) in zip(given[0], expected[0], strict=True):
+        assert abs(own - score) < 1e-3, (own, score)
+        assert is_greedy == would_be
+    for own, score in zip(given[1], expected[1], strict=True):
+        assert abs(own - score) < 1e-3 * abs(score), (own, score)
+    assert given[2] == expected[2], (given[2], expected[2])
     print("lm-eval: passed")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:3])

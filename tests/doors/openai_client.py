@@ -1,10 +1,11 @@
-"""The openai package against a server: python openai_client.py URL. Both majors run it."""
+"""The openai package, of either major, against a server: python openai_client.py URL DIRECTORY."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -116,16 +117,23 @@ async def check_async(url: str, model: str) -> None:
         await stream.close()
 
 
-def main(url: str, call_id: int) -> None:
+def call_id_of(directory: str) -> int:
+    """The token that is a whole tool call, so that a random model can make one."""
+    tokenizer = json.loads(Path(directory, "tokenizer.json").read_text(encoding="utf-8"))
+    calls = [each for each in tokenizer["added_tokens"] if "<tool_call>" in each["content"]]
+    return calls[0]["id"]
+
+
+def main(url: str, directory: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
     (model,) = [each.id for each in client.models.list()]
     check_sync(client, model)
     check_chat(client, model)
-    check_tools(client, model, call_id)
+    check_tools(client, model, call_id_of(directory))
     check_errors(client, model, url)
     asyncio.run(check_async(url, model))
     print(f"openai {openai.__version__}: passed")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(*sys.argv[1:3])

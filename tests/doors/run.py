@@ -1,63 +1,83 @@
-"""Start a server on a tiny random model, and run each real client against it: `make test-doors`.
+"""Run real clients against `rollout serve` on a tiny random model: `make test-doors`.
 
-Each client lives in .doors/NAME, a virtual environment that is made at its first use. Arguments:
-the names of those that are to run, all without any.
+    python tests/doors/run.py [--record] [NAME ...]
+
+NAME: of those in clients.py that are to run, all without any. Each has an environment and a server
+of its own. --record: write their requests to tests/serve/recorded, which `make test` replays.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.doors.clients import CLIENTS, Client
+from tests.doors.environments import ROOT, MissingPythonError, python_of
+from tests.doors.recorder import recording
 from tests.serve import chat_model
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
-# name -> what is installed for it, and its script
-CLIENTS = {
-    "openai": (["openai>=3,<4"], "openai_client.py"),
-    "openai2": (["openai>=2,<3"], "openai_client.py"),
-    "litellm": (["litellm", "openai<3"], "litellm_client.py"),
-    "lm_eval": (["lm-eval[api]"], "lm_eval_client.py"),
-}
-INSTALL_S, RUN_S = 1200, 600
+RUN_S, EXIT_S = 900, 60
 
 
-def python_of(name: str) -> str:
-    """The interpreter of a client's environment."""
-    home = ROOT / ".doors" / name
-    python = home / "bin" / "python"
-    if not (home / "installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        command = [str(python), "-m", "pip", "install", "-q", *CLIENTS[name][0]]
-        subprocess.run(command, check=True, timeout=INSTALL_S)
-        (home / "installed").touch()
-    return str(python)
+def main(arguments: list[str]) -> int:
+    names = [each for each in arguments if each != "--record"] or list(CLIENTS)
+    outcomes = {name: outcome_of(name, is_recorded="--record" in arguments) for name in names}
+    print(*(f"{name}: {outcome}" for name, outcome in outcomes.items()), sep="\n")
+    return int(any(outcome.startswith("failed") for outcome in outcomes.values()))
 
 
-def main(names: list[str]) -> int:
-    directory = chat_model.directory()
-    (call_id,) = chat_model.tokenizer().encode(chat_model.CALL).ids
-    command = [sys.executable, "-m", "rollout", "serve", "--json", f"model={directory}", "port=0"]
-    command += ["served_model_name=model", "api_key=sesame", "num_threads=1"]
-    command += ["max_sequence_length=512"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    failed = []
+def outcome_of(name: str, *, is_recorded: bool) -> str:
+    """Run one client: "passed", "skipped: ..." or "failed: ..."."""
+    client = CLIENTS[name]
     try:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        for name in names or CLIENTS:
-            script = [python_of(name), str(HERE / CLIENTS[name][1]), url]
-            script += [str(call_id)] if name.startswith("openai") else []
-            script += [directory, sys.executable] if name == "lm_eval" else []
-            if subprocess.run(script, timeout=RUN_S).returncode:
-                failed.append(name)
+        python = python_of(name, client)
+        with ExitStack() as stack:
+            root = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-doors-"))
+            url = stack.enter_context(serving(client, root))
+            if is_recorded:
+                url = stack.enter_context(recording(name, url, root))
+            run(python, client, url, root)
+    except MissingPythonError as error:
+        return f"skipped: {error}"
+    except (subprocess.SubprocessError, AssertionError) as error:
+        traceback.print_exc()
+        return f"failed: {error}"
+    return "passed"
+
+
+def run(python: str, client: Client, url: str, root: str) -> None:
+    """Run the client's script to its end. Raises CalledProcessError, TimeoutExpired."""
+    script = Path(__file__).parent / client.script
+    # Its packages are those of its environment, not the tree's.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, str(script), url, chat_model.directory(), root]
+    subprocess.run(command, env=environment, check=True, timeout=RUN_S)
+
+
+@contextmanager
+def serving(client: Client, root: str) -> Iterator[str]:
+    """A server for one client; yields its URL. It must end with status 0."""
+    fields = [field.format(root=root) for field in client.server]
+    command = [sys.executable, "-m", "rollout", "serve", "--json"]
+    command += [f"model={chat_model.directory()}", "port=0", "served_model_name=model"]
+    command += ["num_threads=1", "max_sequence_length=512", *fields]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+        assert line, "the server did not start"
+        yield json.loads(line)["url"]
     finally:
         server.terminate()
-        status = server.wait(60)
-    print(f"server exited with {status}; failed: {failed or 'none'}")
-    return 1 if failed or status else 0
+        status = server.wait(EXIT_S)
+    assert status == 0, f"the server exited with {status}"
 
 
 if __name__ == "__main__":

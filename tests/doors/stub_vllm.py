@@ -6,6 +6,9 @@ makes the same rendezvous and the same packed chunks without a GPU.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from pathlib import Path
 
 VERSION = "0.30.0"
@@ -77,9 +80,12 @@ _FILES = {
 }
 
 
-def write_stub(directory: Path) -> None:
-    """Write it; `directory` then belongs on the path of modules."""
+def stub_directory() -> str:
+    """Write it; the directory, which goes at exit, belongs on the path of modules."""
+    directory = tempfile.mkdtemp(prefix="rollout-stub-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for name, content in _FILES.items():
-        path = directory / name
+        path = Path(directory, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
+    return directory

@@ -1,10 +1,14 @@
 """TRL's VLLMClient and its asynchronous trainer's WeightTransferClient against a server:
-python trl_trainer.py URL DIRECTORY ROOT, with the stub of vllm on the path of modules.
+python trl_trainer.py URL DIRECTORY ROOT. vllm is a stub, which sends over gloo.
 """
 
 from __future__ import annotations
 
 import sys
+
+from stub_vllm import stub_directory
+
+sys.path.insert(0, stub_directory())
 
 import torch
 from accelerate import PartialState

@@ -1,8 +1,7 @@
-"""verl's own registries, Ray actor and client over this engine on a CPU; run by verl's Python.
+"""verl's registries, Ray actor and client over this engine: python verl_client.py URL DIRECTORY.
 
-    PYTHON_WITH_VERL tests/doors/verl_client.py MODEL_DIRECTORY
-
-Prints one JSON object with what was generated before and after an update.
+The plug-in is loaded by `import verl` alone. Its server must give the tokens and log-probs of the
+HTTP server at URL.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import urllib.request
 from typing import Any
 
 import ray
@@ -25,7 +25,7 @@ from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 PROMPT = [5, 6, 7]
-GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "logprobs": True}
+SAMPLING = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 3, "logprobs": True}
 
 
 @ray.remote
@@ -33,12 +33,12 @@ class Worker:
     """Stands for a trainer's worker: the replica asks it for its node."""
 
 
-async def run(directory: str) -> dict[str, Any]:
+async def run(url: str, directory: str) -> None:
     rollout = RolloutConfig(
         name="rollout",
         tensor_model_parallel_size=1,
         prompt_length=16,
-        response_length=200,
+        response_length=400,
         dtype="float32",
         max_num_seqs=8,
         max_num_batched_tokens=512,
@@ -53,26 +53,34 @@ async def run(directory: str) -> dict[str, Any]:
     client = FullyAsyncLLMServerClient(config, balancer)
 
     async def generate(max_tokens: int) -> Any:
-        params = GREEDY | {"max_tokens": max_tokens}
+        params = SAMPLING | {"max_tokens": max_tokens}
         return await client.generate("r", prompt_ids=PROMPT, sampling_params=params)
 
     os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
     # BaseRollout would make an HFModelConfig of what is a mapping here.
     adapter = get_rollout_class("rollout")(rollout, rollout, None)
-    found: dict[str, Any] = {"address": replica.server_address}
-    found["before"] = output_of(await generate(8))
+    before = await generate(8)
+    token_ids, log_probs = over_http(url, 8)
+    assert before.stop_reason == "length"  # by verl's client, which counts the tokens
+    assert before.token_ids == token_ids, (before.token_ids, token_ids)
+    torch.testing.assert_close(torch.tensor(before.log_probs), torch.tensor(log_probs))
 
     # Partial rollout: aborted, parked, and gone on with by verl's client.
-    running = asyncio.ensure_future(generate(150))
-    await asyncio.sleep(0.05)
-    await replica.abort_all_requests()
+    running = asyncio.ensure_future(generate(390))
+    while not (await replica.server_handle.abort_all_requests.remote())["aborted_count"]:
+        await replica.resume_generation()
+        assert not running.done(), "it ended before it could be aborted"
+        await asyncio.sleep(0.01)
     await adapter.update_weights(
         {n: t + 0.01 for n, t in load_file(f"{directory}/model.safetensors").items()}.items(),
         global_steps=7,
     )
     assert not running.done(), "its client waits for the generation to be resumed"
     await replica.resume_generation()
-    found["across"] = output_of(await running)
+    across = await running
+    assert len(across.token_ids) == len(across.log_probs) == 390
+    assert across.token_ids[:1] == before.token_ids[:1]
+    assert across.extra_fields["max_global_steps"] == 7
 
     # A training step of a hybrid replica: memory away, weights back, KV back.
     await adapter.release()
@@ -84,23 +92,28 @@ async def run(directory: str) -> dict[str, Any]:
 
     await adapter.update_weights(tensors(), global_steps=8)
     await adapter.resume(["kv_cache"])
-    found["after"] = output_of(await generate(8))
+    after = await generate(8)
+    assert after.token_ids == before.token_ids, "the first weights came back"
+    assert after.extra_fields["global_steps"] == 8
     await replica.server_handle.shutdown.remote()
-    return found
 
 
-def output_of(output: Any) -> dict[str, Any]:
-    return {
-        "token_ids": output.token_ids,
-        "log_probs": output.log_probs,
-        "stop_reason": output.stop_reason,
-        "extra_fields": output.extra_fields,
-    }
+def over_http(url: str, max_tokens: int) -> tuple[list[int], list[float]]:
+    """The tokens and log-probs of the HTTP server."""
+    sampling = {"temperature": 1.0, "seed": 3, "max_tokens": max_tokens, "logprobs": 0}
+    body = json.dumps({"token_ids": PROMPT, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(
+        f"{url}/inference/v1/generate", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as reply:
+        (choice,) = json.load(reply)["choices"]
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Ray would leave a token in the home directory, and a busy machine starts it slowly.
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "200"}
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "600"}
     ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    print(json.dumps(asyncio.run(run(sys.argv[1]))))
+    asyncio.run(run(*sys.argv[1:3]))
+    print("verl: passed")

@@ -22,12 +22,17 @@ from tests.tiny_models import IS_LONG
 from trainer_hooks import PromptLedger
 from trainer_hooks.metrics import read_jsonl
 
-NUM_KILLS = 10 if IS_LONG else 2
+# One kill of an engine and the trainer at once; those of engines alone are tests/apis's, too.
+NUM_KILLS, NUM_ENGINES = (10, 2) if IS_LONG else (1, 1)
 STEPS_PER_LIFE = 3
 
 
 def start_job(directory: Path, num_steps: int, *arguments: str) -> PacedJob:
-    settings = ("num_engines=2", "weight_sync=in_flight", "producer.max_staleness_versions=1")
+    settings = (
+        f"num_engines={NUM_ENGINES}",
+        "weight_sync=in_flight",
+        "producer.max_staleness_versions=1",
+    )
     return PacedJob(directory, *settings, f"trainer.num_steps={num_steps}", *arguments)
 
 

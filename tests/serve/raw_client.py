@@ -30,3 +30,11 @@ def read_all(client: socket.socket) -> bytes:
     while piece := client.recv(65536):
         received += piece
     return received
+
+
+def read_until(client: socket.socket, end: bytes) -> bytes:
+    """Everything up to `end`, or until the server closes."""
+    received = b""
+    while end not in received and (piece := client.recv(65536)):
+        received += piece
+    return received

@@ -114,6 +114,24 @@ def test_prompt_logprobs_are_by_id_with_ranks(served: Served, in_process: LLM) -
         assert sorted(entry["rank"] for entry in row.values())[:2] == [1, 2]
 
 
+def test_a_score_alone_has_no_versions_of_generated_tokens(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
+    asked = {"return_weight_versions": True, "return_provenance": True}
+    for stream in ({}, {"stream": True, "logprobs": None}):
+        (choice,), _ = served.completed(PATH, body | asked | stream)
+        assert choice["weight_versions"] == choice["policy_staleness"] == []
+        assert choice["kv_cache_staleness"] == choice["context_kv_version_min"] == []
+        assert choice["weights_version"] == 0
+
+
+def test_streamed_samples_of_a_prompt_share_its_prefill(served: Served) -> None:
+    before = served.do(served.llm.stats())
+    served.completed(PATH, {"prompt": PROMPT, "n": 4, "max_tokens": 2, "stream": True})
+    after = served.do(served.llm.stats())
+    assert after.num_forked_requests == before.num_forked_requests + 3
+    assert after.num_prefill_tokens == before.num_prefill_tokens + len(PROMPT)
+
+
 def test_versions_and_staleness_come_on_request(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "return_weight_versions": True}
     (choice,), _ = served.completed(PATH, body | {"return_provenance": True})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollout import ServeConfig
-from tests.serve.raw_client import connected, read_all, request_bytes
+from tests.serve.raw_client import connected, read_all, read_until, request_bytes
 from tests.serve.served import Served, served_directory
 from tests.tiny_models import prompt_of
 
@@ -130,6 +130,33 @@ def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
     with suppress(ConnectionError):
         received = read_all(client)
     assert b"[DONE]" not in received
+    client.close()
+
+
+NO_BODIES = [b"{", b"[1]", b'{"prompt": "\xff"}', b"\x00", b"[" * 9999, b" " * 60_000]
+BAD = [(path, body) for path in (PATH, "/generate", "/pause_generation") for body in NO_BODIES]
+BAD += [
+    (PATH, b'{"prompt": [1], "n": 1000000000000000000000000000000}'),
+    (PATH, b'{"prompt": [1], "model": "another"}'),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"n": 1e300}}'),
+    ("/v1/chat/completions", b'{"messages": "hello"}'),
+    ("/inference/v1/generate", b'{"token_ids": [[1]]}'),
+    ("/update_weights", b'{"weight_dir": 3}'),
+]
+
+
+def test_bad_requests_are_answered_by_json_and_harm_nobody(served: Served) -> None:
+    others: list[bytes] = []
+    client = begin(served, STREAM | {"n": 1})
+    reader = threading.Thread(target=lambda: others.append(read_until(client, b"data: [DONE]")))
+    reader.start()
+    for path, body in BAD:
+        answer = served.call("POST", path, body)
+        assert answer.status in (400, 404, 413), (path, body[:40], answer.body)
+        assert answer.headers["Content-Type"].startswith("application/json")
+        assert set(answer.json()) <= {"error", "success", "message"}
+    reader.join()
+    assert b'"finish_reason":"length"' in others[0]
     client.close()
 
 

@@ -21,7 +21,7 @@ from rollout.serve.page import feed, recent
 from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import MAX_SAMPLES, RecentSamples
 from tests.apis.fleets import weights
-from tests.serve.chromium import PROGRAM, open_tab
+from tests.serve.chromium import PROGRAM, Tab, open_tab
 from tests.serve.served import Served, served_directory
 from tests.tiny_models import VOCAB_SIZE
 
@@ -250,6 +250,11 @@ def test_the_ring_is_bounded_by_samples_and_by_tokens(monkeypatch: pytest.Monkey
     assert ring.since(ring.num_added, 5) == []
 
 
+async def num_layouts_of(tab: Tab) -> float:
+    metrics = (await tab.call("Performance.getMetrics"))["metrics"]
+    return float(next(each["value"] for each in metrics if each["name"] == "LayoutCount"))
+
+
 @needs_browser
 def test_a_browser_shows_the_running_job(tmp_path: Path) -> None:
     server = served_directory(ServeConfig(port=0), Words())
@@ -284,10 +289,13 @@ def test_a_browser_shows_the_running_job(tmp_path: Path) -> None:
                 await tab.screenshot(Path(SCREENSHOTS, "page-dark.png"), dark=True)
                 await tab.resize(390, 844)
                 await tab.screenshot(Path(SCREENSHOTS, "page-phone.png"))
+            await tab.call("Performance.enable")
+            num_layouts = await num_layouts_of(tab)
             await tab.evaluate(MANY_SAMPLES)
             await tab.until("document.getElementById('num-samples').textContent == '1000'")
             num_tokens = await tab.evaluate("document.querySelectorAll('.token').length")
             assert num_tokens < 200 * 60, "only samples near the window have elements for tokens"
+            assert await num_layouts_of(tab) < num_layouts + 200, "not one for each sample"
             assert tab.errors == []
 
     try:

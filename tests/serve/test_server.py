@@ -34,6 +34,7 @@ def test_unknown_paths_verbs_and_models_are_answered_by_json(served: Served) -> 
         assert answer.headers["Content-Type"].startswith("application/json")
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == (status, kind)
+        assert answer.headers["Allow"] == ("GET" if status == 405 else None)
 
 
 def test_a_second_server_is_refused(served: Served) -> None:

@@ -185,6 +185,33 @@ def test_the_prefix_cache_is_forgotten_unless_requests_use_it(served: Served) ->
     assert asked.choice()["finish_reason"] == "length"
 
 
+def test_usage_counts_cached_tokens_once_for_each_prompt(served: Served) -> None:
+    other = prompt_of(20, 1)
+
+    def num_cached(*prompts: list[int], **fields: Any) -> int:
+        body = {"prompt": prompts, "max_tokens": 2, "n": 2, **fields}
+        _, usage = served.completed("/v1/completions", body)
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    served.post("/reset_prefix_cache")
+    assert num_cached(PROMPT) == 0
+    assert num_cached(PROMPT, other) == 16
+    assert num_cached(PROMPT, cache_salt="other") == 0
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    assert num_cached(PROMPT, other, **streamed) == 32
+    reply = served.post("/generate", {"input_ids": PROMPT}).json()
+    assert reply["meta_info"]["cached_tokens"] == 16
+    assert completion(served, 1, cache_salt="").status == 400
+
+
+def test_the_checksum_is_known_before_any_update(served: Served) -> None:
+    answer = served.post("/weight_checker", {"action": "checksum"})
+    checksum = served.do(served.llm.weights_checksum())
+    assert checksum
+    assert answer.json() == {"checksums": {"all": checksum}}
+    assert served.post("/weight_checker", {"action": "reset"}).status == 400
+
+
 @pytest.mark.parametrize(
     "path", ["/pause?mode=stop", "/sleep?level=3", "/wake_up?tags=disk", "/pause?clear_cache=2"]
 )

@@ -76,7 +76,8 @@ class NativeDecoder:
             return None
         out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
         self._forward(out_LE, batch)
-        return out_LE.to(self._parts.embedding.dtype)
+        dtype = self._parts.embedding.dtype
+        return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
     def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""

@@ -85,7 +85,8 @@ class NativeOps(CpuOps):
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
         num_rows, vocabulary = logits_SV.shape
-        logits_SV = logits_SV.float().contiguous()
+        if not _is_plain(logits_SV):
+            logits_SV = logits_SV.float().contiguous()
         result = _empty_result(num_rows, vocabulary, sampling)
         args = SamplingArgs(
             logits=logits_SV.data_ptr(),

@@ -238,10 +238,34 @@ class InferenceClient:
         `streaming_interval` tokens or more; the last item is the record. Closing the iterator
         aborts the request. Otherwise as `add_request`.
         """
-        params = replace(sampling_params, streaming=True)
-        group = (prompt, [params])
-        future = self._submit([group], [seed], priority, deadline_s, streaming=True)[0][0]
-        return RequestStream(future, self._requests.tokens_of(future), params.streaming_interval)
+        groups = [(prompt, [sampling_params])]
+        return self._stream(groups, [seed], priority, deadline_s)[0][0]
+
+    def stream_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestStream]]:
+        """Submit groups as `add_groups` does, each sample as a stream."""
+        return self._stream(groups, None, priority, deadline_s)
+
+    def _stream(
+        self,
+        groups: Sequence[Group],
+        seeds: Sequence[int | None] | None,
+        priority: int,
+        deadline_s: float | None,
+    ) -> list[list[RequestStream]]:
+        streamed = [
+            (prompt, [replace(params, streaming=True) for params in each])
+            for prompt, each in groups
+        ]
+        added = self._submit(streamed, seeds, priority, deadline_s, streaming=True)
+        return [
+            [
+                RequestStream(future, self._requests.tokens_of(future), params.streaming_interval)
+                for future, params in zip(futures, each, strict=True)
+            ]
+            for futures, (_, each) in zip(added, streamed, strict=True)
+        ]
 
     def abort(self, request_id: int) -> None:
         """Abort a request; its future resolves to the record with the tokens so far. Does nothing

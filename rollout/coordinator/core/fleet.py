@@ -73,6 +73,11 @@ class Fleet:
     def weights_version(self) -> int:
         return 0 if self.weights is None else self.weights.version
 
+    @property
+    def weights_checksum(self) -> str:
+        """That of the weights which every engine serves, "" as long as no engine has joined."""
+        return "" if self.weights is None else self.weights.checksum
+
     def is_done(self, header: Headers) -> bool:
         """Whether every engine is in the command's target state already.
 

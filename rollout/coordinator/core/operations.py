@@ -76,6 +76,7 @@ class Operation:
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
+            "weights_checksum": self.fleet.weights_checksum,
             "ranks": {str(rank): result for rank, result in sorted(self.results.items())},
             "lost_ranks": self.lost_ranks,
         }

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rollout.child_process import ChildProcess, pickled
@@ -31,7 +32,7 @@ Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A gloo group that was joined, by a process of its own (`receiver.py`).
+    """A group that was joined, by a process of its own (`receiver.py`).
 
     packing: how the trainer splits tensors into broadcasts. announced: what it announced last.
     A broadcast that fails or takes too long ends the group, whose ranks are out of step then. The
@@ -102,15 +103,16 @@ async def join_group(
     world_size: int,
     name: str,
     packing: Packing,
+    backend: str,
     timeout_s: float,
 ) -> BroadcastGroup:
-    """Join a gloo group, once all its other ranks do. Raises WeightUpdateError if they do not in
-    time.
+    """Join a group of the backend gloo or nccl, once all its other ranks do. Raises
+    WeightUpdateError if they do not in time.
     """
     receiver = await asyncio.to_thread(ChildProcess, _MODULE)
 
     def connect() -> None:
-        arguments = (host, port, rank, world_size, name, timeout_s)
+        arguments = (host, port, rank, world_size, name, backend, timeout_s)
         receiver.send(*(pickled(argument, "the group") for argument in arguments))
         receiver.receive(timeout_s + _START_S)
 
@@ -126,6 +128,12 @@ async def join_group(
             f"{error}"
         ) from error
     return BroadcastGroup(name, receiver, packing)
+
+
+def has_nccl() -> bool:
+    """Whether groups of the backend nccl can be joined here. No test has run one: that takes a
+    machine with two GPUs."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:

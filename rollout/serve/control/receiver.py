@@ -1,4 +1,4 @@
-"""python -m rollout.serve.control.receiver: a rank in a trainer's gloo group, as a child process.
+"""python -m rollout.serve.control.receiver: a rank in a trainer's group, as a child process.
 
 Gloo ends the whole process when a message is longer than the tensor it is received in, as that of a
 trainer that announces other shapes than it sends. It also has no way to end a call that waits. A
@@ -25,46 +25,74 @@ from rollout.errors import WeightUpdateError, encode_error
 
 
 def receive_broadcasts(
-    pipe: Connection, host: str, port: int, rank: int, world_size: int, name: str, timeout_s: float
+    pipe: Connection,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    timeout_s: float,
 ) -> None:
     """Join the group, then serve the parent until it goes: each order is a file, the sizes in bytes
     of the broadcasts that it takes one after the other (no file: they are dropped), and a time
     limit in seconds. The answer is None, or the error, with which this process ends.
     """
-    group = _joined(host, port, rank, world_size, name, timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    group = _joined(host, port, rank, world_size, name, backend, timeout)
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
     pipe.send(None)
     with suppress(EOFError):
         while True:
             path, sizes, limit_s = pipe.recv()
             try:
-                _receive(group, path, sizes, time.monotonic() + limit_s)
+                _receive(group, device, path, sizes, time.monotonic() + limit_s)
             except (RuntimeError, OSError) as error:  # the ranks are out of step
                 pipe.send(encode_error(WeightUpdateError(str(error))))
                 return
             pipe.send(None)
 
 
-def _joined(host: str, port: int, rank: int, world_size: int, name: str, timeout: timedelta) -> Any:
+def _joined(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    timeout: timedelta,
+) -> Any:
     distributed: Any = dist  # whose type hints lack these classes
     store = distributed.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     # Where torch and SGLang's init_custom_process_group keep the addresses of this group's ranks.
     places = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
+    if backend == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(
+            distributed.PrefixStore("cuda/", places), rank, world_size, options
+        )
     return distributed.ProcessGroupGloo(
         distributed.PrefixStore("cpu/", places), rank, world_size, timeout
     )
 
 
-def _receive(group: Any, path: str | None, sizes: Sequence[int], deadline: float) -> None:
+def _receive(
+    group: Any, device: torch.device, path: str | None, sizes: Sequence[int], deadline: float
+) -> None:
     start, bytes_N = 0, None if path is None else _mapped(path, sum(sizes))
     for size in sizes:
-        if bytes_N is None:
-            part_N = torch.empty(size, dtype=torch.uint8)
+        if bytes_N is None or device.type != "cpu":
+            part_N = torch.empty(size, dtype=torch.uint8, device=device)
         else:
-            part_N, start = bytes_N[start : start + size], start + size
+            part_N = bytes_N[start : start + size]
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         group.broadcast([part_N], options).wait()
+        if bytes_N is not None and device.type != "cpu":
+            bytes_N[start : start + size].copy_(part_N)  # waits for the device
+        start += size
 
 
 def _mapped(path: str, num_bytes: int) -> Tensor:

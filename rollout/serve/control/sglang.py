@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rollout.engine.suspension import OWNERS
 from rollout.serve.control.pausing import PauseMode
-from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
+from rollout.serve.control.process_group import Packing, has_nccl, one_chunk, single_chunks
 from rollout.serve.control.server_info import model_info, server_info
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
@@ -239,7 +239,7 @@ async def _update_from_disk(request: web.Request, body: DiskBody) -> web.Respons
 
 
 async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
-    require_backend(body.backend)
+    require_backend(body.backend, served=("gloo", "nccl") if has_nccl() else ("gloo",))
     await request.app[CONTROL].transfer.join(
         body.group_name,
         host=body.master_address,
@@ -247,6 +247,7 @@ async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
         rank=body.rank_offset,
         world_size=body.world_size,
         packing=single_chunks,
+        backend=body.backend,
     )
     return _success("joined the group")
 

@@ -259,6 +259,7 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
         "meta_info": {
             **_meta_info(job, index, data),
             **_input_logprobs(job, index, request),
+            "cached_tokens": request.num_cached_tokens or 0,
             "finish_reason": _finish_reason(request),
             "weight_version": _version_at_end(job.state, request),
             "weight_versions": weight_versions(job.state, request),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -43,13 +44,16 @@ async def close_control(app: web.Application) -> None:
     app[CONTROL].transfer.close()
 
 
-def require_backend(name: str) -> None:
-    """Raise ApiError unless groups of this backend of torch.distributed can be joined here."""
-    if name != "gloo":
+def require_backend(name: str, served: Sequence[str]) -> None:
+    """Raise ApiError unless groups of this backend of torch.distributed are among those `served`.
+
+    The status is one that says that trying again is of no use.
+    """
+    if name not in served:
         raise ApiError(
-            501,
-            f"backend={name!r} is not built; make the group with backend='gloo', or update from a "
-            "directory",
+            400,
+            f"backend={name!r} is not served here; make the group with backend='gloo', or update "
+            "from a directory",
             param="backend",
         )
 

@@ -241,18 +241,16 @@ async def _update_weight_version(request: web.Request, body: VersionBody) -> web
 
 
 async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Response:
-    checksum = request.app[CONTROL].transfer.checksum
     if body.action != "checksum":
         raise ApiError(400, f"action={body.action!r} must be 'checksum'", param="action")
-    if checksum is None:
-        raise ApiError(400, "the checksum is known once weights were updated through this server")
+    checksum = await request.app[STATE].llm.weights_checksum()
     return json_response({"checksums": {"all": checksum}})
 
 
 async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
     info = body.init_info
     backend = info.backend or request.app[STATE].config.weight_transfer_backend or "nccl"
-    require_backend(backend)
+    require_backend(backend, served=("gloo",))  # vLLM's NCCL wire is not torch's
     await request.app[CONTROL].transfer.join(
         GROUP,
         host=info.master_address,

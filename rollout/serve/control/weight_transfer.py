@@ -43,12 +43,19 @@ class WeightTransfer:
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
         self._commit_turn = asyncio.Lock()
-        self.checksum: str | None = None  # of the weights that were committed here last
 
     # ---- groups
 
     async def join(
-        self, name: str, *, host: str, port: int, rank: int, world_size: int, packing: Packing
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        packing: Packing,
+        backend: str = "gloo",
     ) -> None:
         """Join a trainer's group, in place of an earlier one of that name. Raises
         WeightUpdateError if its other ranks do not come.
@@ -62,6 +69,7 @@ class WeightTransfer:
             world_size=world_size,
             name=name,
             packing=packing,
+            backend=backend,
             timeout_s=self._timeout_s,
         )
         self.leave(name)  # one that was joined meanwhile
@@ -212,7 +220,6 @@ class WeightTransfer:
                 )
             except EngineStateError as error:  # the engines cannot take weights in this state
                 raise WeightUpdateError(str(error)) from error
-            self.checksum = report.checksum
             await self._pausing.weights_came()
             return report
 

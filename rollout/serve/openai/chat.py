@@ -116,6 +116,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         num_logprobs=needs_logprobs if num_top is None else num_top,
         num_prompt_logprobs=body.prompt_logprobs,
         with_ranks=body.prompt_logprobs is not None,
+        cache_salt=body.cache_salt,
     )
     reply_id = new_id("chatcmpl", body.request_id)
     return _Job(
@@ -217,7 +218,7 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
         {**job.head, "object": "chat.completion.chunk"},
         lambda index, item: _chunks(job, index, item, progress[index]),
         options=job.body.stream_options,
-        num_prompt=len(job.prompt),
+        prompts=[job.prompt],
     )
 
 

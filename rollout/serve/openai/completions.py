@@ -66,7 +66,7 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
     reply = {
         **job.head,
         "choices": [_choice(job, i, each) for i, each in enumerate(requests)],
-        "usage": total_usage(job.prompts, requests if job.max_tokens else []),
+        "usage": total_usage(job.prompts, requests, counts_generated=job.max_tokens > 0),
     }
     return json_response(reply)
 
@@ -108,6 +108,7 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
         num_logprobs=body.logprobs,
         num_prompt_logprobs=num_scores,
         with_ranks=body.prompt_logprobs is not None,
+        cache_salt=body.cache_salt,
     )
     reply_id = new_id("cmpl", body.request_id)
     return _Job(
@@ -236,10 +237,11 @@ def _piece(
 
 
 def _ending(job: _Job, request: Request) -> dict[str, Any]:
+    is_dropped = not job.max_tokens
     return {
-        "finish_reason": request.finish_reason if job.max_tokens else "length",
-        "stop_reason": request.stop_reason if job.max_tokens else None,
-        **requested_origins(job.state, job.body, request),
+        "finish_reason": "length" if is_dropped else request.finish_reason,
+        "stop_reason": None if is_dropped else request.stop_reason,
+        **requested_origins(job.state, job.body, request, 0 if is_dropped else None),
     }
 
 
@@ -268,7 +270,7 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
         job.head,
         lambda index, item: [{"choices": [_chunk(job, index, item, progress[index])]}],
         options=job.body.stream_options,
-        num_prompt=sum(map(len, job.prompts)),
+        prompts=job.prompts,
         counts_generated=job.max_tokens > 0,
     )
 

@@ -35,49 +35,65 @@ def now() -> int:
     return int(time.time())
 
 
-def usage_of(num_prompt: int, num_generated: int) -> dict[str, Any]:
+def total_usage(
+    prompts: Sequence[Sequence[int]],
+    requests: Sequence[Request],
+    *,
+    counts_generated: bool = True,
+) -> dict[str, Any]:
+    """Return the usage of a reply to these samples, in order. Each prompt counts once, and its
+    tokens are cached if no sample of it had to compute them. counts_generated: False for tokens
+    that are dropped.
+    """
+    num_prompt = sum(map(len, prompts))
+    num_generated = sum(len(r.generated_tokens) for r in requests) if counts_generated else 0
+    cached = [request.num_cached_tokens or 0 for request in requests]
+    n = len(cached) // len(prompts)
+    num_cached = sum(min(cached[start : start + n]) for start in range(0, len(cached), n))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
-def total_usage(prompts: Sequence[Sequence[int]], requests: Iterable[Request]) -> dict[str, Any]:
-    """Return the usage of a reply: each prompt counts once."""
-    return usage_of(sum(map(len, prompts)), sum(len(r.generated_tokens) for r in requests))
+def weight_versions(
+    state: ServerState, request: Request, num_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Return which weights sampled which of the first `num_tokens` generated tokens (None: of all),
+    as runs."""
+    start, end = len(request.prompt_tokens), request.num_tokens
+    spans = request.stamped_policy_spans()
+    return state.labels.runs(spans.slice(start, end if num_tokens is None else start + num_tokens))
 
 
-def weight_versions(state: ServerState, request: Request) -> list[dict[str, Any]]:
-    """Return which weights sampled which generated tokens, as runs."""
-    start = len(request.prompt_tokens)
-    spans = request.stamped_policy_spans().slice(start, request.num_tokens)
-    return state.labels.runs(spans)
-
-
-def provenance(request: Request) -> dict[str, Any]:
-    """Return what this engine alone knows, for each generated token: how many versions the policy
-    that sampled it, and its KV, were behind when the request ended, and the oldest version in the
-    KV that it attended to. weights_version: that under which the request entered.
+def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any]:
+    """Return what this engine alone knows of the first `num_tokens` generated tokens (None: of
+    all): how many versions the policy that sampled each, and its KV, were behind when the request
+    ended, and the oldest version in the KV that it attended to. weights_version: that under which
+    the request entered.
     """
     start = len(request.prompt_tokens)
     policy, kv = request.policy_staleness, request.kv_cache_staleness
     return {
         "weights_version": request.weights_version,
-        "policy_staleness": None if policy is None else policy[start:].tolist(),
-        "kv_cache_staleness": None if kv is None else kv[start:].tolist(),
-        "context_kv_version_min": list(map(int, request.context_kv_version_min)),
+        "policy_staleness": None if policy is None else policy[start:][:num_tokens].tolist(),
+        "kv_cache_staleness": None if kv is None else kv[start:][:num_tokens].tolist(),
+        "context_kv_version_min": list(map(int, request.context_kv_version_min[:num_tokens])),
     }
 
 
-def requested_origins(state: ServerState, body: ReplyFields, request: Request) -> dict[str, Any]:
-    """Return what a client asked to know of the weights and the KV behind the tokens."""
+def requested_origins(
+    state: ServerState, body: ReplyFields, request: Request, num_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return what a client asked to know of the weights and the KV behind the first `num_tokens`
+    generated tokens, None: behind all."""
     origins: dict[str, Any] = {}
     if body.return_weight_versions:
-        origins["weight_versions"] = weight_versions(state, request)
+        origins["weight_versions"] = weight_versions(state, request, num_tokens)
     if body.return_provenance:
-        origins |= provenance(request)
+        origins |= provenance(request, num_tokens)
     return origins
 
 
@@ -122,24 +138,25 @@ async def stream_reply(
     chunks_of: Callable[[int, TokenRun | Request], Iterable[dict[str, Any]]],
     *,
     options: StreamOptions | None,
-    num_prompt: int,
+    prompts: Sequence[Sequence[int]],
     counts_generated: bool = True,
 ) -> web.StreamResponse:
     """Answer by events: `head` with each chunk that `chunks_of` makes of (index of the sample, its
     new tokens or its whole request), then the usage, if `options` ask for it.
 
-    num_prompt: tokens of all prompts. counts_generated: False for tokens that are dropped.
+    prompts, counts_generated: as for `total_usage`.
     """
-    num_generated = 0
+    ended: dict[int, Request] = {}
     stall_s = request.app[STATE].config.stalled_stream_timeout_s
     async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
         try:
             async for index, item in items:
-                if counts_generated and not isinstance(item, TokenRun):
-                    num_generated += len(item.generated_tokens)
+                if not isinstance(item, TokenRun):
+                    ended[index] = item
                 await events.send(*({**head, **chunk} for chunk in chunks_of(index, item)))
             if options is not None and options.include_usage:
-                usage = usage_of(num_prompt, num_generated)
+                samples = [ended[index] for index in sorted(ended)]
+                usage = total_usage(prompts, samples, counts_generated=counts_generated)
                 await events.send({**head, "choices": [], "usage": usage})
         except Exception as fault:
             await send_error(events, fault, openai_form)

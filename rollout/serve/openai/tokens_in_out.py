@@ -64,7 +64,7 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
             head,
             lambda index, item: [_chunk(state, body, index, item)],
             options=body.stream_options,
-            num_prompt=len(body.token_ids),
+            prompts=[body.token_ids],
         )
     requests = await generation.results()
     wanted = body.sampling_params.prompt_logprobs
@@ -104,6 +104,7 @@ def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generat
         num_logprobs=fields.logprobs,
         num_prompt_logprobs=fields.prompt_logprobs,
         with_ranks=fields.logprobs is not None or fields.prompt_logprobs is not None,
+        cache_salt=body.cache_salt,
     )
     return Generation(
         state,

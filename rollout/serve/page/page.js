@@ -106,7 +106,9 @@ const inView = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     const box = entry.target;
     if (!entry.isIntersecting) {
-      box.style.minHeight = box.offsetHeight + "px";
+      if (!box.firstChild) continue;
+      // Measured already: offsetHeight would lay the page out once more for each box.
+      box.style.minHeight = entry.boundingClientRect.height + "px";
       box.replaceChildren();
     } else if (!box.firstChild) {
       const sample = samples.find((each) => each.box === box);

@@ -1,0 +1,208 @@
+"""What HTTP costs: tokens per CPU second of a server and all its processes at 32 streams, beside
+LLM.generate on the same work, and the time to the first token beside the engine's own.
+
+    python -m benchmarks.serving [--rounds 5] [--model 44M] [--no-vllm]
+
+With vLLM in the environments of benchmarks/peers.py, its server takes part, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from benchmarks.machine import describe
+from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
+from benchmarks.peers_models import model_directory
+from benchmarks.serving_processes import ServerProcess, rollout_server, vllm_server
+from benchmarks.serving_report import as_markdown
+from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
+from rollout.cli.bench_serving import ServingLoad, measure_serving
+
+ROOT = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "rollout-bench"
+MAX_SEQUENCE_LENGTH = 512
+
+
+def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, float]:
+    """The same requests by LLM.generate, which takes as many at once."""
+    params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    prompts = load.prompts()
+    for first in range(0, len(prompts), concurrency):
+        llm.generate(prompts[first : first + concurrency], params)
+    cpu_s, seconds = time.process_time() - start_cpu, time.perf_counter() - start
+    num_tokens = load.num_prompts * load.num_tokens
+    return {"tokens_per_cpu_s": num_tokens / cpu_s, "tokens_per_s": num_tokens / seconds}
+
+
+def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, float]:
+    """The same requests as streams. The client's own time is told apart."""
+    before, own_before = server.cpu_seconds(), time.process_time()
+    summary = asyncio.run(measure_serving(load))
+    if summary.num_failed:
+        raise RuntimeError(f"{summary.num_failed} requests failed: {summary.first_error}")
+    after, own_after = server.cpu_seconds(), time.process_time()
+    by_process = {name: after[name] - before.get(name, 0.0) for name in after}
+    cpu_s, client_s = sum(by_process.values()), own_after - own_before
+    return {
+        "tokens_per_cpu_s": summary.num_generated_tokens / cpu_s,
+        "tokens_per_cpu_s_with_client": summary.num_generated_tokens / (cpu_s + client_s),
+        "tokens_per_s": summary.num_generated_tokens / summary.seconds,
+        **{f"cpu_share_of_{name}": seconds / cpu_s for name, seconds in by_process.items()},
+    }
+
+
+async def first_token_s(url: str, prompt: Sequence[int], num_requests: int) -> list[float]:
+    """Seconds to the first event, of streams one after the other over one connection."""
+    found = []
+    body = {"prompt": list(prompt), "max_tokens": 2, "stream": True, "ignore_eos": True}
+    async with aiohttp.ClientSession(base_url=url) as session:
+        async with session.get("/v1/models") as answer:
+            body["model"] = (await answer.json())["data"][0]["id"]
+        for _ in range(num_requests):
+            start = time.perf_counter()
+            async with session.post("/v1/completions", json=body) as response:
+                await response.content.readline()
+                found.append(time.perf_counter() - start)
+                await response.read()
+    return found
+
+
+def own_first_token_s(llm: LLM, prompt: Sequence[int], num_requests: int) -> list[float]:
+    found = []
+    params = SamplingParams(num_tokens_to_generate=2, ignore_eos=True)
+    for _ in range(num_requests):
+        request = llm.generate(list(prompt), params)
+        assert isinstance(request, DynamicInferenceRequest)
+        assert request.ttft is not None
+        found.append(request.ttft)
+    return found
+
+
+def play_round(
+    llm: LLM, servers: dict[str, ServerProcess], arguments: argparse.Namespace, index: int
+) -> dict[str, dict[str, float]]:
+    """Every way once, in an order that is turned round each time."""
+    rows: dict[str, dict[str, float]] = {}
+    ways = ["LLM.generate", *servers]
+    for way in ways if index % 2 == 0 else ways[::-1]:
+        url = servers[way].url if way in servers else "http://none"
+        load = ServingLoad(
+            url=url,
+            num_prompts=arguments.num_prompts,
+            prompt_tokens=arguments.prompt_tokens,
+            num_tokens=arguments.num_tokens,
+            concurrency=arguments.concurrency,
+        )
+        prompt = load.prompts()[index % arguments.num_prompts]
+        if way in servers:
+            rows[way] = served_generation(servers[way], load)
+            times_s = asyncio.run(first_token_s(url, prompt, arguments.num_firsts))
+        else:
+            rows[way] = own_generation(llm, load, arguments.concurrency)
+            times_s = own_first_token_s(llm, prompt, arguments.num_firsts)
+        rows[way]["first_token_ms"] = 1e3 * statistics.median(times_s)
+    return rows
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All figures, as plain values."""
+    directory = model_directory(arguments.model, "float32", arguments.cache)
+    config = InferenceConfig(max_sequence_length=MAX_SEQUENCE_LENGTH, num_threads=1)
+    loads, missing = [os.getloadavg()[0]], ""
+    with ExitStack() as stack:
+        servers = {
+            "rollout serve": stack.enter_context(rollout_server(directory, arguments.cache, config))
+        }
+        if arguments.vllm:
+            try:
+                servers["vLLM"] = stack.enter_context(
+                    vllm_server(directory, arguments.cache, MAX_SEQUENCE_LENGTH)
+                )
+            except (OSError, TimeoutError) as fault:
+                missing = str(fault)
+                console.print(f"vLLM takes no part: {missing}", highlight=False)
+        llm = stack.enter_context(LLM(directory, None, config))
+        rounds = []
+        for index in range(-1, arguments.rounds):  # the first one warms up
+            rows = play_round(llm, servers, arguments, index + 1)
+            loads.append(os.getloadavg()[0])
+            if index >= 0:
+                rounds.append(rows)
+                console.print(f"round {index + 1} of {arguments.rounds}: {rows}", highlight=False)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(config),
+        "load_averages": [min(loads), max(loads)],
+        "model": arguments.model,
+        "work": {
+            name: getattr(arguments, name)
+            for name in ("num_prompts", "prompt_tokens", "num_tokens", "concurrency", "num_firsts")
+        },
+        "missing": missing,
+        "rounds": rounds,
+        "medians": _medians(rounds),
+    }
+
+
+def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of each way: its own figures, and its ratios and differences within a round to ours."""
+    medians = {}
+    for way, first in rounds[0].items():
+        found = {name: statistics.median(rows[way][name] for rows in rounds) for name in first}
+        own = [rows["LLM.generate"] for rows in rounds]
+        pairs = list(zip(rounds, own, strict=True))
+        for name in ("tokens_per_cpu_s", "tokens_per_cpu_s_with_client"):
+            if name in first:
+                found[f"{name}_of_generate"] = statistics.median(
+                    rows[way][name] / base["tokens_per_cpu_s"] for rows, base in pairs
+                )
+        found["first_token_ms_above_generate"] = statistics.median(
+            rows[way]["first_token_ms"] - base["first_token_ms"] for rows, base in pairs
+        )
+        medians[way] = found
+    return medians
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="44M", help="of benchmarks/peers_models.py")
+    parser.add_argument("--no-vllm", dest="vllm", action="store_false")
+    parser.add_argument("--small", action="store_true", help="a small model, few tokens")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="of models and environments")
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the page")
+    arguments = parser.parse_args(argv)
+    arguments.num_prompts, arguments.prompt_tokens, arguments.num_tokens = 32, 64, 128
+    arguments.concurrency, arguments.num_firsts = 32, 20
+    if arguments.small:
+        arguments.model, arguments.rounds, arguments.vllm = "small", 1, False
+        arguments.num_prompts, arguments.num_tokens, arguments.num_firsts = 4, 4, 2
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print and write. Returns what was measured."""
+    arguments = parse_arguments(argv)
+    console = Console(stderr=True)
+    results = measure(arguments, console)
+    publish(results, as_markdown(results), "serving", arguments.output, console)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()

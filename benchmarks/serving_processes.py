@@ -1,0 +1,139 @@
+"""Servers in processes of their own, and the CPU time of each with all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.one_thread import thread_environment
+from benchmarks.peers_worker import KV_CACHE_GIB
+from rollout import InferenceConfig
+
+START_S = 900.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_VLLM_PORT = 8731
+
+
+class ServerProcess:
+    """A server and its children, which end with it. A context manager."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
+    ) -> None:
+        """url: where it will answer; "": it prints {"url": ...} as its first line."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output if url else subprocess.PIPE,
+                stderr=output,
+                env={**os.environ, **environment},
+                text=True,
+                start_new_session=True,
+            )
+        self.url = url
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            if not self.url:
+                assert self._process.stdout is not None
+                self.url = json.loads(self._process.stdout.readline())["url"]
+            self._await_health()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_S
+        while self._process.poll() is None:
+            with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=30).close()
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {START_S:g} s")
+            time.sleep(1.0)
+        raise OSError(f"it ended with {self._process.returncode}")
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """User and system time of each process of the server so far, by what it is."""
+        found: dict[str, float] = {}
+        for pid in _with_children(self._process.pid):
+            with suppress(OSError):  # it has ended
+                name = _name_of(pid, self._process.pid)
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                seconds = (int(fields[11]) + int(fields[12])) * _TICK_S
+                found[name] = found.get(name, 0.0) + seconds
+        return found
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in task.read_text().split():
+                yield from _with_children(int(child))
+
+
+def _name_of(pid: int, server_pid: int) -> str:
+    if pid == server_pid:
+        return "server"
+    words = Path(f"/proc/{pid}/cmdline").read_text()
+    return "coordinator" if "rollout.coordinator" in words else "engine"
+
+
+@contextmanager
+def rollout_server(
+    directory: Path, cache: Path, config: InferenceConfig
+) -> Iterator[ServerProcess]:
+    words = [f"max_sequence_length={config.max_sequence_length}", "num_threads=1", "port=0"]
+    command = [sys.executable, "-m", "rollout", "serve", f"model={directory}", *words, "--json"]
+    log = cache / "logs" / "rollout-server.log"
+    with ServerProcess(command, thread_environment(1), log) as server:
+        yield server
+
+
+@contextmanager
+def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[ServerProcess]:
+    """Raises OSError if it is not installed, or ends, and TimeoutError if it does not answer."""
+    installed = sorted((cache / "peers").glob("vllm-*/bin/vllm"))
+    if not installed:
+        raise OSError("it is not installed; benchmarks/peers.py does that")
+    command = [str(installed[-1]), "serve", str(directory), "--port", str(_VLLM_PORT)]
+    command += ["--dtype", "float32", "--max-model-len", str(max_length), "--max-num-seqs", "32"]
+    command += ["--no-enable-prefix-caching"]
+    environment = {
+        **thread_environment(1),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    url = f"http://127.0.0.1:{_VLLM_PORT}"
+    with ServerProcess(command, environment, cache / "logs" / "vllm-server.log", url) as server:
+        yield server

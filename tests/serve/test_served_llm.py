@@ -1,0 +1,135 @@
+"""An LLM that serves: its own engine, or a fleet's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollout import LLM, EngineState, EngineStateError, SamplingParams, ServeConfig
+from tests.apis.fleets import directory, weights
+from tests.serve.served import CONFIG
+from tests.tiny_models import prompt_of
+
+pytestmark = pytest.mark.distributed
+
+PROMPT = prompt_of(9)
+LONG = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own engine", "fleet"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(directory(), None, CONFIG, use_coordinator=request.param) as llm:
+        yield llm
+
+
+@pytest.fixture
+def served(llm: LLM) -> Iterator[LLM]:
+    llm.serve(ServeConfig(port=0), blocking=False)
+    yield llm
+    llm.stop_serving()
+
+
+def post(llm: LLM, path: str, body: Any) -> Any:
+    assert llm.serving_address is not None
+    host, port = llm.serving_address
+    request = urllib.request.Request(
+        f"http://{host}:{port}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def tokens_of(llm: LLM, **fields: Any) -> list[int]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "return_token_ids": True}
+    return post(llm, "/v1/completions", body | fields)["choices"][0]["token_ids"]
+
+
+def test_tokens_are_those_of_generation_before_and_after(llm: LLM) -> None:
+    params = SamplingParams(num_tokens_to_generate=8, seed=3)
+    expected = llm.generate([PROMPT], params)[0].generated_tokens
+    llm.serve(ServeConfig(port=0), blocking=False)
+    assert tokens_of(llm) == expected
+    llm.stop_serving()
+    assert llm.serving_address is None
+    assert llm.generate([PROMPT], params)[0].generated_tokens == expected
+
+
+def test_verbs_of_the_llm_and_of_its_doors_meet(served: LLM) -> None:
+    served.pause()
+    assert served.state is EngineState.PAUSED
+    version = served.update_weights(weights(1).state_dict()).version
+    served.unpause()
+    assert tokens_of(served)
+    checksum = post(served, "/weight_checker", {})["checksums"]["all"]
+    assert checksum == served.weights_checksum()
+    post(served, "/pause?mode=keep", {})
+    assert served.stats().state is EngineState.PAUSED
+    post(served, "/resume", {})
+    assert served.weights_version == version
+
+
+def test_a_second_server_is_refused(served: LLM) -> None:
+    with pytest.raises(EngineStateError, match="serves already"):
+        served.serve(ServeConfig(port=0), blocking=False)
+    assert tokens_of(served)
+
+
+def test_an_end_answers_what_runs_and_leaves_the_engine_without_requests(llm: LLM) -> None:
+    llm.serve(ServeConfig(port=0, drain_timeout_s=0.0), blocking=False)
+    answers: list[Any] = []
+    client = threading.Thread(target=lambda: answers.append(post(llm, "/v1/completions", LONG)))
+    client.start()
+    while not llm.stats().num_running:
+        assert not answers
+    llm.stop_serving()
+    client.join()
+    assert answers[0]["choices"][0]["finish_reason"] == "abort"
+    stats = llm.stats()
+    assert stats.num_running == stats.num_waiting == stats.num_paused == 0
+
+
+def test_an_engine_of_this_process_is_asked_over_http_alone() -> None:
+    with LLM(directory(), None, CONFIG) as llm:
+        (group,) = llm.submit([PROMPT], SamplingParams(num_tokens_to_generate=2))
+        with pytest.raises(EngineStateError, match="collect"):
+            llm.serve(ServeConfig(port=0), blocking=False)
+        assert llm.collect()[0].group_id == group
+        llm.serve(ServeConfig(port=0), blocking=False)
+        with pytest.raises(EngineStateError, match="stop_serving"):
+            llm.generate([PROMPT])
+
+
+_PROGRAM = """
+import sys, threading, time
+from rollout import LLM, ServeConfig
+
+def tell():
+    while llm.serving_address is None:
+        time.sleep(0.01)
+    print("serving", flush=True)
+
+with LLM(sys.argv[1], buffer_size_gb=0.02, num_threads=1) as llm:
+    threading.Thread(target=tell).start()
+    llm.serve(ServeConfig(port=0))
+print("ended", flush=True)
+"""
+
+
+def test_sigterm_ends_a_blocking_server() -> None:
+    words = [sys.executable, "-c", _PROGRAM, directory()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "serving\n"
+        program.send_signal(signal.SIGTERM)
+        assert program.stdout.read() == "ended\n"
+        assert program.wait(timeout=100) == 0
