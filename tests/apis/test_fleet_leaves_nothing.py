@@ -43,6 +43,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     folder.mkdir()
     directory(), weights()
     shm_before = shared_memory()
+    inherited_ports = census(mark, os.getpid()).ports  # what other tests have left open here
     ours, theirs = _PROCESSES.Pipe()
     process = _PROCESSES.Process(target=_user, args=(end, theirs, mark, folder, log))
     start = time.monotonic()
@@ -53,7 +54,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
         socket = Path(ours.recv().removeprefix("ipc://"))
         started_s = time.monotonic() - start
         alive = census(mark, process.pid or 0)
-        assert not alive.ports, "nobody but this user could find the fleet"
+        assert alive.ports <= inherited_ports, "nobody but this user could find the fleet"
         assert socket.parent.stat().st_mode & 0o777 == 0o700
         assert socket.is_socket()
         assert len(alive.pids) >= 3, "the user's, the coordinator's and the engine's"
