@@ -21,7 +21,7 @@ _MAX_CONTENDERS = 4  # in each bucket, from the second round on
 _SAMPLE_BYTES = 2 << 20  # of a large weight: a huge page, in which whole weights lie, too
 _PANEL = 32  # outputs: whole panels of every packed layout
 _READ_BETWEEN_BYTES = 32 << 20
-_NUM_EMPTY_CALLS = 5
+_NUM_EMPTY_CALLS = 2  # the first one brings the code back into the caches
 _SHORTEST_S = 1e-7
 
 
@@ -90,7 +90,8 @@ class _Sample:
         self._share = num_outputs / weight_NK.shape[0]
         sample_NK = weight_NK.detach()[:num_outputs]
         self._handles = {p.name: LinearHandle(sample_NK, None, [p]) for p in self._candidates}
-        self._overheads = {p.name: self._overhead(p, sample_NK) for p in self._candidates}
+        tiny_NK = sample_NK[:_PANEL].clone()
+        self._tiny = {p.name: LinearHandle(tiny_NK, None, [p]) for p in self._candidates}
         self._inputs_TK = torch.ones(BUCKETS[-1], weight_NK.shape[1], dtype=weight_NK.dtype)
         self._seconds: dict[str, list[list[float]]] = {
             product.name: [[] for _ in BUCKETS] for product in self._candidates
@@ -124,18 +125,15 @@ class _Sample:
     def _time(self, product: Product, bucket: int) -> None:
         """Time one call, and add its seconds scaled up to the whole weight.
 
-        Leaves out the call itself, Python above all, where a fused pass does without.
+        Leaves out the call itself, Python above all, where a fused pass does without. It is timed
+        right before, so that no product pays for being the first one after the caches were left.
         """
-        x_TK, handle = self._inputs_TK[: BUCKETS[bucket]], self._handles[product.name]
-        overhead = self._overheads[product.name]
-        work = max(_SHORTEST_S, self._stopwatch.seconds(product, x_TK, handle) - overhead)
+        x_TK, name = self._inputs_TK[: BUCKETS[bucket]], product.name
+        overhead = self._stopwatch.overhead(product, x_TK[:1], self._tiny[name])
+        seconds = self._stopwatch.seconds(product, x_TK, self._handles[name])
+        work = max(_SHORTEST_S, seconds - overhead)
         total = work / self._share + (0.0 if product.is_fused else overhead)
-        self._seconds[product.name][bucket].append(total)
-
-    def _overhead(self, product: Product, sample_NK: Tensor) -> float:
-        tiny = LinearHandle(sample_NK[:_PANEL], None, [product])
-        x_1K = torch.ones(1, sample_NK.shape[1], dtype=sample_NK.dtype)
-        return self._stopwatch.overhead(product, x_1K, tiny)
+        self._seconds[name][bucket].append(total)
 
 
 def _passes() -> Iterator[tuple[int, int]]:
