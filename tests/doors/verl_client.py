@@ -26,6 +26,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 3, "logprobs": True}
+# Where the abort falls is left to chance, and so which weights would draw an end.
+SAMPLING["ignore_eos"] = True
 
 
 @ray.remote
@@ -101,6 +103,7 @@ async def run(url: str, directory: str) -> None:
 def over_http(url: str, max_tokens: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of the HTTP server."""
     sampling = {"temperature": 1.0, "seed": 3, "max_tokens": max_tokens, "logprobs": 0}
+    sampling["ignore_eos"] = True
     body = json.dumps({"token_ids": PROMPT, "sampling_params": sampling}).encode()
     request = urllib.request.Request(
         f"{url}/inference/v1/generate", body, {"Content-Type": "application/json"}
