@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,7 +44,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 @pytest.mark.slow
-def test_no_request_from_the_document_gets_an_answer_that_it_does_not_name(served: Served) -> None:
+def test_no_request_from_the_document_gets_an_answer_that_it_does_not_name(
+    served: Served, tmp_path: Path
+) -> None:
     pytest.importorskip("schemathesis")
     program = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"]
     options = {
@@ -59,6 +62,7 @@ def test_no_request_from_the_document_gets_an_answer_that_it_does_not_name(serve
         capture_output=True,
         text=True,
         timeout=4 * SECONDS,
+        cwd=tmp_path,  # it keeps what it found there
     )
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
     assert served.get("/health").status == 200
