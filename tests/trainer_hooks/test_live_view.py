@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.trainer_hooks.producer.fake_llm import FakeLLM, run_virtually
+from benchmarks.virtual_time import run_virtually
+from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import AsyncRolloutProducer
 from trainer_hooks.jobs import Dashboard, watch_step

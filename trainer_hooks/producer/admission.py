@@ -163,6 +163,10 @@ class AdmissionOrder(BatchOrder):
         return not self._open
 
     @property
+    def num_finished_groups(self) -> int:
+        return len(self._open[0].finished) if self._open else 0
+
+    @property
     def num_waiting_batches(self) -> int:
         return sum(batch.is_complete for batch in self._open)
 

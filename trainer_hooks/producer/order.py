@@ -47,6 +47,11 @@ class BatchOrder(ABC):
 
     @property
     @abstractmethod
+    def num_finished_groups(self) -> int:
+        """Finished groups that the next batch can take; they may be more than it takes."""
+
+    @property
+    @abstractmethod
     def num_waiting_batches(self) -> int:
         """Batches that are complete and not handed over."""
 

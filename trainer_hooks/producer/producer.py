@@ -155,7 +155,8 @@ class AsyncRolloutProducer:
             drop_zero_variance=drop_zero_variance,
             max_refills=10 * batch_groups if max_refills is None else max_refills,
         )
-        self._group_size, self._pad_id, self._bound = group_size, pad_id, max_staleness_versions
+        self._group_size, self._batch_groups = group_size, batch_groups
+        self._pad_id, self._bound = pad_id, max_staleness_versions
         self._version_timeout_s = version_timeout_s
         self._tasks: set[Task] = set()
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
@@ -225,8 +226,8 @@ class AsyncRolloutProducer:
     @property
     def progress(self) -> tuple[int, int]:
         """Scored rollouts of the batch that comes next, and how many it is to have."""
-        num_groups = len(self._open[0][1].groups) if self._open else 0
-        return num_groups * self._group_size, self._rules.num_groups * self._group_size
+        finished = min(self._order.num_finished_groups, self._batch_groups)
+        return finished * self._group_size, self._batch_groups * self._group_size
 
     def refresh_version(self, version: int | None = None) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.

@@ -117,5 +117,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         return not self.running
 
     @property
+    def num_finished_groups(self) -> int:
+        return len(self.finished)
+
+    @property
     def num_waiting_batches(self) -> int:
         return len(self.finished) // self._rules.num_groups
