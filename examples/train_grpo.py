@@ -242,9 +242,8 @@ class Run:
         suspended while the trainer trains; rollouts that are unfinished go on under new weights.
         On `stop` it saves and raises KeyboardInterrupt.
         """
-        trainer, sync = self.settings.trainer, self.settings.weight_sync
-        is_in_flight = sync.mode == "in_flight"
-        weight_sync = WeightSync(llm, in_flight=is_in_flight)
+        trainer = self.settings.trainer
+        weight_sync = WeightSync(llm, in_flight=self.settings.weight_sync.mode == "in_flight")
         account, use = metrics.TimeAccount(), metrics.EngineUse(max(self.settings.num_engines, 1))
 
         def save() -> None:
@@ -257,14 +256,7 @@ class Run:
             if stop.is_set():
                 save()
                 raise KeyboardInterrupt
-            if is_in_flight:
-                with account.spend("wait"):
-                    batch = await anext(producer)
-            else:
-                with account.spend("generate"):
-                    async with generation_phase(llm, release=sync.release) as phase:
-                        batch = await anext(producer)
-                account.reassign_phase(phase.timings())
+            batch = await self.next_batch(llm, producer, account)
             step += 1
             with account.spend("train"):
                 # In a thread of its own: this one receives what the engines send meanwhile.
@@ -292,6 +284,23 @@ class Run:
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     save()
+
+    async def next_batch(
+        self,
+        llm: ThreadedLLM | AsyncLLM,
+        producer: AsyncRolloutProducer,
+        account: metrics.TimeAccount,
+    ) -> TrainingBatch:
+        """Wait for a batch; in flight the engines generate anyway, else for as long as it takes."""
+        sync = self.settings.weight_sync
+        if sync.mode == "in_flight":
+            with account.spend("wait"):
+                return await anext(producer)
+        with account.spend("generate"):
+            async with generation_phase(llm, release=sync.release) as phase:
+                batch = await anext(producer)
+        account.reassign_phase(phase.timings())
+        return batch
 
 
 if __name__ == "__main__":

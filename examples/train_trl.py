@@ -82,17 +82,12 @@ def make_trainer(
     rollouts: TRLRollouts | None,
     directory: Path,
 ) -> Any:
-    """A GRPOTrainer of the demo's sizes that generates through `rollouts`, or itself for None.
-
-    A step is one generation, trained on in `num_minibatches` parts.
-    """
+    """A GRPOTrainer of the demo's sizes that generates through `rollouts`, or itself for None."""
     from datasets import Dataset
-    from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    sizes, num_parts = settings.algorithm, settings.algorithm.num_minibatches
     prompts = task.prompts(settings.seed)
-    rows = range(min(len(prompts), num_steps * sizes.groups_per_step))
+    rows = range(min(len(prompts), num_steps * settings.algorithm.groups_per_step))
 
     def reward(
         completions: Sequence[str],
@@ -106,29 +101,7 @@ def make_trainer(
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(directory / "trl"),
-            per_device_train_batch_size=sizes.groups_per_step * sizes.group_size // num_parts,
-            steps_per_generation=num_parts,
-            num_generations=sizes.group_size,
-            max_completion_length=sizes.max_new_tokens,
-            max_steps=num_steps * num_parts,
-            learning_rate=LEARNING_RATE,
-            warmup_steps=min(10, num_steps - 1) * num_parts,
-            adam_beta2=0.99,
-            max_grad_norm=settings.trainer.max_grad_norm,
-            epsilon_high=0.28,
-            scale_rewards="none",
-            logging_steps=1,
-            seed=settings.seed,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            log_level="error",
-        ),
+        args=trl_config(settings, num_steps, directory),
         train_dataset=Dataset.from_list([{"prompt": prompts[i].prompt, "index": i} for i in rows]),
         processing_class=task.tokenizer,
         rollout_func=rollouts,
@@ -137,6 +110,36 @@ def make_trainer(
     if rollouts is not None:
         rollouts.attach(trainer)
     return trainer
+
+
+def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
+    """The demo's sizes. A step is one generation, trained on in `num_minibatches` parts."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    sizes, num_parts = settings.algorithm, settings.algorithm.num_minibatches
+    return GRPOConfig(
+        output_dir=str(directory / "trl"),
+        per_device_train_batch_size=sizes.groups_per_step * sizes.group_size // num_parts,
+        steps_per_generation=num_parts,
+        num_generations=sizes.group_size,
+        max_completion_length=sizes.max_new_tokens,
+        max_steps=num_steps * num_parts,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=min(10, num_steps - 1) * num_parts,
+        adam_beta2=0.99,
+        max_grad_norm=settings.trainer.max_grad_norm,
+        epsilon_high=0.28,
+        scale_rewards="none",
+        logging_steps=1,
+        seed=settings.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+    )
 
 
 def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -64,7 +64,7 @@ KINDS = {
     ),
     # Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4 and 5; a cap of 5, no lower bound
     "cispo": Kind(aggregation="token-mean", epsilon_low=1.0, epsilon_high=4.0, clips_weight=True),
-    # Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6, with the temperatures of its sec. 5
+    # Gao et al. 2025 (SAPO), arXiv 2511.20347; the temperatures are the defaults of TRL, too
     "sapo": Kind(
         aggregation="seq-mean-token-mean",
         epsilon_low=1.0,

@@ -155,9 +155,8 @@ class AsyncRolloutProducer:
             drop_zero_variance=drop_zero_variance,
             max_refills=10 * batch_groups if max_refills is None else max_refills,
         )
-        self._group_size, self._batch_groups = group_size, batch_groups
-        self._pad_id, self._bound = pad_id, max_staleness_versions
-        self._version_timeout_s = version_timeout_s
+        self._group_size, self._batch_groups, self._pad_id = group_size, batch_groups, pad_id
+        self._bound, self._version_timeout_s = max_staleness_versions, version_timeout_s
         self._tasks: set[Task] = set()
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
         parts = GroupParts(rules, prompts, maker, self._spawn, self._changed.set)
