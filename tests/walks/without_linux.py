@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq  # noqa: F401  (while the names are there: they are taken from us, not from others)
+
+# While the names are there: they are taken from us, not from others.
+import zmq  # noqa: F401
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
 ABSENT = {
     mmap: "MADV_DONTDUMP MADV_DODUMP MADV_HUGEPAGE MADV_DONTFORK MADV_REMOVE MAP_POPULATE "
