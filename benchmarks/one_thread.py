@@ -7,12 +7,16 @@ import sys
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """The variables that allow `num_threads` computing threads, and no downloads."""
+    """The variables that allow `num_threads` computing threads, and no downloads.
+
+    Several threads wait for each other as OpenMP does by default; one has nobody to wait for.
+    """
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if num_threads == 1 else {}
     return {
+        **waiting,
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "OPENBLAS_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
