@@ -1,7 +1,6 @@
 """One training step on a batch of rollouts: GRPO and its kin, or PPO where there is a critic.
 
-Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, E hidden size, V
-vocabulary.
+Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, E hidden size.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from rollout.errors import ConfigError
 from trainer_hooks import (
     RolloutBatch,
     TrainerState,
+    UpdateSettings,
+    accumulate_gradients,
+    fixed_logprobs,
     gae_advantages,
     group_advantages,
     has_reward_spread,
     load_checkpoint,
-    policy_loss,
-    token_entropies,
-    token_logprobs,
     token_rewards,
     value_loss,
 )
@@ -92,6 +91,7 @@ class Learner:
         self._algorithm, self._trainer = algorithm, trainer
         self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
+        self._settings = UpdateSettings(temperature=algorithm.temperature)
         groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
         self.critic = None
         if algorithm.critic is not None:
@@ -189,7 +189,6 @@ class Learner:
         kept_B = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
         return {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_B
 
-    @torch.no_grad()
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
         """Log-probs that the steps of an update share, by their names in `policy_loss`.
 
@@ -202,30 +201,14 @@ class Learner:
             models["proximal_logprobs_BT"] = self.policy
         if self.reference is not None:
             models["reference_logprobs_BT"] = self.reference
-        tokens_BT = batch.tokens_BT
-        return {
-            name: token_logprobs(model(tokens_BT).logits, tokens_BT, algorithm.temperature)
-            for name, model in models.items()
-        }
+        return {name: fixed_logprobs(m, batch, self._settings) for name, m in models.items()}
 
     def _minibatch_step(
         self, batch: RolloutBatch, columns: Columns, fixed: Columns
     ) -> dict[str, float]:
-        # Padding is on the right, where no token of a causal model attends to it.
-        logits_BTV = self.policy(batch.tokens_BT).logits
-        temperature = self._algorithm.temperature
-        loss, metrics = policy_loss(
-            token_logprobs(logits_BTV, batch.tokens_BT, temperature),
-            batch.behaviour_logprobs_BT,
-            columns["advantages_BT"],
-            batch.mask_BT,
-            self._loss,
-            policy_lag_BT=batch.policy_lag_BT,
-            kv_lag_BT=batch.kv_lag_BT,
-            entropies_BT=token_entropies(logits_BTV, temperature),
-            proximal_logprobs_BT=fixed.get("proximal_logprobs_BT"),
-            reference_logprobs_BT=fixed.get("reference_logprobs_BT"),
-        )
+        self.optimizer.zero_grad()
+        own = {"advantages_BT": columns["advantages_BT"], **fixed}
+        metrics = accumulate_gradients(self.policy, batch, own, self._loss, self._settings)
         trained: list[nn.Module] = [self.policy]
         if self.critic is not None:
             critic_loss, critic_metrics = value_loss(
@@ -235,10 +218,9 @@ class Learner:
                 batch.mask_BT,
                 clip_range=self.critic.settings.clip_range,
             )
-            loss, metrics = loss + critic_loss, {**metrics, **critic_metrics}
+            critic_loss.backward()  # policy and critic share no parameter
+            metrics |= critic_metrics
             trained.append(self.critic)
-        self.optimizer.zero_grad()
-        loss.backward()  # policy and critic share no parameter
         norms = [
             nn.utils.clip_grad_norm_(model.parameters(), self._trainer.max_grad_norm)
             for model in trained

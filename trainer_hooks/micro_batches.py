@@ -17,9 +17,9 @@ from torch import nn
 
 from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
-from trainer_hooks.losses.config import Aggregation
+from trainer_hooks.losses.terms import aggregation_denominator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +49,15 @@ class UpdateSettings:
 def split_by_tokens(
     lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
 ) -> list[torch.Tensor]:
-    """Row indices of micro-batches, longest rollouts first.
+    """Row indices of micro-batches: all rows, or with `max_tokens` the longest rollouts first.
 
     Padded, rows times the longest of them are at most `max_tokens`; packed, the sum of lengths is
     (best fit, longest first). Raises ConfigError for a rollout that is longer.
     """
+    if max_tokens is None:
+        return [torch.arange(len(lengths_B))] if len(lengths_B) else []
     order = lengths_B.argsort(descending=True, stable=True).tolist()
     lengths = lengths_B.tolist()
-    if max_tokens is None:
-        return [torch.tensor(order)] if order else []
     if order and lengths[order[0]] > max_tokens:
         raise ConfigError(
             f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout"
@@ -78,39 +78,28 @@ def split_by_tokens(
     return [torch.tensor(part) for part in parts]
 
 
-def aggregation_denominator(mask_BT: torch.Tensor, aggregation: Aggregation) -> float:
-    """What `aggregate` divides the whole batch by; given to each micro-batch, gradients add up."""
-    if aggregation == "token-mean":
-        return max(1.0, float(mask_BT.sum()))
-    return max(1.0, float(mask_BT.any(dim=1).sum()))
-
-
-def policy_logprobs(
-    policy: Callable[..., Any],
-    batch: RolloutBatch,
-    temperature: float = 1.0,
-    is_packed: bool = False,
+def _forward(
+    policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [B, T] of one forward pass, with a gradient.
-
-    Packed, all rollouts are one row of N tokens, whose position ids begin anew at each rollout.
-    """
+    """Logits and tokens of one forward pass, [B, T, ...]; packed, of one row of N tokens."""
     if not is_packed:
         # Padding is on the right, where no token of a causal model attends to it.
-        logits_BTV = policy(input_ids=batch.tokens_BT).logits
-        return token_logprobs(logits_BTV, batch.tokens_BT, temperature, return_entropy=True)
+        return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
     is_token_BT = batch.attention_mask_BT
     tokens_1N = batch.tokens_BT[is_token_BT][None]
-    positions_1N = batch.position_ids_BT[is_token_BT][None]
-    logits_1NV = policy(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False).logits
-    # A rollout's first token would be scored by the end of the rollout before it.
-    is_scored_BT = is_token_BT & (batch.position_ids_BT > 0)
-    columns = []
-    for values_1N in token_logprobs(logits_1NV, tokens_1N, temperature, return_entropy=True):
-        zeros_BT = values_1N.new_zeros(is_token_BT.shape)
-        values_BT = zeros_BT.masked_scatter(is_token_BT, values_1N)
-        columns.append(values_BT.masked_fill(~is_scored_BT, 0.0))
-    return columns[0], columns[1]
+    positions_1N = batch.position_ids_BT[is_token_BT][None]  # begin anew at each rollout
+    output = policy(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False)
+    return output.logits, tokens_1N
+
+
+def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> torch.Tensor:
+    """A column of the forward pass as [B, T]."""
+    if not is_packed:
+        return values
+    is_token_BT = batch.attention_mask_BT
+    values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
+    # The end of the rollout before it has scored a rollout's first token.
+    return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
 
 
 @torch.no_grad()
@@ -121,8 +110,9 @@ def fixed_logprobs(
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
     for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
         part = batch.select(rows)
-        values_BT, _ = policy_logprobs(policy, part, settings.temperature, settings.is_packed)
-        logprobs_BT[rows, : values_BT.shape[1]] = values_BT
+        logits, tokens = _forward(policy, part, settings.is_packed)
+        values = token_logprobs(logits, tokens, settings.temperature)
+        logprobs_BT[rows, : part.tokens_BT.shape[1]] = _unpacked(values, part, settings.is_packed)
     return logprobs_BT
 
 
@@ -161,15 +151,13 @@ def accumulate_gradients(
     `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics:
     the loss of the batch, and means of the others weighted by tokens.
     """
-    denominator = aggregation_denominator(batch.mask_BT, config.resolved_aggregation)
+    denominator = float(aggregation_denominator(batch.mask_BT, config.resolved_aggregation))
     totals: dict[str, float] = defaultdict(float)
     num_tokens: dict[str, int] = defaultdict(int)
     for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
         part = batch.select(rows)
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
-        logprobs_BT, entropies_BT = policy_logprobs(
-            policy, part, settings.temperature, settings.is_packed
-        )
+        logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
         loss, metrics = policy_loss(
             logprobs_BT,
             part.behaviour_logprobs_BT,
@@ -191,6 +179,24 @@ def accumulate_gradients(
         name: total if name == "loss" else total / max(num_tokens[name], 1)
         for name, total in totals.items()
     }
+
+
+def _logprobs_and_entropies(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one forward pass, [B, T] each. Entropies have a gradient if there is a bonus for them:
+    it keeps another tensor of the logits' size until the backward pass."""
+    logits, tokens = _forward(policy, batch, settings.is_packed)
+    if config.entropy_coefficient > 0.0:
+        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
+    else:
+        logprobs = token_logprobs(logits, tokens, settings.temperature)
+        columns = logprobs, token_entropies(logits, settings.temperature)
+    logprobs_BT, entropies_BT = (_unpacked(each, batch, settings.is_packed) for each in columns)
+    return logprobs_BT, entropies_BT
 
 
 def update_policy(

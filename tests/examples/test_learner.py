@@ -144,6 +144,24 @@ def test_the_entropy_is_that_of_the_policy_over_all_tokens() -> None:
     assert metrics["train/entropy"] == pytest.approx(expected)
 
 
+def test_an_entropy_bonus_flattens_the_answers() -> None:
+    entropies = []
+    for coefficient in (0.0, 1.0):
+        torch.manual_seed(0)
+        policy = Bigram()
+        settings = tiny_settings(
+            algorithm__num_minibatches=1, algorithm__loss__entropy_coefficient=coefficient
+        )
+        with torch.no_grad():
+            policy.table.weight[1, 2] = math.log(5.0)
+        trained = learner(policy, settings)
+        for step in range(1, 4):
+            trained.update(two_groups([1, 0, 0, 1, 1, 0]), step=step)
+        answers = torch.distributions.Categorical(logits=policy.table.weight[1].detach())
+        entropies.append(float(answers.entropy()))
+    assert entropies[1] > entropies[0]
+
+
 def test_a_decoupled_step_on_fresh_rollouts_costs_and_changes_nothing() -> None:
     batch, tables = two_groups([1, 0, 0, 1, 1, 0], version=1), []
     for is_decoupled in (False, True):

@@ -131,7 +131,7 @@ def aggregate(
     values_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     aggregation: Aggregation = "token-mean",
-    denominator: float | None = None,
+    denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A scalar; `values_BT` must be 0 outside the bool `mask_BT`.
 
@@ -146,12 +146,20 @@ def aggregate(
     """
     if denominator is not None and not denominator > 0.0:
         raise ConfigError(f"aggregation_denominator={denominator} must be above 0")
-    num_tokens_B = mask_BT.sum(dim=1)
+    if denominator is None:
+        denominator = aggregation_denominator(mask_BT, aggregation)
     if aggregation == "token-mean":
-        total, count = values_BT.sum(), num_tokens_B.sum()
-    else:
-        per_rollout_B = values_BT.sum(dim=1)
-        if aggregation == "seq-mean-token-mean":
-            per_rollout_B = per_rollout_B / num_tokens_B.clamp(min=1)
-        total, count = per_rollout_B.sum(), (num_tokens_B > 0).sum()
-    return total / (count.clamp(min=1) if denominator is None else denominator)
+        return values_BT.sum() / denominator
+    per_rollout_B = values_BT.sum(dim=1)
+    if aggregation == "seq-mean-token-mean":
+        per_rollout_B = per_rollout_B / mask_BT.sum(dim=1).clamp(min=1)
+    return per_rollout_B.sum() / denominator
+
+
+def aggregation_denominator(mask_BT: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+    """What `aggregate` divides by: the number of trained tokens, or of rollouts that have some.
+
+    At least 1. That of a whole batch is for each of its micro-batches.
+    """
+    counted = mask_BT if aggregation == "token-mean" else mask_BT.any(dim=1)
+    return counted.sum().clamp(min=1)
