@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, status_bytes
 from benchmarks.models import M45, QWEN_05B
 from benchmarks.pages import publish
 from rollout import InferenceConfig
@@ -89,12 +89,12 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
     """
     backend = create_backend(InferenceConfig(num_threads=1))
     CausalLM.random(TINY).prepare(backend)  # what is loaded and compiled at first use
-    peaks, before = {}, _status_bytes("VmRSS")
+    peaks, before = {}, status_bytes("VmRSS")
 
     def stage(name: str, work: Callable[[], Any]) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
         result = work()
-        peaks[name] = _status_bytes("VmHWM") - before
+        peaks[name] = status_bytes("VmHWM") - before
         return result
 
     model, fill = stage("open", lambda: open_model(source()))
@@ -105,7 +105,7 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
     stage("tune", lambda: model.prepare(backend))
     handles = [layer.handle for layer in model.linear_layers().values()]
     packed = sum(h.weight_NK.nbytes for h in handles if h.packed is not None and not h.is_repacked)
-    results = peaks | {"built": _status_bytes("VmRSS") - before, "packed": packed}
+    results = peaks | {"built": status_bytes("VmRSS") - before, "packed": packed}
     return {name: num_bytes / weights.num_bytes for name, num_bytes in results.items()}
 
 
@@ -131,11 +131,6 @@ def _copy_kernels(cache: Path) -> None:
     if library is not None and not folder.exists():
         folder.mkdir(mode=0o700, parents=True)
         shutil.copy(library._name, folder)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def _source(name: str, spec: ModelSpec, folder: Path) -> Any:

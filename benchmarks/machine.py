@@ -31,6 +31,12 @@ def describe(config: InferenceConfig) -> dict[str, str | int]:
     }
 
 
+def status_bytes(field: str) -> int:
+    """A figure of this process in /proc/self/status: VmRSS is what is resident, VmHWM its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
+
+
 def kind(machine: dict[str, str | int]) -> str:
     """A short name for a file, such as "amd-epyc-avx2-1thread"; "threads" may be left out."""
     threads = f"{machine['threads']}thread" if "threads" in machine else ""

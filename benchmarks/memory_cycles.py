@@ -15,11 +15,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import status_bytes
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.memory.mapping import map_bytes
 from rollout.blocks.kv_cache_manager import BlockTable
@@ -200,11 +200,10 @@ def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]
         engine.suspend("persist")
         engine.resume()
         engine.unpause()
-        status = Path("/proc/self/status").read_text().splitlines()
-        resident.append(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")))
+        resident.append(status_bytes("VmRSS"))
     return {
-        "first_mib": resident[0] / 1024,
-        "last_mib": resident[-1] / 1024,
+        "first_mib": resident[0] / 2**20,
+        "last_mib": resident[-1] / 2**20,
         "growth": resident[-1] / resident[0] - 1,
         "repeats": num_cycles,
     }

@@ -60,7 +60,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
         **evaluated,
         "rollouts_across_updates": total("policy_staleness/num_mixed_rollouts"),
         "num_suspends": growth([row.get("engine/num_suspends", 0) for row in steps]),
-        "suspends_released_mb": growth([row.get("engine/suspended_bytes", 0) for row in steps])
+        "suspends_released_mib": growth([row.get("engine/suspended_bytes", 0) for row in steps])
         / 2**20,
         "stale_token_fraction": total("train/num_stale_tokens") / max(total("train/num_tokens"), 1),
         "max_staleness": max(row["policy_staleness/max"] for row in steps),

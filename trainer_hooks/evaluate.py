@@ -49,7 +49,7 @@ async def evaluate(
     pass_at: Sequence[int] = (),
     success_reward: float = 1.0,
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
-    source_column: str = "source",
+    source_column: str = "data_source",
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times; flat metrics under `prefix`.
 

@@ -143,8 +143,8 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         model_directory: str | None = None,
     ) -> AsyncLLM:
-        """Return what `connect` does, which is connected by its first verb. model_directory: that
-        of the fleet's model, for `serve`."""
+        """As `connect`, but the first verb connects. model_directory: that of the fleet's model,
+        for `serve`."""
         llm = cls.__new__(cls)
         push = WeightPush(reject_non_finite=False)
         llm._set_up(tokenizer_of(None, tokenizer), seed, 0, push, curve)

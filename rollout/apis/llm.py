@@ -206,11 +206,12 @@ class LLM:
         control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
         RUNNING or has unfinished requests.
         """
+        config = config or ServeConfig()
         if not blocking:
-            self._start_serving(config or ServeConfig())
+            self._start_serving(config)
             return
         with _set_by_signals(self._is_told_to_stop):
-            self._start_serving(config or ServeConfig())
+            self._start_serving(config)
             self._is_told_to_stop.wait()
         self.stop_serving()
 

@@ -107,13 +107,16 @@ class RotaryTable(nn.Module):
         empty = torch.empty(0, head_dim, dtype=torch.float32, device=device)
         self.register_buffer("cos_PD", empty, persistent=False)
         self.register_buffer("sin_PD", empty, persistent=False)
-        self.num_positions = 0
+
+    @property
+    def num_positions(self) -> int:
+        return self.cos_PD.shape[0]
 
     def reserve(self, num_positions: int) -> None:
         """Hold at least `num_positions`; growing at least doubles the table."""
         if num_positions <= self.num_positions:
             return
-        self.num_positions = num_positions = max(num_positions, 2 * self.num_positions)
+        num_positions = max(num_positions, 2 * self.num_positions)
         # float32 angles made on the CPU: the numbers that a trainer's transformers model uses.
         positions_P = torch.arange(num_positions, dtype=torch.float32)
         angles_PF = torch.outer(positions_P, inverse_frequencies(self.rope, self.head_dim))

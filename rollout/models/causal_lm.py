@@ -103,7 +103,7 @@ class CausalLM(nn.Module):
         self._require_prepared()
         rotary = self.rotary
         num_positions = batch.block_tables_RM.shape[1] * batch.block_size
-        if num_positions > rotary.num_positions:  # never where graphs are captured
+        if num_positions > rotary.cos_PD.shape[0]:  # never where graphs are captured
             rotary.reserve(num_positions)
         if self.fused is not None:
             fused_LE = self.fused.run(rotary.cos_PD, rotary.sin_PD, batch)

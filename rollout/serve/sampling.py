@@ -41,8 +41,8 @@ def sampling_params_of(
     max_tokens: None is as many as the context takes. num_logprobs: alternatives reported with each
     generated token; 0 the token's own log-prob alone, None nothing. num_prompt_logprobs: the same
     for tokens of the prompt. with_ranks: whether ranks are reported, too. cache_salt: see
-    SamplingParams. Raises ApiError and
-    InvalidRequestError for values out of range, and fields that are not supported.
+    SamplingParams. Raises ApiError and InvalidRequestError for values out of range, and fields that
+    are not supported.
     """
     _refuse_unsupported(fields)
     num_prompt = num_prompt_logprobs

@@ -54,7 +54,7 @@ def test_summary_by_hand() -> None:
     )
     assert summary["stale_token_fraction"] == 0.25
     assert summary["rollouts_across_updates"] == 150
-    assert (summary["num_suspends"], summary["suspends_released_mb"]) == (49, 49 * 2)
+    assert (summary["num_suspends"], summary["suspends_released_mib"]) == (49, 49 * 2)
     assert summary["prompt_tokens"] == 49 * 80
     # 29 steps of 10, a restart that begins with 50, 19 steps of 10.
     assert summary["prefilled_tokens"] == 290 + 50 + 190

@@ -177,7 +177,7 @@ def test_pass_at_k_and_the_majority_are_of_the_samples_of_each_prompt() -> None:
     metrics = run_virtually(
         evaluate(
             FakeLLM(),
-            [{**row, "source": "odd" if row["level"] % 2 else "even"} for row in PROMPTS],
+            [{**row, "data_source": "odd" if row["level"] % 2 else "even"} for row in PROMPTS],
             first_of_four,
             n=4,
             pass_at=(1, 2, 4),

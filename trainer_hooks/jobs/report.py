@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from trainer_hooks.jobs.samples import FILE_NAME, Sample, versions_text
+from trainer_hooks.jobs.samples import FILE_NAME, Sample, terms_text, versions_text
 from trainer_hooks.jobs.svg_charts import line_chart, stacked_chart
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.histogram import read_histogram
@@ -191,12 +191,11 @@ def _sample(sample: Sample) -> str:
         f"style='background:{_colour(version, train_version)}'>{html.escape(text)}</span>"
         for version, text in sample["spans"]
     )
-    terms = ", ".join(f"{name} {value:.3f}" for name, value in sample["rewards"].items())
     advantage = sample["advantage"]
     head = [
         f"step {sample[TRAINER_STEP]}",
         "failed" if sample["reward"] is None else f"<b>reward {sample['reward']:.3f}</b>",
-        f"({html.escape(terms)})" if len(sample["rewards"]) > 1 else "",
+        html.escape(terms_text(sample)),
         "" if advantage is None else f"advantage {advantage:+.3f}",
         f"versions {versions_text(sample)}, trained at {train_version}",
         f"{sample['num_tokens']} tokens, {html.escape(str(sample['finish_reason']))}",

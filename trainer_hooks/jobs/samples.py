@@ -136,7 +136,7 @@ def chosen_rows(rewards_B: torch.Tensor, group_size: int, count: int) -> list[in
     chosen = []
     for i in range(min(count, num_groups)):
         group = i * num_groups // min(count, num_groups)
-        order = [j for j in rewards_PG[group].argsort(descending=True).tolist()]
+        order = rewards_PG[group].argsort(descending=True).tolist()
         order = [j for j in order if not rewards_PG[group, j].isnan()]
         if order:
             place = (0, len(order) - 1, len(order) // 2)[i % 3]
@@ -148,9 +148,8 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
     """The samples for a terminal: figures in one line, then the end of the prompt and the text."""
     parts = []
     for sample in samples:
-        rewards = ", ".join(f"{name} {value:.3f}" for name, value in sample["rewards"].items())
         head = Text(f"step {sample[TRAINER_STEP]}  reward {sample['reward']:.3f}", style="bold")
-        head.append(f"  ({rewards})" if len(sample["rewards"]) > 1 else "", style="not bold")
+        head.append(f"  {terms_text(sample)}" if terms_text(sample) else "", style="not bold")
         head.append(f"  advantage {sample['advantage']:+.3f}", style="not bold")
         head.append(f"  versions {versions_text(sample)}", style="not bold")
         if sample["mean_lag"] is not None:
@@ -159,6 +158,12 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
         parts.append(Text(f"  {_one_line(sample['prompt'], keeps_end=True)}", style="dim"))
         parts.append(Text(f"  > {_one_line(sample['completion'])}"))
     return Group(*parts)
+
+
+def terms_text(sample: Sample) -> str:
+    """The parts of the reward, as "(right 1.000, length -0.250)"; "" for a single one."""
+    terms = [f"{name} {value:.3f}" for name, value in sample["rewards"].items()]
+    return f"({', '.join(terms)})" if len(terms) > 1 else ""
 
 
 def versions_text(sample: Sample) -> str:

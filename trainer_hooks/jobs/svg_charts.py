@@ -81,7 +81,8 @@ def _number(value: float) -> str:
 def _legend(names: Sequence[str]) -> list[str]:
     parts, x = [], float(_LEFT)
     for i, name in enumerate(names):
-        parts.append(f"<rect x='{x}' y='4' width='9' height='9' fill='{COLOURS[i % 8]}'/>")
+        colour = COLOURS[i % len(COLOURS)]
+        parts.append(f"<rect x='{x}' y='4' width='9' height='9' fill='{colour}'/>")
         parts.append(f"<text x='{x + 12}' y='12'>{html.escape(name)}</text>")
         x += 20 + 6.2 * len(name)
     return parts

@@ -122,7 +122,7 @@ class Task:
         return open_source(source, self._chat, part, seed)
 
     def _split(self) -> tuple[PromptRows, Sequence[PromptItem]]:
-        """Training prompts, and those held out: of a path of their own, or rows at equal distances."""
+        """Training prompts, and those held out: of their own path, or every n-th row."""
         data = self._data
         sources = {name: self._open(own, "train", 0) for name, own in data.named_sources.items()}
         weights = {name: own.weight for name, own in data.named_sources.items()}

@@ -36,8 +36,8 @@ class TrainingBatch:
 
     `index`: how many batches this producer handed over before. `version`: the weights version that
     it is to be trained at. `admitted_at_version`: the one at which it was begun; in ready order the
-    oldest that sampled a token. `metrics`: flat,
-    for MetricsLogger; those of `rollout_metrics`, and how the batch was made.
+    oldest that sampled a token. `metrics`: flat, for MetricsLogger; those of `rollout_metrics`, and
+    how the batch was made.
     """
 
     index: int

@@ -161,3 +161,5 @@ def _read(weights: Iterable[Tensor]) -> None:
         part = weight.detach().view(-1)[: num_bytes // weight.itemsize]
         part.sum()
         num_bytes -= part.nbytes
+        if num_bytes <= 0:
+            return

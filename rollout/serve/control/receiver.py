@@ -60,7 +60,7 @@ def receive_broadcasts(
 def _receive(
     group: Any, device: torch.device, path: str | None, sizes: Sequence[int], deadline: float
 ) -> None:
-    is_on_host = device == torch.empty(0).device
+    is_on_host = device.type == "cpu"
     start, bytes_N = 0, None if path is None else _mapped(path, sum(sizes))
     for size in sizes:
         if bytes_N is None or not is_on_host:

@@ -11,6 +11,7 @@ from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.fakes import finished_request
+from trainer_hooks.producer import AsyncRolloutProducer, TrainingBatch
 
 
 class FakeLLM:
@@ -68,6 +69,28 @@ class FakeLLM:
         self.served_version += 1
         await asyncio.sleep(lag_s)
         self.weights_version = self.served_version
+
+
+async def train(
+    llm: FakeLLM,
+    producer: AsyncRolloutProducer,
+    num_batches: int | None = None,
+    step_s: float = 0.0,
+) -> list[TrainingBatch]:
+    """Take batches, and make a version of each in `step_s` seconds."""
+    batches = []
+    async for batch in producer:
+        batches.append(batch)
+        await asyncio.sleep(step_s)
+        await llm.push()
+        if len(batches) == num_batches:
+            break
+    return batches
+
+
+def levels(batch: TrainingBatch) -> list[int]:
+    """The column `level` of the batch's prompts, in order."""
+    return [item.columns["level"] for item in batch.items]
 
 
 def random_delays(rng: random.Random, longest_s: float) -> Callable[[], float]:

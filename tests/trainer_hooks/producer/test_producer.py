@@ -16,8 +16,8 @@ from rollout import LLM
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from tests.trainer_hooks.producer.fake_llm import FakeLLM
-from trainer_hooks.producer import AsyncRolloutProducer, ProducerError, TrainingBatch
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, train
+from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
 from trainer_hooks.prompt_ledger import PromptLedger
 from trainer_hooks.rewards import RewardFunctionError
 
@@ -37,23 +37,6 @@ def producer_of(llm: Any, reward_fn: Any = first_token, **changes: Any) -> Async
         "shuffle": False,
     }
     return AsyncRolloutProducer(llm, reward_fn=reward_fn, **(options | changes))
-
-
-async def train(
-    llm: FakeLLM, producer: AsyncRolloutProducer, num_batches: int | None = None
-) -> list[TrainingBatch]:
-    """Take batches and make a version of each."""
-    batches = []
-    async for batch in producer:
-        batches.append(batch)
-        await llm.push()
-        if len(batches) == num_batches:
-            break
-    return batches
-
-
-def levels(batch: TrainingBatch) -> list[int]:
-    return [item.columns["level"] for item in batch.items]
 
 
 def test_a_batch_has_groups_of_samples_in_the_order_of_the_prompts() -> None:

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.virtual_time import run_virtually
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
-from tests.trainer_hooks.producer.fake_llm import FakeLLM
-from trainer_hooks.producer import AsyncRolloutProducer, TrainingBatch
+from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, train
+from trainer_hooks.producer import AsyncRolloutProducer
 
 PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
 
@@ -31,28 +31,11 @@ def producer_of(
     return AsyncRolloutProducer(llm, PROMPTS, reward, 2, 2, 1, **(options | changes))
 
 
-async def train(
-    llm: FakeLLM, producer: AsyncRolloutProducer, step_s: float, num_batches: int | None = None
-) -> list[TrainingBatch]:
-    batches = []
-    async for batch in producer:
-        batches.append(batch)
-        await asyncio.sleep(step_s)
-        await llm.push()
-        if len(batches) == num_batches:
-            break
-    return batches
-
-
-def levels(batch: TrainingBatch) -> list[int]:
-    return [item.columns["level"] for item in batch.items]
-
-
 def test_a_batch_does_not_wait_for_the_prompt_that_was_begun_first() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, lambda level: 100.0 if level == 0 else 0.0) as producer:
-            first, second = await train(llm, producer, 10.0, 2)
+            first, second = await train(llm, producer, 2, step_s=10.0)
             assert (levels(first), levels(second)) == ([1, 2], [3, 4])
             assert first.metrics["timing_s/batch_wait"] == 3.0
             assert second.metrics["timing_s/batch_wait"] == 0.0
@@ -72,7 +55,7 @@ def test_a_group_that_can_join_no_batch_is_sampled_again_with_other_seeds_and_co
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, slow_once) as producer:
-            batches = await train(llm, producer, 10.0)
+            batches = await train(llm, producer, step_s=10.0)
             place = next(i for i, batch in enumerate(batches) if 0 in levels(batch))
             group = batches[place].groups[0]
             assert (group.item.columns["level"], group.num_reissues) == (0, 1)
@@ -93,7 +76,7 @@ def test_a_prompt_that_grows_too_old_each_time_is_waited_for_in_the_end() -> Non
             llm, lambda level: 40.0 if level == 0 else 0.0, max_reissues=2, num_epochs=None
         )
         async with producer:
-            batches = await train(llm, producer, 10.0, 6)
+            batches = await train(llm, producer, 6, step_s=10.0)
         waits = [batch.metrics["timing_s/batch_wait"] for batch in batches]
         place = next(i for i, batch in enumerate(batches) if 0 in levels(batch))
         assert waits[place] > 30.0
@@ -120,7 +103,7 @@ def test_how_often_a_prompt_came_back_outlives_a_restart() -> None:
     async def state_of(num_batches: int) -> Any:
         llm = FakeLLM()
         async with producer_of(llm, lambda level: 100.0 if level == 0 else 0.0) as producer:
-            await train(llm, producer, 10.0, num_batches)
+            await train(llm, producer, num_batches, step_s=10.0)
             return json.loads(json.dumps(producer.state_dict()))
 
     async def work() -> None:
