@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
@@ -33,11 +34,27 @@ SAMPLING_MARGIN = 1e-4
 MAX_EXCEPTIONS_PER_TOKEN = 1e-4
 Logits = NDArray[np.float64]
 
-_CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+def tiny_model(
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    std: float = 0.2,
+    attention: str | None = None,
+    **changes: Any,
+) -> Any:
+    """A random transformers model of two layers; norms and biases are random too.
+
+    `attention` is transformers' name of an implementation; None for its choice.
+    """
+    config = tiny_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    randomize(model, seed=seed, std=std)
+    return model
 
 
-def tiny_model(family: str = "qwen3", *, seed: int = 0, std: float = 0.2, **changes: Any) -> Any:
-    """A random transformers model of two layers; norms and biases are random too."""
+def tiny_config(family: str, **changes: Any) -> Any:
+    """The config of such a model."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -52,10 +69,8 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, std: float = 0.2, **chan
         "pad_token_id": None,
         "tie_word_embeddings": False,
     }
-    config = _CONFIG_CLASSES[family](**(sizes | changes))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    randomize(model, seed=seed, std=std)
-    return model
+    # transformers writes into the dicts it is given.
+    return AutoConfig.for_model(family, **(sizes | deepcopy(changes)))
 
 
 @torch.no_grad()

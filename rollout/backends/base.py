@@ -13,7 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollout.backends.forward_batch import ForwardBatch, Rotation, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import (
+    PLAIN,
+    AttentionTraits,
+    ForwardBatch,
+    Rotation,
+    SampleResult,
+    SamplingBatch,
+)
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 
 
@@ -137,8 +144,16 @@ class Ops(Protocol):
         """Rotary embedding in the half-split (GPT-NeoX) layout; cos and sin are per token."""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight over the last dim, computed in float32."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half of the last dim) * second half."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(first half of the last dim) * second half, by the tanh approximation."""
         ...
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
@@ -178,9 +193,10 @@ class AttentionBackend(Protocol):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         """Norm and rotate Q and K as `rotation` says, write K and V at `slots_T` of
-        `batch.kv[layer]`, then attend causally. [T, H, D].
+        `batch.kv[layer]`, then attend causally as `traits` say. [T, H, D].
 
         Q, K and V may be views of one projection: only their last dim is sure to have unit stride.
         """
@@ -261,12 +277,22 @@ class HostArena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayerParts:
-    """One layer's norms, and its products as the handles of `Ops.prepare_linear`."""
+    """Attention and a gated MLP, each a residual branch; products are handles of
+    `Ops.prepare_linear`.
 
-    input_norm_E: Tensor
-    post_norm_E: Tensor
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
+    Weights of norms: before and after each mixer, and of query and key, which are over all heads
+    together if `has_whole_norms`. `rope` is the index of the layer's rotary table; `order_D` the
+    order of dims that it wants. `is_parallel`: the MLP reads what attention has read.
+    """
+
+    attention_norms_E: tuple[Tensor | None, Tensor | None]
+    mlp_norms_E: tuple[Tensor | None, Tensor | None]
+    head_norms: tuple[Tensor | None, Tensor | None]
+    has_whole_norms: bool
+    rope: int | None
+    order_D: Tensor | None
+    traits: AttentionTraits
+    is_parallel: bool
     qkv: Any
     output: Any
     gate_up: Any
@@ -275,14 +301,22 @@ class DecoderLayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """All that a dense pre-norm decoder (Llama, Qwen2, Qwen3) computes with.
+    """All that a decoder of attention and gated MLPs computes with.
 
-    `embedding` is [V, E], or a repacked weight's memory.
+    `embedding` is [V, E], or a repacked weight's memory. `norm_offset` is added to the weights of
+    all norms. Queries grow by 1 + query_growth ln(1 + floor(position / growth_positions)).
     """
 
     embedding: Tensor
     layers: Sequence[DecoderLayerParts]
     final_norm_E: Tensor
+    is_layer_norm: bool
+    norm_offset: float
+    is_gelu: bool
+    embedding_multiplier: float
+    residual_multiplier: float
+    query_growth: float
+    growth_positions: int
     eps: float
     num_heads: int
     num_kv_heads: int
@@ -292,10 +326,10 @@ class DecoderParts:
 class FusedDecoder(Protocol):
     """A decoder's forward pass as one operation of the device."""
 
-    def run(self, cos_PD: Tensor, sin_PD: Tensor, batch: ForwardBatch) -> Tensor | None:
+    def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]; writes the KV cache.
 
-        `cos_PD` and `sin_PD` are the rotary tables. Returns None, and has done nothing, where the
+        `tables` are (cos_PD, sin_PD) of each rope. Returns None, and has done nothing, where the
         layers must run one by one.
         """
         ...
@@ -312,4 +346,5 @@ class Backend:
     executor: Executor
     memory: MemoryBackend
     create_host_arena: Callable[[], HostArena]
-    fuse_decoder: Callable[[DecoderParts], FusedDecoder] | None = None
+    # Of a model that has no such parts, and of one that cannot be fused: None.
+    fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None

@@ -14,7 +14,7 @@ from rollout.backends.limits import memory_limit_bytes
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.host_arena import MappedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
-from rollout.backends.native.decoder import NativeDecoder
+from rollout.backends.native.decoder import native_decoder
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps, default_selection
@@ -44,7 +44,7 @@ def cpu_backend(memory_kind: str, *, deterministic: bool = False) -> Backend:
         kernels = Kernels(library)
         ops = NativeOps(kernels, default_selection(kernels, native_only=deterministic))
         attention = NativePagedAttention(kernels, ops)
-        fuse_decoder = partial(NativeDecoder, kernels, deterministic=deterministic)
+        fuse_decoder = partial(native_decoder, kernels, deterministic=deterministic)
     return Backend(
         device=device,
         memory_bytes=memory_limit_bytes(),

@@ -54,6 +54,39 @@ class Rotation:
     eps: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionTraits:
+    """How scores become weights, where it is not softmax(q k / sqrt(D)) over the whole context.
+
+    `scale` replaces 1 / sqrt(D). `window`: how many positions a token sees, its own included.
+    `softcap` c makes a score c tanh(score / c). `sinks_H`: a score for each query head that takes
+    part in the softmax and has no value. Sources: Gemma 2's report, sec. 2; Xiao et al. 2023,
+    "StreamingLLM", as GPT-OSS learns it.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing differs."""
+        return self.scale is None and self.has_plain_scores
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether nothing but the scale may differ."""
+        return self.window is None and self.softcap is None and self.sinks_H is None
+
+    def scale_of(self, head_dim: int) -> float:
+        """What scores are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = AttentionTraits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
     """Parameters of S draws, a tensor without gaps per field; the flags, known on the host, spare

@@ -212,6 +212,9 @@ def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
         longest = int(longest * max(1.0, rope.factor))
     elif rope.kind == "yarn":
         longest = max(longest, int(rope.original_max_positions * rope.factor))
+    elif rope.kind == "longrope":
+        # Beyond, a sequence has other angles at all of its positions, also those in the cache.
+        longest = min(longest, rope.original_max_positions)
     wanted = config.max_sequence_length
     if wanted is None:
         return longest

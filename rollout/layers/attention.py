@@ -6,20 +6,54 @@ Source of grouped queries: Ainslie et al. 2023, "GQA".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
+from rollout.layers.rope import RopeSpec, head_order
+
+Angles: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # (cos_TD, sin_TD) of each rope of a model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What shapes one layer's attention.
+
+    `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. Norms are of each query and
+    key head (Qwen3) or over all heads of the projection (OLMo 2). `rope_index` is the rope's place
+    among those of the model; None for no rope. `scale` None means 1 / sqrt(head_dim).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool
+    output_bias: bool
+    is_fused: bool
+    has_head_norms: bool
+    has_projection_norms: bool
+    eps: float
+    norm_offset: float
+    rope: RopeSpec | None
+    rope_index: int | None
+    scale: float | None
+    window: int | None
+    softcap: float | None
 
 
 class Attention(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
-    Query, key and value are strided views of one fused projection and are never copied here.
+    Query, key and value are strided views of one fused projection and are never copied here, unless
+    the rope wants the dims of heads in another order.
     """
 
     attention: AttentionBackend
@@ -27,57 +61,87 @@ class Attention(BackendLayer):
     def __init__(
         self,
         layer_index: int,
-        *,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        output_bias: bool,
-        qk_norm_eps: float | None,
+        spec: AttentionSpec,
+        *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`qk_norm_eps` None means that query and key heads are not normed (Qwen3 norms them)."""
         super().__init__()
-        self.layer_index = layer_index
-        self.head_dim = head_dim
-        self.head_split = [num_heads, num_kv_heads, num_kv_heads]
+        self.layer_index, self.spec = layer_index, spec
+        self.head_split = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.num_fused_heads = sum(self.head_split)
-        sizes = [heads * head_dim for heads in self.head_split]
+        sizes = [heads * spec.head_dim for heads in self.head_split]
         qkv = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
+        qkv = {"qkv_proj": sum(sizes)} if spec.is_fused else qkv
         output = {"o_proj": hidden_size}
-        self.qkv = Linear(hidden_size, qkv, bias=bias, dtype=dtype, device=device)
-        self.output = Linear(sizes[0], output, bias=output_bias, dtype=dtype, device=device)
+        self.qkv = Linear(hidden_size, qkv, bias=spec.bias, dtype=dtype, device=device)
+        self.output = Linear(sizes[0], output, bias=spec.output_bias, dtype=dtype, device=device)
+        self.traits = AttentionTraits(scale=spec.scale, window=spec.window, softcap=spec.softcap)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+        if spec.has_head_norms or spec.has_projection_norms:
+            q_size, k_size = sizes[:2] if spec.has_projection_norms else [spec.head_dim] * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, spec.eps, offset=spec.norm_offset, dtype=dtype, device=device)
+                for size in (q_size, k_size)
+            )
+        # Attention itself norms heads that it rotates.
+        self.norms_alone = spec.has_projection_norms or (spec.has_head_norms and spec.rope is None)
+        order_D = None if spec.rope is None else head_order(spec.rope, spec.head_dim)
+        self.order_D: Tensor | None
+        self.register_buffer(
+            "order_D", None if order_D is None else order_D.to(device), persistent=False
+        )
 
     def bind(self, backend: Backend) -> None:
         super().bind(backend)
         self.attention = backend.attention
 
     def forward(
-        self,
-        x_TE: Tensor,
-        cos_TD: Tensor,
-        sin_TD: Tensor,
-        batch: ForwardBatch,
-        kept_L: Tensor | None = None,
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
     ) -> Tensor:
         """[T, E], or [L, E] of the kept tokens alone. All tokens' K and V enter the cache."""
-        fused_heads = self.qkv(x_TE).view(-1, self.num_fused_heads, self.head_dim)
+        fused_heads = self.qkv(x_TE).view(-1, self.num_fused_heads, self.spec.head_dim)
         q_THD, k_TGD, v_TGD = fused_heads.split(self.head_split, dim=1)
-        rotation = self._rotation(cos_TD, sin_TD)
-        context_THD = self.attention.attend(q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation)
+        if self.norms_alone:
+            q_THD, k_TGD = self._norm(q_THD, k_TGD)
+        if self.order_D is not None:
+            q_THD, k_TGD = (x.index_select(-1, self.order_D) for x in (q_THD, k_TGD))
+        if self.spec.rope is not None and self.spec.rope.query_growth:
+            q_THD = q_THD * _growth(self.spec.rope, batch.positions_T)[:, None, None].to(q_THD)
+        rotation = self._rotation(angles)
+        context_THD = self.attention.attend(
+            q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation, self.traits
+        )
         if kept_L is not None:
             context_THD = context_THD.index_select(0, kept_L)
         output_TE: Tensor = self.output(context_THD.flatten(1))
         return output_TE
 
-    def _rotation(self, cos_TD: Tensor, sin_TD: Tensor) -> Rotation:
-        if self.q_norm is None or self.k_norm is None:
+    def _norm(self, q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key normed apart from the rotation."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        if self.spec.has_head_norms:
+            return self.q_norm(q_THD), self.k_norm(k_TGD)
+        q_THD = self.q_norm(q_THD.flatten(1)).view(q_THD.shape)
+        return q_THD, self.k_norm(k_TGD.flatten(1)).view(k_TGD.shape)
+
+    def _rotation(self, angles: Angles) -> Rotation | None:
+        """The rotation, with the heads' norms; None without a rope."""
+        if self.spec.rope_index is None:
+            return None
+        cos_TD, sin_TD = angles[self.spec.rope_index]
+        if self.q_norm is None or self.k_norm is None or self.norms_alone:
             return Rotation(cos_TD, sin_TD)
-        return Rotation(cos_TD, sin_TD, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q_norm_D, k_norm_D = self.q_norm.scale, self.k_norm.scale
+        if self.order_D is not None:
+            q_norm_D, k_norm_D = q_norm_D[self.order_D], k_norm_D[self.order_D]
+        return Rotation(cos_TD, sin_TD, q_norm_D, k_norm_D, self.q_norm.eps)
+
+
+def _growth(rope: RopeSpec, positions_T: Tensor) -> Tensor:
+    """1 + b ln(1 + floor(position / original context)), [T] float32; Llama 4's release."""
+    turns_T = (positions_T // rope.original_max_positions).float()
+    return 1 + rope.query_growth * torch.log1p(turns_T)

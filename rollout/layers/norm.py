@@ -1,6 +1,7 @@
-"""RMSNorm, alone or fused with the addition to the residual stream.
+"""Norms, alone or fused with the addition to the residual stream.
 
-Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+Sources: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; Ba et al. 2016, "Layer
+Normalization".
 """
 
 from __future__ import annotations
@@ -12,7 +13,42 @@ from rollout.layers.base import BackendLayer, empty_parameter
 
 
 class RMSNorm(BackendLayer):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32."""
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
+
+    `offset` is added to the weight, in float32 (Gemma's weights count from 1).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = empty_parameter(dim, dtype=dtype, device=device)
+
+    @property
+    def scale(self) -> Tensor:
+        """The weight with its offset."""
+        return self.weight.float() + self.offset if self.offset else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` may be a strided view, such as the query heads within a fused projection."""
+        return self.ops.rms_norm(x, self.scale, self.eps)
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual): a link of the pre-norm chain, which None starts."""
+        if residual_TE is None:
+            return self.ops.rms_norm(x_TE, self.scale, self.eps), x_TE
+        return self.ops.add_rms_norm(x_TE, residual_TE, self.scale, self.eps)
+
+
+class LayerNorm(BackendLayer):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight over the last dimension, in float32."""
 
     def __init__(self, dim: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -20,11 +56,9 @@ class RMSNorm(BackendLayer):
         self.weight = empty_parameter(dim, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` may be a strided view, such as the query heads within a fused projection."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.layer_norm(x, self.weight, self.eps)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual): a link of the pre-norm chain, which None starts."""
-        if residual_TE is None:
-            return self.ops.rms_norm(x_TE, self.weight, self.eps), x_TE
-        return self.ops.add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+        """(norm(x + residual), x + residual); None stands for zeros."""
+        total_TE = x_TE if residual_TE is None else x_TE + residual_TE
+        return self(total_TE), total_TE

@@ -1,7 +1,8 @@
 """Rotary position embedding: RopeSpec, its frequencies, and RotaryTable of cosines and sines.
 
-Shape letters: T tokens, P positions, D head dim, F = D / 2 frequencies.
-Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; the Llama 3.1 release.
+Shape letters: T tokens, P positions, D head dim, F frequencies, half of the dims that turn.
+Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; Ding et al. 2024, "LongRoPE"; the
+Llama 3.1 release.
 """
 
 from __future__ import annotations
@@ -10,38 +11,48 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout.errors import ModelError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """How positions become angles. Fields that `kind` does not use keep their defaults.
 
-    `factor` is how far the context was stretched beyond `original_max_positions`.
+    `factor` is how far the context was stretched beyond `original_max_positions`. Of each head the
+    first `partial` dims turn: pairs (i, i + half of them), or (2i, 2i + 1) if `is_interleaved`.
     Raises ModelError for values that give no angles.
     """
 
     theta: float = 10_000.0
     kind: str = "default"
     factor: float = 1.0
-    original_max_positions: int = 0  # llama3, yarn
+    partial: float = 1.0
+    is_interleaved: bool = False
+    original_max_positions: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole-numbered ends of the ramp
-    attention_factor: float = 1.0  # yarn: multiplies cosine and sine
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cosine and sine
+    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, up to the original context
+    long_factors: tuple[float, ...] = ()  # longrope: beyond it, which is not supported
+    query_growth: float = 0.0  # b: queries times 1 + b ln(1 + floor(position / original))
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ModelError(f"rope type {self.kind!r} is not supported; supported: {ROPE_KINDS}")
         if self.theta <= 1 or self.factor <= 0:
             raise ModelError(f"rope theta={self.theta} must exceed 1, factor={self.factor} 0")
-        if self.kind in ("llama3", "yarn") and self.original_max_positions <= 0:
+        if not 0 < self.partial <= 1:
+            raise ModelError(f"partial_rotary_factor={self.partial} must be in (0, 1]")
+        needs_original = self.kind in ("llama3", "yarn", "longrope") or self.query_growth
+        if needs_original and self.original_max_positions <= 0:
             raise ModelError(f"rope type {self.kind!r} needs original_max_position_embeddings")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ModelError(
@@ -50,9 +61,37 @@ class RopeSpec:
             )
 
 
+def rotary_dim(rope: RopeSpec, head_dim: int) -> int:
+    """How many dims of a head turn."""
+    return int(head_dim * rope.partial)
+
+
+def head_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
+    """The dims of a head, [D] int64, in the order in which pairs (i, i + D / 2) turn together; None
+    if they have it already.
+
+    Scores do not change when query and key heads are reordered alike. Dims that do not turn stand
+    at the end of each half.
+    """
+    dims_D, num_turning = torch.arange(head_dim), rotary_dim(rope, head_dim)
+    turning, resting = dims_D[:num_turning], dims_D[num_turning:]
+    half, half_resting = num_turning // 2, len(resting) // 2
+    low, high = turning[:half], turning[half:]
+    if rope.is_interleaved:
+        low, high = turning[::2], turning[1::2]
+    order_D = torch.cat((low, resting[:half_resting], high, resting[half_resting:]))
+    return None if torch.equal(order_D, dims_D) else order_D
+
+
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position, [F] float32 on the CPU: theta^(-2i / D), scaled by the rope's kind."""
-    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """Radians per position, [F] float32 on the CPU: theta^(-2i / R) of R dims that turn, scaled by
+    the rope's kind.
+    """
+    num_dims = rotary_dim(rope, head_dim)
+    exponents_F = torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims
+    if rope.kind == "longrope":
+        factors_F = torch.tensor(rope.short_factors, dtype=torch.float32)
+        return 1.0 / (factors_F * rope.theta**exponents_F)
     frequencies_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind == "default":
         return frequencies_F
@@ -61,7 +100,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.kind == "llama3":
         unscaled_F = _llama3_unscaled_share(rope, frequencies_F)
     else:
-        unscaled_F = _yarn_unscaled_share(rope, head_dim)
+        unscaled_F = _yarn_unscaled_share(rope, num_dims)
     return (1 - unscaled_F) * frequencies_F / rope.factor + unscaled_F * frequencies_F
 
 
@@ -72,27 +111,28 @@ def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
     return share_F.clamp(0, 1)
 
 
-def _yarn_unscaled_share(rope: RopeSpec, head_dim: int) -> Tensor:
+def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
     """As for llama3, but linear in the frequency's index. YaRN, sec. 3.2 and appendix A.2."""
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)
-        return head_dim * math.log(stretch) / (2 * math.log(rope.theta))
+        return num_dims * math.log(stretch) / (2 * math.log(rope.theta))
 
     start, end = index_of_turns(rope.beta_fast), index_of_turns(rope.beta_slow)
     if rope.truncate:
         start, end = math.floor(start), math.ceil(end)
-    start, end = max(start, 0), min(end, head_dim - 1)
+    start, end = max(start, 0), min(end, num_dims - 1)
     # 0.001 keeps a ramp of no width finite, as in the reference code of the paper.
     width = end - start if end != start else 0.001
-    indices_F = torch.arange(head_dim // 2, dtype=torch.float32)
+    indices_F = torch.arange(num_dims // 2, dtype=torch.float32)
     return 1 - ((indices_F - start) / width).clamp(0, 1)
 
 
 class RotaryTable(nn.Module):
     """Cosine and sine of every position up to a length that grows on demand, in float32.
 
-    Rows hold the F values twice, [P, D], as the half-split layout of `Ops.rotary` wants them.
+    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` wants them; dims that do
+    not turn have cosine 1 and sine 0. Heads must have the order of `head_order`.
     Growing replaces the buffers, so reserve the longest sequence before capturing a graph that
     reads them.
     """
@@ -120,10 +160,13 @@ class RotaryTable(nn.Module):
         # float32 angles made on the CPU: the numbers that a trainer's transformers model uses.
         positions_P = torch.arange(num_positions, dtype=torch.float32)
         angles_PF = torch.outer(positions_P, inverse_frequencies(self.rope, self.head_dim))
-        angles_PD = torch.cat((angles_PF, angles_PF), dim=1)
+        num_resting = self.head_dim // 2 - angles_PF.shape[1]
+        cos_PF = angles_PF.cos() * self.rope.attention_factor
+        sin_PF = angles_PF.sin() * self.rope.attention_factor
+        cos_PH, sin_PH = F.pad(cos_PF, (0, num_resting), value=1.0), F.pad(sin_PF, (0, num_resting))
         device = self.cos_PD.device
-        self.cos_PD = (angles_PD.cos() * self.rope.attention_factor).to(device)
-        self.sin_PD = (angles_PD.sin() * self.rope.attention_factor).to(device)
+        self.cos_PD = torch.cat((cos_PH, cos_PH), dim=1).to(device)
+        self.sin_PD = torch.cat((sin_PH, sin_PH), dim=1).to(device)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos_TD, sin_TD) of positions that have been reserved."""

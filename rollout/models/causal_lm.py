@@ -46,7 +46,9 @@ class CausalLM(nn.Module):
             device=device,
             tied_weight=self.model.embed_tokens.weight if spec.tie_word_embeddings else None,
         )
-        self.rotary = RotaryTable(spec.rope, spec.head_dim, device=device)
+        self.rotary = [
+            RotaryTable(rope, spec.head_dim, device=device) for rope in spec.distinct_ropes
+        ]
         self.fused: FusedDecoder | None = None
         self.is_prepared = False
 
@@ -65,13 +67,13 @@ class CausalLM(nn.Module):
 
     def randomize(self, seed: int) -> None:
         """Draw all weights anew, on the host in float32: matrices of standard deviation 0.02, norms
-        1, biases 0.
+        that multiply by 1, biases 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, slot in self.weight_slots().items():
-            is_norm = name.endswith("norm.weight")
             if len(slot.shape) == 1:
-                slot.write(torch.full(slot.shape, 1.0 if is_norm else 0.0))
+                is_norm = name.endswith("norm.weight")
+                slot.write(torch.full(slot.shape, 1.0 - self.spec.norm_offset if is_norm else 0.0))
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
                 num_rows, num_inputs = slot.shape
                 rows_at_once = max(1, _DRAWN_AT_ONCE // num_inputs)
@@ -96,28 +98,34 @@ class CausalLM(nn.Module):
 
     def reserve_positions(self, num_positions: int) -> None:
         """Make the rotary tables this long now, as graph capture needs; they grow on demand."""
-        self.rotary.reserve(num_positions)
+        for table in self.rotary:
+            table.reserve(num_positions)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
         self._require_prepared()
-        rotary = self.rotary
         num_positions = batch.block_tables_RM.shape[1] * batch.block_size
-        if num_positions > rotary.cos_PD.shape[0]:  # never where graphs are captured
-            rotary.reserve(num_positions)
+        if any(num_positions > table.num_positions for table in self.rotary):
+            self.reserve_positions(num_positions)  # never where graphs are captured
         if self.fused is not None:
-            fused_LE = self.fused.run(rotary.cos_PD, rotary.sin_PD, batch)
+            tables = [(table.cos_PD, table.sin_PD) for table in self.rotary]
+            fused_LE = self.fused.run(tables, batch)
             if fused_LE is not None:
                 return fused_LE
-        cos_TD, sin_TD = rotary(batch.positions_T)
-        hidden_LE: Tensor = self.model(cos_TD, sin_TD, batch)
+        angles = [table(batch.positions_T) for table in self.rotary]
+        hidden_LE: Tensor = self.model(angles, batch)
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
         """Logits in float32, [L, V]."""
         self._require_prepared()
-        logits_LV: Tensor = self.lm_head(hidden_LE)
-        return logits_LV.float()
+        spec = self.spec
+        logits_LV: Tensor = self.lm_head(hidden_LE).float()
+        if spec.logit_multiplier != 1.0:
+            logits_LV = logits_LV * spec.logit_multiplier
+        if spec.logit_softcap is not None:
+            logits_LV = (logits_LV / spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+        return logits_LV
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """A slot for every weight by its Hugging Face name, to read from and to write to.

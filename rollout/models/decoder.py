@@ -1,4 +1,4 @@
-"""Decoder: token embedding, pre-norm layers and final norm, common to all families.
+"""Decoder: token embedding, layers of residual branches and final norm, common to all families.
 
 Shape letters: T tokens, L kept tokens, E hidden size, D head dim. Attributes are named as in
 Hugging Face checkpoints, because the paths of modules are the names of their weights.
@@ -6,94 +6,139 @@ Hugging Face checkpoints, because the paths of modules are the names of their we
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from rollout.backends.base import DecoderLayerParts, DecoderParts, RepackedWeight
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.layers.attention import Attention
+from rollout.layers.attention import Angles, Attention, AttentionSpec
 from rollout.layers.base import empty_parameter
 from rollout.layers.mlp import GatedMLP
-from rollout.layers.norm import RMSNorm
+from rollout.layers.norm import LayerNorm, RMSNorm
 from rollout.layers.weight_slot import WeightSlot, rows_slot
+from rollout.models.layout import BranchSpec, layers_of
 from rollout.models.spec import ModelSpec
+
+Norm: TypeAlias = RMSNorm | LayerNorm
 
 
 class Embedding(nn.Module):
-    """One learned vector per token id."""
+    """One learned vector per token id, times a multiplier in the dtype of the weights."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
         shape = (spec.vocab_size, spec.hidden_size)
         self.weight = empty_parameter(*shape, dtype=spec.dtype, device=device)
         self.num_tokens = spec.vocab_size
+        self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=spec.dtype).item()
         self.repacked: RepackedWeight | None = None  # as the head to which the weight is tied
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.repacked is not None:
-            return self.repacked.gather(token_ids_T)
-        return nn.functional.embedding(token_ids_T, self.weight)
+            x_TE = self.repacked.gather(token_ids_T)
+        else:
+            x_TE = nn.functional.embedding(token_ids_T, self.weight)
+        return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """The only weight, by name."""
         return {"weight": rows_slot(self.weight, self.repacked, 0, self.num_tokens)}
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each normed before and added to the residual stream after."""
+class Branch(NamedTuple):
+    """A residual branch of a layer, whose modules are the layer's own attributes."""
 
-    def __init__(self, spec: ModelSpec, layer_index: int, device: torch.device) -> None:
+    norm_before: Norm | None
+    mixer: Attention | GatedMLP
+    norm_after: Norm | None
+    is_parallel: bool
+
+
+class DecoderLayer(nn.Module):
+    """Residual branches one after the other, each around one mixer of tokens or of features.
+
+    `(delta, residual)` is the stream between branches: what the last one has added to it is still
+    apart, so that the next norm adds and norms in one pass.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, index: int, branches: Sequence[BranchSpec], device: torch.device
+    ) -> None:
         super().__init__()
-        eps, dtype, width = spec.rms_norm_eps, spec.dtype, spec.hidden_size
-        self.input_layernorm = RMSNorm(width, eps, dtype=dtype, device=device)
-        self.self_attn = Attention(
-            layer_index,
-            hidden_size=width,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            bias=spec.attention_bias,
-            output_bias=spec.attention_output_bias,
-            qk_norm_eps=eps if spec.qk_norm else None,
-            dtype=dtype,
-            device=device,
-        )
-        self.post_attention_layernorm = RMSNorm(width, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
-            width, spec.intermediate_size, bias=spec.mlp_bias, dtype=dtype, device=device
-        )
+        self.multiplier = spec.residual_multiplier
+        self.branches = [self._add(spec, index, branch, device) for branch in branches]
+
+    def _add(self, spec: ModelSpec, index: int, branch: BranchSpec, device: torch.device) -> Branch:
+        """Make the branch's modules, under their names."""
+        names = branch.names
+        mixer: Attention | GatedMLP
+        if isinstance(branch.mixer, AttentionSpec):
+            mixer = Attention(
+                index, spec.hidden_size, branch.mixer, dtype=spec.dtype, device=device
+            )
+        else:
+            mixer = GatedMLP(spec.hidden_size, branch.mixer, dtype=spec.dtype, device=device)
+        norms: list[Norm | None] = []
+        for name in (names.norm_before, names.norm_after):
+            norms.append(None if name is None else make_norm(spec, device))
+            if name is not None:
+                self.add_module(name, norms[-1])
+        self.add_module(names.mixer, mixer)
+        return Branch(norms[0], mixer, norms[1], names.is_parallel)
 
     def forward(
         self,
-        x_TE: Tensor,
+        delta_TE: Tensor,
         residual_TE: Tensor | None,
-        cos_TD: Tensor,
-        sin_TD: Tensor,
+        angles: Angles,
         batch: ForwardBatch,
         kept_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual) of all tokens or of the kept ones; the next norm adds the two."""
-        x_TE, residual_TE = self.input_layernorm.add(x_TE, residual_TE)
-        x_TE = self.self_attn(x_TE, cos_TD, sin_TD, batch, kept_L)
-        if kept_L is not None:
-            residual_TE = residual_TE.index_select(0, kept_L)
-        x_TE, residual_TE = self.post_attention_layernorm.add(x_TE, residual_TE)
-        return self.mlp(x_TE), residual_TE
+        """(delta, residual) of all tokens or, from the attention on, of the kept ones."""
+        x_TE = delta_TE
+        for norm_before, mixer, norm_after, is_parallel in self.branches:
+            if not is_parallel:
+                x_TE, residual_TE = _enter(norm_before, delta_TE, residual_TE)
+            assert residual_TE is not None
+            if isinstance(mixer, Attention):
+                out_TE = mixer(x_TE, angles, batch, kept_L)
+                if kept_L is not None:
+                    x_TE = x_TE.index_select(0, kept_L)
+                    residual_TE = residual_TE.index_select(0, kept_L)
+            else:
+                out_TE = mixer(x_TE)
+            if norm_after is not None:
+                out_TE = norm_after(out_TE)
+            if self.multiplier != 1.0:
+                out_TE = out_TE * self.multiplier
+            delta_TE = delta_TE + out_TE if is_parallel else out_TE
+        assert residual_TE is not None
+        return delta_TE, residual_TE
 
-    def parts(self) -> DecoderLayerParts:
-        """What a fused decoder needs of this layer."""
-        attention = self.self_attn
+    def parts(self) -> DecoderLayerParts | None:
+        """What a fused decoder needs of this layer; None unless it is attention and then an MLP."""
+        if len(self.branches) != 2:
+            return None
+        first, second = self.branches
+        attention, mlp = first.mixer, second.mixer
+        if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
+            return None
         return DecoderLayerParts(
-            input_norm_E=self.input_layernorm.weight,
-            post_norm_E=self.post_attention_layernorm.weight,
-            q_norm_D=None if attention.q_norm is None else attention.q_norm.weight,
-            k_norm_D=None if attention.k_norm is None else attention.k_norm.weight,
+            attention_norms_E=(_weight(first.norm_before), _weight(first.norm_after)),
+            mlp_norms_E=(_weight(second.norm_before), _weight(second.norm_after)),
+            head_norms=(_weight(attention.q_norm), _weight(attention.k_norm)),
+            has_whole_norms=attention.spec.has_projection_norms,
+            rope=attention.spec.rope_index,
+            order_D=attention.order_D,
+            traits=attention.traits,
+            is_parallel=second.is_parallel,
             qkv=attention.qkv.handle,
             output=attention.output.handle,
-            gate_up=self.mlp.gate_up.handle,
-            down=self.mlp.down.handle,
+            gate_up=mlp.gate_up.handle,
+            down=mlp.down.handle,
         )
 
 
@@ -105,28 +150,66 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embed_tokens = Embedding(spec, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, device) for index in range(spec.num_layers)
+            DecoderLayer(spec, index, branches, device)
+            for index, branches in enumerate(layers_of(spec))
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=device)
+        self.norm = make_norm(spec, device)
 
-    def forward(self, cos_TD: Tensor, sin_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Hidden states [L, E] of `batch.logit_indices_L`; the others end at the last attention."""
-        x_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
+        delta_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
         *layers, last_layer = self.layers
         for layer in layers:
-            x_TE, residual_TE = layer(x_TE, residual_TE, cos_TD, sin_TD, batch)
+            delta_TE, residual_TE = layer(delta_TE, residual_TE, angles, batch)
         kept_L = batch.logit_indices_L
-        x_LE, residual_LE = last_layer(x_TE, residual_TE, cos_TD, sin_TD, batch, kept_L)
-        return self.norm.add(x_LE, residual_LE)[0]
+        delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
+        return self.norm.add(delta_LE, residual_LE)[0]
 
-    def parts(self) -> DecoderParts:
-        """What a fused decoder needs; the layers must be bound to a backend."""
+    def parts(self) -> DecoderParts | None:
+        """What a fused decoder needs; None where one cannot do all layers.
+
+        The layers must be bound to a backend.
+        """
+        layers = [layer.parts() for layer in self.layers if isinstance(layer, DecoderLayer)]
+        parts = [layer for layer in layers if layer is not None]
+        spec = self.spec
+        if len(parts) < len(layers):
+            return None
         return DecoderParts(
             embedding=self.embed_tokens.weight,
-            layers=[cast(DecoderLayer, layer).parts() for layer in self.layers],
+            layers=parts,
             final_norm_E=self.norm.weight,
-            eps=self.spec.rms_norm_eps,
-            num_heads=self.spec.num_heads,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
+            is_layer_norm=spec.norm == "layer",
+            norm_offset=spec.norm_offset,
+            is_gelu=spec.activation == "gelu_tanh",
+            embedding_multiplier=self.embed_tokens.multiplier,
+            residual_multiplier=spec.residual_multiplier,
+            query_growth=spec.rope.query_growth,
+            growth_positions=spec.rope.original_max_positions,
+            eps=spec.rms_norm_eps,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
         )
+
+
+def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
+    """A norm of the model's kind over the hidden size."""
+    dim, eps = spec.hidden_size, spec.rms_norm_eps
+    if spec.norm == "layer":
+        return LayerNorm(dim, eps, dtype=spec.dtype, device=device)
+    return RMSNorm(dim, eps, offset=spec.norm_offset, dtype=spec.dtype, device=device)
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _enter(
+    norm: Norm | None, delta_TE: Tensor, residual_TE: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(what a branch reads, the stream beside it)."""
+    if norm is not None:
+        return norm.add(delta_TE, residual_TE)
+    total_TE = delta_TE if residual_TE is None else residual_TE + delta_TE
+    return total_TE, total_TE

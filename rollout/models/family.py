@@ -2,27 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from rollout.layers.rope import RopeSpec
+from rollout.models.layer_rules import no_windows, same_rope
+
+Config: TypeAlias = Mapping[str, Any]
+WindowRule: TypeAlias = Callable[[Config, int], tuple[int | None, ...]]
+RopeRule: TypeAlias = Callable[[Config, tuple[int | None, ...]], tuple[RopeSpec | None, ...]]
+
+
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+)  # names of transformers to those of ModelSpec
+
+
+def unchanged(value: Any) -> Any:
+    """The value of a key that is the spec's own."""
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key of the config that gives a field of ModelSpec: `read` its value, `write` the key's."""
+
+    name: str
+    read: Callable[[Any], Any] = unchanged
+    write: Callable[[Any], Any] = unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchNames:
+    """One residual branch by the names of its modules in a checkpoint.
+
+    `is_parallel`: the mixer reads what the branch before it has read.
+    """
+
+    mixer: str
+    norm_before: str | None = None
+    norm_after: str | None = None
+    is_parallel: bool = False
+
+
+PRE_NORM = (
+    BranchNames(mixer="self_attn", norm_before="input_layernorm"),
+    BranchNames(mixer="mlp", norm_before="post_attention_layernorm"),
+)
+SANDWICH = (
+    BranchNames(
+        mixer="self_attn", norm_before="input_layernorm", norm_after="post_attention_layernorm"
+    ),
+    BranchNames(
+        mixer="mlp",
+        norm_before="pre_feedforward_layernorm",
+        norm_after="post_feedforward_layernorm",
+    ),
+)
+POST_NORM = (
+    BranchNames(mixer="self_attn", norm_after="post_attention_layernorm"),
+    BranchNames(mixer="mlp", norm_after="post_feedforward_layernorm"),
+)
+PARALLEL = (
+    BranchNames(mixer="self_attn", norm_before="input_layernorm"),
+    BranchNames(mixer="mlp", is_parallel=True),
+)
+QKV_BIAS = {"attention_bias": Key(name="attention_bias")}
+ATTENTION_BIAS = QKV_BIAS | {"attention_output_bias": Key(name="attention_bias")}
+MLP_BIAS = {"mlp_bias": Key(name="mlp_bias")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type` of Hugging Face configs.
+    """One `model_type` of Hugging Face configs; `title` names the models that are saved under it.
 
-    A bias is there always (True), never (False), or as the named config key says.
+    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are what
+    transformers takes for keys that a config lacks. `keys` lists further keys that the family
+    knows: those that its rules for windows and ropes read, and those without effect on outputs.
+    `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
     """
 
     name: str
+    title: str
     architecture: str
-    qkv_bias: bool | str
-    output_bias: bool | str
-    mlp_bias: bool | str
-    qk_norm: bool
-    default_head_dim: int | None  # None: hidden size / heads
+    branches: tuple[BranchNames, ...] = PRE_NORM
+    values: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Config = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
+    fused: frozenset[str] = frozenset()
+    windows: WindowRule = no_windows
+    ropes: RopeRule = same_rope
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    has_interleaved_rope: bool = False
+    has_sqrt_embedding: bool = False
 
-
-def has_bias(rule: bool | str, config: Mapping[str, Any]) -> bool:
-    """Whether a bias exists in a model with this config; `rule` is one of Family's three."""
-    return bool(config.get(rule, False)) if isinstance(rule, str) else rule
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys that this family reads beside those of all families."""
+        read = {rule.name for rule in self.values.values() if isinstance(rule, Key)}
+        return self.keys | read | self.defaults.keys() | {self.activation_key}

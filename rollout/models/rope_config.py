@@ -10,67 +10,151 @@ from rollout.errors import ModelError
 from rollout.layers.rope import RopeSpec
 
 DEFAULT_THETA = 10_000.0
+FULL, SLIDING = "full_attention", "sliding_attention"  # names of layer types
+_ORIGINAL = "original_max_position_embeddings"
+_KNOWN = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", _ORIGINAL, "max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale"),
+        *("mscale_all_dim", "attention_factor", "short_factor", "long_factor"),
+        *("partial_rotary_factor", "llama_4_scaling_beta"),
+    }
+)
 
 
-def rope_from_hf(config: Mapping[str, Any]) -> RopeSpec:
+def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> RopeSpec:
     """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (v4).
 
-    Raises ModelError for a type, or a way of using it, that is not supported.
+    `layer_type` names the layers in a config with ropes per type. In v4's notation these are scaled
+    in full attention alone, and `rope_local_base_freq` is the theta of sliding attention. Raises
+    ModelError for a type, or a way of using it, that is not supported.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ModelError(
-            f"rope parameters per layer type ({sorted(parameters)}) are not supported; "
-            "all layers must share one set"
-        )
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise ModelError(f"partial_rotary_factor={partial} is not supported; only 1.0 is")
-
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
+    parameters, theta = _parameters(config, layer_type)
+    if unknown := sorted(key for key in parameters.keys() - _KNOWN if parameters[key]):
+        name, value = unknown[0], parameters[unknown[0]]
+        raise ModelError(f"rope parameter {name}={value!r} is not supported")
+    common = _common(parameters, config, float(parameters.get("rope_theta") or theta))
+    kind = common["kind"]
     if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=_number(parameters, "factor"))
+        return RopeSpec(**common, factor=_number(parameters, "factor"))
     if kind == "llama3":
         return RopeSpec(
-            theta=theta,
-            kind=kind,
+            **common,
             factor=_number(parameters, "factor"),
-            original_max_positions=_original_max_positions(parameters, config),
             low_freq_factor=_number(parameters, "low_freq_factor"),
             high_freq_factor=_number(parameters, "high_freq_factor"),
         )
     if kind == "yarn":
         return RopeSpec(
-            theta=theta,
-            kind=kind,
+            **common,
             factor=_number(parameters, "factor"),
-            original_max_positions=_original_max_positions(parameters, config),
             beta_fast=float(parameters.get("beta_fast") or 32.0),
             beta_slow=float(parameters.get("beta_slow") or 1.0),
             truncate=bool(parameters.get("truncate", True)),
             attention_factor=_yarn_attention_factor(parameters),
         )
-    return RopeSpec(theta=theta, kind=kind)
+    if kind == "longrope":
+        return _longrope(common, parameters, config)
+    return RopeSpec(**common)
 
 
 def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
     """The config keys of `rope` in v4's notation, which both versions read."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.partial != 1.0:
+        keys["partial_rotary_factor"] = rope.partial
     if rope.kind == "default":
         return keys
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind != "linear":
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "llama3":
-        scaling["low_freq_factor"] = rope.low_freq_factor
-        scaling["high_freq_factor"] = rope.high_freq_factor
-    if rope.kind == "yarn":
-        scaling["beta_fast"] = rope.beta_fast
-        scaling["beta_slow"] = rope.beta_slow
-        scaling["truncate"] = rope.truncate
-        scaling["attention_factor"] = rope.attention_factor
+    scaling = rope_parameters(rope)
+    del scaling["rope_theta"]
     return keys | {"rope_scaling": scaling}
+
+
+def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
+    """The parameters of one rope in v5's notation."""
+    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.original_max_positions:
+        parameters[_ORIGINAL] = rope.original_max_positions
+    if rope.kind != "default":
+        parameters["factor"] = rope.factor
+    if rope.kind == "llama3":
+        parameters["low_freq_factor"] = rope.low_freq_factor
+        parameters["high_freq_factor"] = rope.high_freq_factor
+    if rope.kind == "yarn":
+        parameters["beta_fast"] = rope.beta_fast
+        parameters["beta_slow"] = rope.beta_slow
+        parameters["truncate"] = rope.truncate
+    if rope.kind == "longrope":
+        parameters["short_factor"] = list(rope.short_factors)
+        parameters["long_factor"] = list(rope.long_factors)
+    if rope.kind in ("yarn", "longrope"):
+        parameters["attention_factor"] = rope.attention_factor
+    if rope.query_growth:
+        parameters["llama_4_scaling_beta"] = rope.query_growth
+    return parameters
+
+
+def _parameters(
+    config: Mapping[str, Any], layer_type: str | None
+) -> tuple[Mapping[str, Any], float]:
+    """(parameters of layers of this type, theta where they have none)."""
+    theta = config.get("rope_theta") or DEFAULT_THETA
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_nested = any(isinstance(value, Mapping) for value in parameters.values())
+    if layer_type is None:
+        if is_nested:
+            raise ModelError(
+                f"rope parameters per layer type ({sorted(parameters)}) are not supported in this "
+                "family; its layers share one set"
+            )
+        return parameters, theta
+    local = config.get("rope_local_base_freq") or theta
+    if is_nested:
+        return parameters.get(layer_type) or {}, local if layer_type == SLIDING else theta
+    return ({}, local) if layer_type == SLIDING else (parameters, theta)
+
+
+def _common(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], theta: float
+) -> dict[str, Any]:
+    """Fields of RopeSpec that every kind may have."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    common = {
+        "theta": theta,
+        "kind": "longrope" if kind == "su" else kind,  # the first name of longrope
+        "partial": 1.0 if partial is None else float(partial),
+        "query_growth": float(parameters.get("llama_4_scaling_beta") or 0.0),
+    }
+    if common["query_growth"] or common["kind"] in ("llama3", "yarn", "longrope"):
+        common["original_max_positions"] = _original_max_positions(parameters, config)
+    return common
+
+
+def _longrope(
+    common: dict[str, Any], parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> RopeSpec:
+    """Factors of each frequency. LongRoPE, sec. 3.3; the attention factor is that of its code."""
+    original = common["original_max_positions"]
+    factor = parameters.get("factor") or config["max_position_embeddings"] / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        growth = math.log(max(factor, 1.0)) / math.log(original)
+        attention_factor = math.sqrt(1 + growth)
+    return RopeSpec(
+        **common,
+        factor=float(factor),
+        attention_factor=float(attention_factor),
+        short_factors=_numbers(parameters, "short_factor"),
+        long_factors=_numbers(parameters, "long_factor"),
+    )
+
+
+def _numbers(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = parameters.get(key)
+    if not isinstance(values, list | tuple):
+        raise ModelError(f"rope parameter {key}={values!r} must list numbers")
+    return tuple(map(float, values))
 
 
 def _number(parameters: Mapping[str, Any], key: str) -> float:
@@ -82,8 +166,8 @@ def _number(parameters: Mapping[str, Any], key: str) -> float:
 
 def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """The context before it was stretched; the model's whole context where nothing is said."""
-    key = "original_max_position_embeddings"
-    return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
+    given = config.get(_ORIGINAL) or parameters.get(_ORIGINAL)
+    return int(given or config["max_position_embeddings"])
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:

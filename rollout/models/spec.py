@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from rollout.errors import ModelError
-from rollout.layers.rope import RopeSpec
-from rollout.models.family import has_bias
-from rollout.models.registry import find_family
-from rollout.models.rope_config import rope_from_hf, rope_to_hf
-from rollout.models.unsupported import refuse_unsupported
+from rollout.layers.rope import RopeSpec, rotary_dim
+from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
+from rollout.models.families.registry import find_family
+from rollout.models.family import Family, Key
+from rollout.models.layer_rules import ropes_by_type
+from rollout.models.rope_config import FULL, SLIDING, rope_from_hf, rope_parameters, rope_to_hf
 
 SIZES = (
     "vocab_size",
@@ -33,7 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ModelSpec:
     """A dense decoder-only language model. `family` is the Hugging Face `model_type`.
 
-    Raises ModelError for sizes that do not fit together.
+    `windows` has how many tokens a token sees in each layer, itself included, or None for all of
+    them; () means None everywhere. `ropes` has each layer's rope or None; () means `rope`
+    everywhere. Raises ModelError for sizes that do not fit together.
     """
 
     family: str
@@ -52,6 +55,18 @@ class ModelSpec:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads together, not each by itself
+    norm: str = "rms"  # or "layer"
+    norm_offset: float = 0.0  # added to the weights of norms
+    activation: str = "silu"  # or "gelu_tanh"
+    windows: tuple[int | None, ...] = ()
+    ropes: tuple[RopeSpec | None, ...] = ()
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # c: scores become c tanh(score / c)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -66,39 +81,48 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        for name in ("windows", "ropes"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise ModelError(f"{name} must have num_layers={self.num_layers} entries or none")
+        for rope in (self.rope, *self.distinct_ropes):
+            self._check_rope(rope)
         parse_dtype(self.dtype)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Read a config.json of transformers v4 or v5.
 
-        Raises ModelError for an unknown `model_type`, a missing key, or a feature that this package
-        would silently get wrong: sliding windows, experts, quantization, other activations.
+        Raises ModelError for an unknown `model_type`, a missing key, or a key that the family does
+        not know and that may have an effect: experts, quantization, other activations.
         """
         family = find_family(config.get("model_type"))
+        refuse_unknown(config, family)
+        config = {**family.defaults, **config}
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        num_layers = _size(config, "num_hidden_layers")
-        refuse_unsupported(config, num_layers)
-        return cls(
-            family=family.name,
-            vocab_size=_size(config, "vocab_size"),
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
-            intermediate_size=_size(config, "intermediate_size"),
-            max_position_embeddings=_size(config, "max_position_embeddings"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=rope_from_hf(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=has_bias(family.qkv_bias, config),
-            attention_output_bias=has_bias(family.output_bias, config),
-            mlp_bias=has_bias(family.mlp_bias, config),
-            qk_norm=family.qk_norm,
-            eos_token_ids=tuple(union_of_ids(config.get("eos_token_id"))),
-            dtype=parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
-        )
+        values: dict[str, Any] = {
+            "vocab_size": _size(config, "vocab_size"),
+            "hidden_size": hidden_size,
+            "num_layers": _size(config, "num_hidden_layers"),
+            "num_heads": num_heads,
+            "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+            "head_dim": config.get("head_dim") or hidden_size // num_heads,
+            "intermediate_size": _size(config, "intermediate_size"),
+            "max_position_embeddings": _size(config, "max_position_embeddings"),
+            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "activation": activation_of(config, family),
+            "eos_token_ids": tuple(union_of_ids(config.get("eos_token_id"))),
+            "dtype": parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
+        }
+        values |= _layers_from_hf(config, family, values["num_layers"])
+        for name, rule in family.values.items():
+            if not isinstance(rule, Key):
+                values[name] = rule
+            elif rule.name in config:
+                values[name] = rule.read(config[rule.name])
+        if family.has_sqrt_embedding:
+            values["embedding_multiplier"] = float(hidden_size**0.5)
+        return cls(family=family.name, **values)
 
     def to_hf_config(self) -> dict[str, Any]:
         """A config.json for transformers v4 and v5. Raises ModelError if it cannot say all."""
@@ -114,18 +138,61 @@ class ModelSpec:
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_position_embeddings,
-            "hidden_act": "silu",
+            family.activation_key: activation_to_hf(self.activation, family),
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": None,
+            "pad_token_id": None,
             "eos_token_id": list(self.eos_token_ids) or None,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
-        rules = {family.qkv_bias: self.attention_bias, family.mlp_bias: self.mlp_bias}
-        config |= {key: has for key, has in rules.items() if isinstance(key, str)}
-        config |= rope_to_hf(self.rope)
+        for name, rule in family.values.items():
+            if isinstance(rule, Key):
+                config[rule.name] = rule.write(getattr(self, name))
+        config |= self._layers_to_hf(family)
         self._require_same(ModelSpec.from_hf_config(config))
         return config
+
+    @property
+    def distinct_ropes(self) -> tuple[RopeSpec, ...]:
+        """Each rope that a layer has, once, in the order of layers."""
+        ropes = self.ropes or (self.rope,)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    def _layers_to_hf(self, family: Family) -> dict[str, Any]:
+        """The keys of windows and ropes that this family knows."""
+        keys: dict[str, Any] = dict(rope_to_hf(self.rope))
+        windows = self.windows or (None,) * self.num_layers
+        if family.ropes is ropes_by_type:
+            layers = [*zip(windows, self.ropes or (self.rope,) * self.num_layers, strict=True)]
+            full = next((rope for window, rope in layers if window is None and rope), self.rope)
+            sliding = next((rope for window, rope in layers if window and rope), self.rope)
+            keys = {
+                "rope_parameters": {FULL: rope_parameters(full), SLIDING: rope_parameters(sliding)}
+            }
+        if "no_rope_layers" in family.keys:
+            ropes = self.ropes or (self.rope,) * self.num_layers
+            keys["no_rope_layers"] = [int(rope is not None) for rope in ropes]
+        if "sliding_window" in family.known_keys:
+            keys["sliding_window"] = next(filter(None, windows), None)
+        if "use_sliding_window" in family.keys:
+            keys["use_sliding_window"] = bool(self.windows)
+        if "layer_types" in family.keys:
+            keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+        return keys
+
+    def _check_rope(self, rope: RopeSpec) -> None:
+        num_dims = rotary_dim(rope, self.head_dim)
+        if num_dims < 2 or num_dims % 2:
+            raise ModelError(
+                f"partial_rotary_factor={rope.partial} of head_dim={self.head_dim} must give an "
+                f"even number of dims, not {num_dims}"
+            )
+        factors = {len(rope.short_factors), len(rope.long_factors)}
+        if rope.kind == "longrope" and factors != {num_dims // 2}:
+            raise ModelError(
+                f"longrope needs {num_dims // 2} factors, one for each frequency, not {factors}"
+            )
 
     def _require_same(self, read_back: ModelSpec) -> None:
         """A config cannot say everything a ModelSpec can, such as Qwen2 without its biases."""
@@ -138,6 +205,26 @@ class ModelSpec:
             raise ModelError(
                 f"a {self.family!r} config cannot express this spec; (wanted, family's): {lost}"
             )
+
+
+def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+    """`rope`, `windows` and `ropes`, the last two empty where all layers are alike."""
+    windows = family.windows(config, num_layers)
+    each = family.ropes(config, windows or (None,) * num_layers)
+    pairs = zip(each, windows or (None,) * num_layers, strict=False)
+    # Layers of full attention first; none where all layers have the same rope.
+    ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
+    rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
+    if family.has_interleaved_rope:
+        rope = replace(rope, is_interleaved=True)
+        each = tuple(own and replace(own, is_interleaved=True) for own in each)
+    if rope.partial != 1.0 and "partial_rotary_factor" not in family.known_keys:
+        raise ModelError(f"partial_rotary_factor={rope.partial} is not known to {family.name!r}")
+    if rope.query_growth and "llama_4_scaling_beta" not in family.keys:
+        raise ModelError(
+            f"llama_4_scaling_beta={rope.query_growth} is not known to {family.name!r}"
+        )
+    return {"rope": rope, "windows": windows, "ropes": () if set(each) <= {rope} else each}
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from rollout.backends.ops.triton_append import NUM_WARPS, ROWS_PER_PROGRAM, appe
 H100 = GPUTarget("cuda", 90, 32)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = (64, 96, 128, 256)
+TRAIT_HEAD_DIMS = (64, 256)  # GPT-OSS, Gemma
 GROUP_SIZES = (1, 64)  # the smallest and the largest give every tile of decode and of prefill
 POINTERS = {
     "slots": "*i64",
@@ -38,8 +40,9 @@ POINTERS = {
     "query_starts": "*i32",
     "context_lens": "*i32",
 }
-TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm")  # of the model's dtype
-FLOATS = ("eps", "scale")
+# Of the model's dtype.
+TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm", "sinks")
+FLOATS = ("eps", "scale", "softcap")
 
 
 class Configuration(NamedTuple):
@@ -52,7 +55,8 @@ class Configuration(NamedTuple):
 
     @property
     def name(self) -> str:
-        values = [self.signature.get("q") or self.signature.get("out"), *self.constexprs.values()]
+        types = [self.signature.get(name) for name in ("q", "out", "q_norm")]
+        values = [*filter(None, types), *self.constexprs.values()]
         return " ".join(map(str, (self.kernel.__name__, *values)))
 
 
@@ -70,33 +74,41 @@ def configurations(dtype: str) -> Iterator[Configuration]:
 
 
 def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
-    """With and without norms of query and key heads."""
+    """With and without norms of query and key heads; weights with an offset are float32."""
     constexprs = {
         "HEAD_DIM": head_dim,
         "BLOCK_F": triton.next_power_of_2(head_dim // 2),
         "BLOCK_R": ROWS_PER_PROGRAM,
         "HAS_ROTATION": True,
     }
+    options = {"num_warps": NUM_WARPS}
     for norms in ({}, {"q_norm": None, "k_norm": None}):
-        options = {"num_warps": NUM_WARPS}
         yield configuration(append_kv_kernel, dtype, constexprs | norms, options)
+    if head_dim == max(TRAIT_HEAD_DIMS):
+        case = configuration(append_kv_kernel, dtype, constexprs, options)
+        offset = {"q_norm": "*fp32", "k_norm": "*fp32"}
+        yield case._replace(signature=case.signature | offset)
 
 
 def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
-    """Every distinct cut of `launch_choice`."""
+    """Every distinct cut of `launch_choice`, plain and with all traits."""
     choices = {
         (is_decode, launch_choice(DTYPES[dtype], head_dim, group_size, is_decode))
         for is_decode in (True, False)
         for group_size in GROUP_SIZES
     }
-    for is_decode, choice in sorted(choices, key=repr):
+    plain = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "sinks": None}
+    traits = [plain]
+    if head_dim in TRAIT_HEAD_DIMS:
+        traits.append({"HAS_WINDOW": True, "HAS_SOFTCAP": True})
+    for (is_decode, choice), trait in product(sorted(choices, key=repr), traits):
         constexprs = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "BLOCK_M": choice.block_m,
             "BLOCK_N": choice.block_n,
             "IS_DECODE": is_decode,
-        }
+        } | trait
         options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
         yield configuration(paged_attention_kernel, dtype, constexprs, options)
 

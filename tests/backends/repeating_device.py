@@ -20,7 +20,7 @@ from rollout.backends.cpu import cpu_backend
 from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput
 from tests.tiny_models import tiny_engine
@@ -82,6 +82,7 @@ class HostlessAttention(ReferenceAttention):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         assert rotation is not None
         count = int(batch.query_starts_E[-1])
@@ -96,7 +97,7 @@ class HostlessAttention(ReferenceAttention):
         turn = replace(rotation, cos_TD=rotation.cos_TD[:count], sin_TD=rotation.sin_TD[:count])
         out_THD = torch.zeros_like(q_THD)
         parts = q_THD[:count], k_TGD[:count], v_TGD[:count]
-        out_THD[:count] = super().attend(*parts, layer, exact, turn)
+        out_THD[:count] = super().attend(*parts, layer, exact, turn, traits)
         return out_THD
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.attention.reference import ReferenceAttention
-from rollout.backends.forward_batch import Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
 
 pytest.importorskip("triton")
@@ -58,7 +58,9 @@ mixes = st.builds(
 )
 
 
-def assert_as_the_reference(mix: Mix, num_splits: int | None) -> None:
+def assert_as_the_reference(
+    mix: Mix, num_splits: int | None, traits: AttentionTraits = PLAIN
+) -> None:
     """Outputs of real tokens and all cached K and V but those of the scratch block."""
     num_tokens = mix.num_tokens
     q, k, v = projection(mix, num_tokens + mix.num_padding_tokens)
@@ -66,8 +68,9 @@ def assert_as_the_reference(mix: Mix, num_splits: int | None) -> None:
     in_graph = as_in_a_graph(batch, mix)
     for padding in (q[num_tokens:], k[num_tokens:], v[num_tokens:]):
         padding.fill_(torch.nan)
-    expected = ReferenceAttention().attend(q[:num_tokens], k[:num_tokens], v[:num_tokens], 0, batch)
-    out = device_attention(num_splits).attend(q, k, v, 0, in_graph)
+    parts = q[:num_tokens], k[:num_tokens], v[:num_tokens]
+    expected = ReferenceAttention().attend(*parts, 0, batch, None, traits)
+    out = device_attention(num_splits).attend(q, k, v, 0, in_graph, None, traits)
     real = mix.real_tokens
     torch.testing.assert_close(out[real], expected[real], rtol=2e-5, atol=2e-5)
     cached = in_graph.kv[0].permute(0, 3, 1, 2, 4)
@@ -87,6 +90,23 @@ def test_every_number_of_splits_gives_the_same(num_splits: int) -> None:
     contexts = (2, 31, 32, 33, 65, 300)
     mix = Mix(decode=contexts, num_padding_rows=1, group_size=2, num_kv_heads=1)
     assert_as_the_reference(mix, num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_windows_softcaps_and_sinks_hold_in_splits_and_padding(num_splits: int) -> None:
+    """Windows that begin within a tile, before it and after it; a sink counts once."""
+    mix = Mix(
+        decode=(2, 65, 300),
+        num_padding_rows=1,
+        prefill=((70, 40), (0, 9)),
+        num_padding_tokens=5,
+        group_size=2,
+        num_kv_heads=2,
+    )
+    traits = AttentionTraits(
+        scale=0.4, window=50, softcap=4.0, sinks_H=torch.tensor([-1.0, 0.5, 3.0, 0.0])
+    )
+    assert_as_the_reference(mix, num_splits, traits)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])

@@ -13,6 +13,7 @@ from rollout import SamplingParams
 from rollout.backends.executors.graph_shapes import GraphShape, Ladder
 from tests.backends.repeating_device import graph_engine
 from tests.contracts.on_device import device_ops
+from tests.family_cases import family_model
 from tests.tiny_models import Margins, drain, prompt_of, tiny_model
 
 pytest.importorskip("triton")
@@ -27,21 +28,26 @@ LADDER = Ladder(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("family", "config"),
     [
-        pytest.param({}, id="eager prefill"),
+        pytest.param("qwen3", {}, id="eager prefill"),
         pytest.param(
+            "qwen3",
             {"enable_chunked_prefill": True, "max_tokens": 16},
             id="captured prefill",
             marks=pytest.mark.slow,
         ),
+        pytest.param("gemma2", {}, id="softcaps and windows", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {}, id="two ropes", marks=pytest.mark.slow),
+        pytest.param("glm4", {}, id="half of a head turns", marks=pytest.mark.slow),
+        pytest.param("cohere2", {}, id="layers without rope", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_the_trainers_model(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, family: str, config: dict[str, Any]
 ) -> None:
     """Two layers, 20 tokens each of a group and of requests alone, across a suspend."""
-    model = tiny_model("qwen3", seed=9, head_dim=16)
+    model = tiny_model("qwen3", seed=9) if family == "qwen3" else family_model(family, seed=9)
     engine, executor, _ = graph_engine(
         monkeypatch,
         model,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, CacheSpec
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,23 @@ def make_batch(rows: Sequence[Row], kv: Sequence[Tensor], block_size: int) -> Fo
     )
 
 
-def causal_attention(q_CHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> Tensor:
+def causal_attention(
+    q_CHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, traits: AttentionTraits = PLAIN
+) -> Tensor:
     """Attention of one whole sequence to itself, in float64: softmax(q k / sqrt(D)) v."""
     repeats = q_CHD.shape[1] // k_CGD.shape[1]
     k_CHD = k_CGD.double().repeat_interleave(repeats, dim=1)
     v_CHD = v_CGD.double().repeat_interleave(repeats, dim=1)
-    scores_HQC = torch.einsum("qhd,chd->hqc", q_CHD.double(), k_CHD) * q_CHD.shape[2] ** -0.5
-    future_QC = torch.ones(scores_HQC.shape[1:], dtype=torch.bool).triu(1)
-    weights_HQC = scores_HQC.masked_fill(future_QC, -torch.inf).softmax(-1)
+    scale = q_CHD.shape[2] ** -0.5 if traits.scale is None else traits.scale
+    scores_HQC = torch.einsum("qhd,chd->hqc", q_CHD.double(), k_CHD) * scale
+    if traits.softcap is not None:
+        scores_HQC = traits.softcap * (scores_HQC / traits.softcap).tanh()
+    hidden_QC = torch.ones(scores_HQC.shape[1:], dtype=torch.bool).triu(1)
+    if traits.window is not None:
+        hidden_QC |= torch.ones_like(hidden_QC).tril(-traits.window)
+    scores_HQC = scores_HQC.masked_fill(hidden_QC, -torch.inf)
+    log_total_HQ = scores_HQC.logsumexp(-1)
+    if traits.sinks_H is not None:
+        log_total_HQ = torch.logaddexp(log_total_HQ, traits.sinks_H.double()[:, None])
+    weights_HQC = (scores_HQC - log_total_HQ[:, :, None]).exp()
     return torch.einsum("hqc,chd->qhd", weights_HQC, v_CHD)

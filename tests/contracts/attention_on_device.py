@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.attention.triton_paged import TritonPagedAttention
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 DEVICE = torch.device("cuda")
 
@@ -25,6 +25,7 @@ class DeviceAttention(TritonPagedAttention):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         fields = {f.name: moved(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
         fields["kv"] = {layer: moved(batch.kv[layer])}
@@ -32,7 +33,8 @@ class DeviceAttention(TritonPagedAttention):
             turn = (getattr(rotation, f.name) for f in dataclasses.fields(rotation))
             rotation = Rotation(*map(moved, turn))
         q_THD, k_TGD, v_TGD = moved(q_THD), moved(k_TGD), moved(v_TGD)
-        out = super().attend(q_THD, k_TGD, v_TGD, layer, ForwardBatch(**fields), rotation)
+        traits = dataclasses.replace(traits, sinks_H=moved(traits.sinks_H))
+        out = super().attend(q_THD, k_TGD, v_TGD, layer, ForwardBatch(**fields), rotation, traits)
         batch.kv[layer].copy_(fields["kv"][layer])
         return out.cpu()
 

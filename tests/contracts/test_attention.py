@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend
-from rollout.backends.forward_batch import Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
 from rollout.backends.ops.reference import ReferenceOps
 from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache, make_spec
 from tests.contracts.implementations import ATTENTION, is_interpreted
@@ -48,6 +48,15 @@ class Ragged:
     order: str
     dtype: torch.dtype
     seed: int
+    traits: AttentionTraits = PLAIN
+    has_sinks: bool = False
+
+    @property
+    def all_traits(self) -> AttentionTraits:
+        """With a sink for each query head, if they have one."""
+        generator = torch.Generator().manual_seed(self.seed)
+        sinks_H = 3 * torch.randn(self.num_heads[0], generator=generator)
+        return replace(self.traits, sinks_H=sinks_H) if self.has_sinks else self.traits
 
 
 ragged_batches = st.builds(
@@ -59,7 +68,41 @@ ragged_batches = st.builds(
     order=st.sampled_from(["adjacent", "scattered", "reversed"]),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
+    traits=st.builds(
+        AttentionTraits,
+        scale=st.sampled_from([None, 0.7]),
+        window=st.sampled_from([None, None, 1, 7, 16, 33]),
+        softcap=st.sampled_from([None, 2.0, 30.0]),
+    ),
+    has_sinks=st.booleans(),
 )
+TRAITS = {
+    "scale": (AttentionTraits(scale=0.6), False),
+    "window of one": (AttentionTraits(window=1), False),
+    "window": (AttentionTraits(window=20), False),
+    "wide window": (AttentionTraits(window=1000), False),
+    "softcap": (AttentionTraits(softcap=3.0), False),
+    "sinks": (PLAIN, True),
+    "window and sinks": (AttentionTraits(window=9), True),
+    "all": (AttentionTraits(scale=0.6, window=21, softcap=5.0), True),
+}
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_traits_change_scores_and_weights(attention: AttentionBackend, traits: str) -> None:
+    """Decode rows, a chunk and a whole prompt, some within the window and some beyond it."""
+    ragged = Ragged(
+        lengths=[(70, 1), (5, 1), (33, 18), (0, 40)],
+        num_heads=(6, 2),
+        head_dim=16,
+        block_size=16,
+        order="scattered",
+        dtype=torch.float32,
+        seed=3,
+        traits=TRAITS[traits][0],
+        has_sinks=TRAITS[traits][1],
+    )
+    assert_rows_attend_causally(attention, ragged)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if not is_interpreted(name)])
@@ -108,12 +151,15 @@ def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> 
             [p[: r.num_cached] for p in w] for r, w in zip(rows, whole, strict=True) if r.num_cached
         ]
         batch = make_batch(past, kv, ragged.block_size)
-        attention.attend(*map(torch.cat, zip(*tokens, strict=True)), 0, batch)
+        parts = map(torch.cat, zip(*tokens, strict=True))
+        attention.attend(*parts, 0, batch, None, ragged.all_traits)
     tokens = [[p[r.num_cached :] for p in w] for r, w in zip(rows, whole, strict=True)]
     batch = make_batch(rows, kv, ragged.block_size)
-    out = attention.attend(*map(torch.cat, zip(*tokens, strict=True)), 0, batch)
+    parts = map(torch.cat, zip(*tokens, strict=True))
+    traits = ragged.all_traits
+    out = attention.attend(*parts, 0, batch, None, traits)
     expected = torch.cat(
-        [causal_attention(*w)[r.num_cached :] for r, w in zip(rows, whole, strict=True)]
+        [causal_attention(*w, traits)[r.num_cached :] for r, w in zip(rows, whole, strict=True)]
     )
     assert out.dtype == ragged.dtype
     tolerance = TOLERANCE[ragged.dtype]

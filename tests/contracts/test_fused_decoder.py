@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,12 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.native.decoder import native_decoder
 from rollout.backends.native.library import load_library
+from rollout.errors import ConfigError
+from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
+from tests.contracts.implementations import kernels
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
@@ -34,11 +39,27 @@ SPEC = ModelSpec(
     intermediate_size=72,
     max_position_embeddings=256,
 )
-FAMILIES = {
+WINDOWS = (9, None)
+# Every trait of a layer that some family has, by itself.
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
     "all biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "windows": {"windows": WINDOWS},
+    "scale and softcap": {"attention_scale": 0.4, "attention_softcap": 4.0},
+    "norms after": {"family": "olmo2", "qk_norm": True, "qk_norm_whole": True},
+    "norms before and after": {"family": "glm4", "qk_norm": True},
+    "parallel": {"family": "cohere2", "norm": "layer"},
+    "ropes": {"ropes": (RopeSpec(theta=500.0), None), "qk_norm": True},
+    "half of a head turns": {"rope": RopeSpec(partial=0.5, is_interleaved=True), "qk_norm": True},
+    "norm weights + 1": {"norm_offset": 1.0, "qk_norm": True},
+}
+# Compilers and torch round what these compute differently.
+ROUNDED_FAMILIES: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu_tanh"},
+    "multipliers": {"embedding_multiplier": 7.0, "residual_multiplier": 0.3},
+    "queries that grow": {"rope": RopeSpec(query_growth=0.2, original_max_positions=8)},
 }
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C compiler")
 
@@ -104,25 +125,29 @@ def batch_of(
 
 def fused(model: CausalLM, batch: ForwardBatch) -> Tensor | None:
     assert model.fused is not None
-    return model.fused.run(model.rotary.cos_PD, model.rotary.sin_PD, batch)
+    return model.fused.run([(table.cos_PD, table.sin_PD) for table in model.rotary], batch)
 
 
 def one_by_one(model: CausalLM, batch: ForwardBatch) -> Tensor:
-    hidden_LE: Tensor = model.model(*model.rotary(batch.positions_T), batch)
+    hidden_LE: Tensor = model.model([table(batch.positions_T) for table in model.rotary], batch)
     return hidden_LE
 
 
 def assert_equal_to_layers(
-    model: CausalLM, rows: Sequence[tuple[int, int]], kept: Sequence[int]
+    model: CausalLM,
+    rows: Sequence[tuple[int, int]],
+    kept: Sequence[int],
+    tolerance: float = 0.0,
 ) -> None:
     model.reserve_positions(128)
     batch = batch_of(rows, kept, caches(model.spec))
     other = replace(batch, kv=caches(model.spec))
     result, expected = fused(model, batch), one_by_one(model, other)
     assert result is not None
-    assert torch.equal(result, expected)
+    near = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(result, expected, **near)
     for ours, theirs in zip(batch.kv, other.kv, strict=True):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, **near)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,6 +166,14 @@ def test_it_computes_what_the_layers_compute_one_by_one(
     model = prepared(replace(SPEC, **FAMILIES[family]), native_backend(monkeypatch))
     num_tokens = sum(new for _, new in rows)
     assert_equal_to_layers(model, rows, [num_tokens - 1, *range(0, num_tokens, 3)])
+
+
+@pytest.mark.parametrize("family", ROUNDED_FAMILIES)
+def test_it_computes_what_the_layers_compute_but_for_rounding(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepared(replace(SPEC, **ROUNDED_FAMILIES[family]), native_backend(monkeypatch))
+    assert_equal_to_layers(model, [(3, 1), (40, 1), (0, 17), (5, 30)], [0, 1, 18, 48], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +298,12 @@ def test_what_it_is_not_made_for_is_left_to_the_layers(
     model.reserve_positions(128)
     kv = [cache.to(spec.dtype) for cache in caches(spec)]
     assert fused(model, batch_of([(5, 1)], [0], kv)) is None
+
+
+def test_layers_of_another_shape_run_one_by_one_and_never_deterministically() -> None:
+    assert native_decoder(kernels(), None) is None
+    with pytest.raises(ConfigError, match="deterministic=True needs layers of one attention"):
+        native_decoder(kernels(), None, deterministic=True)
 
 
 def test_a_model_that_is_prepared_again_has_what_its_new_backend_has(

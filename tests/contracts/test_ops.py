@@ -151,12 +151,33 @@ def test_rotary_turns_pairs_of_the_two_halves(
     assert torch.equal(fused, before)
 
 
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + inner.tanh())
+
+
+GATES = {"silu_mul": lambda gate: gate * gate.sigmoid(), "gelu_mul": gelu_tanh}
+
+
+@pytest.mark.parametrize("gate_name", GATES)
 @all_ops
 @given(rows=st.integers(0, 9), size=st.sampled_from([1, 30, 1728]), dtype=dtypes)
-def test_silu_mul_gates_the_second_half(
-    name: str, rows: int, size: int, dtype: torch.dtype
+def test_an_activation_gates_the_second_half(
+    name: str, gate_name: str, rows: int, size: int, dtype: torch.dtype
 ) -> None:
     dtype = computable(name, dtype)
     gate_up = randn(rows, 2 * size, dtype=dtype) * 5
     gate, up = gate_up.double().chunk(2, -1)
-    assert_near(OPS[name]().silu_mul(gate_up), gate * gate.sigmoid() * up, dtype)
+    gated = getattr(OPS[name](), gate_name)(gate_up)
+    assert_near(gated, GATES[gate_name](gate) * up, dtype)
+
+
+@all_ops
+@given(rows=st.integers(0, 9), size=st.sampled_from([2, 30, 512]), dtype=dtypes)
+def test_layer_norm_centres_and_scales(name: str, rows: int, size: int, dtype: torch.dtype) -> None:
+    dtype = computable(name, dtype)
+    x, weight = randn(rows, size, dtype=dtype) * 3 + 2, randn(size, dtype=dtype)
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    deviation = (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    expected = centred / deviation * weight.double()
+    assert_near(OPS[name]().layer_norm(x, weight, 1e-3), expected, dtype)

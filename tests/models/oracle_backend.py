@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
 from rollout.models import CausalLM
 
 BLOCK_SIZE = 128
@@ -80,6 +80,16 @@ class OracleOps:
 
         return turn(q_THD), turn(k_TGD)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (centred * scale * weight.float()).to(x.dtype)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + inner.tanh()) * up
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * torch.sigmoid(gate) * up
@@ -95,13 +105,15 @@ class OracleAttention:
         v_TGD: Tensor,
         layer: int,
         batch: ForwardBatch,
-        rotation: Rotation,
+        rotation: Rotation | None,
+        traits: AttentionTraits,
     ) -> Tensor:
         ops = OracleOps()
-        if rotation.q_norm_D is not None and rotation.k_norm_D is not None:
-            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
-            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
-        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
+        if rotation is not None:
+            if rotation.q_norm_D is not None and rotation.k_norm_D is not None:
+                q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+                k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
+            q_THD, k_TGD = ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
         cache = batch.kv[layer]
         cache[batch.slots_T] = torch.stack((k_TGD, v_TGD), dim=1)
         group_size = q_THD.shape[1] // k_TGD.shape[1]
@@ -111,9 +123,13 @@ class OracleAttention:
             first_slot = int(batch.block_tables_RM[row, 0]) * batch.block_size
             context = cache[first_slot : first_slot + context_len]
             k, v = context.repeat_interleave(group_size, dim=2).unbind(1)
-            scores = torch.einsum("thd,shd->hts", q_THD[start:end], k) * q_THD.shape[-1] ** -0.5
-            is_future = torch.arange(context_len) > batch.positions_T[start:end, None]
-            weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+            scores = torch.einsum("thd,shd->hts", q_THD[start:end], k)
+            scores = scores * traits.scale_of(q_THD.shape[-1])
+            if traits.softcap is not None:
+                scores = traits.softcap * (scores / traits.softcap).tanh()
+            age = batch.positions_T[start:end, None] - torch.arange(context_len)
+            is_hidden = (age < 0) | (age >= (traits.window or BLOCK_SIZE))
+            weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
             outputs.append(torch.einsum("hts,shd->thd", weights, v))
         return torch.cat(outputs)
 

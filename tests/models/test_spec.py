@@ -11,7 +11,10 @@ import torch
 from rollout.errors import ModelError
 from rollout.layers.rope import RopeSpec
 from rollout.models import ModelSpec
+from tests.family_cases import FAMILY_CASES
+from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config
+from tests.tiny_models import tiny_config
 
 # Written as transformers v4 wrote it.
 QWEN2_V4 = {
@@ -70,6 +73,11 @@ def test_v4_and_v5_notation_of_rope_mean_the_same(
     assert spec.rope.kind == (scaling or {}).get("rope_type", "linear" if scaling else "default")
 
 
+def test_the_documented_table_of_families_is_theirs() -> None:
+    """After a change: `python -m tests.family_table`."""
+    assert family_table() in PAGE.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("family", CONFIG_CLASSES)
 @pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE, YARN_ROPE])
 def test_written_configs_read_back_the_same_through_transformers(
@@ -95,13 +103,70 @@ def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
     assert ModelSpec.from_hf_config(config) == ModelSpec.from_hf_config(QWEN2_V4)
 
 
+def test_a_window_on_some_layers_is_read() -> None:
+    config = QWEN2_V4 | {"use_sliding_window": True, "max_window_layers": 22}
+    assert ModelSpec.from_hf_config(config).windows == (*[None] * 22, 32768, 32768)
+
+
+def test_layers_without_types_have_the_windows_that_transformers_gives_them() -> None:
+    for family in ("ministral", "olmo3", "gemma2", "gemma3_text", "cohere2", "smollm3"):
+        sizes = {"num_hidden_layers": 8, "sliding_window": 11}
+        config = tiny_config(family, **(FAMILY_CASES[family] | sizes | {"layer_types": None}))
+        theirs = config.to_dict()
+        ours = {key: value for key, value in theirs.items() if key != "layer_types"}
+        expected = ModelSpec.from_hf_config(theirs)
+        assert ModelSpec.from_hf_config(ours) == expected
+        is_sliding = [kind == "sliding_attention" for kind in theirs["layer_types"]]
+        windows = expected.windows or (None,) * 8
+        assert [window is not None for window in windows] == is_sliding, family
+
+
+def test_keys_that_are_unset_or_private_pass() -> None:
+    unset = {"attn_logit_softcapping": None, "num_experts": 0, "extra": [], "_name": "x"}
+    assert ModelSpec.from_hf_config(QWEN2_V4 | unset) == ModelSpec.from_hf_config(QWEN2_V4)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 11}),
+        ("cohere2", {"layer_switch": 4, "rotary_pct": 1.0, "use_parallel_block": True}),
+    ],
+)
+def test_keys_without_effect_of_published_configs_pass(family: str, keys: dict[str, Any]) -> None:
+    config = tiny_config(family, **FAMILY_CASES[family]).to_dict()
+    assert ModelSpec.from_hf_config(config | keys) == ModelSpec.from_hf_config(config)
+
+
+def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
+    """Gemma 3 as it was published: a pattern of layers, a local theta, a scaling of full layers."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"vocab_size": 97, "intermediate_size": 96, "max_position_embeddings": 256}
+    published = {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    published |= {"rope_scaling": scaling, "rope_local_base_freq": 10_000.0, "rope_theta": 1e6}
+    spec = ModelSpec.from_hf_config(sizes | published)
+    assert spec.windows == (*[512] * 5, None, 512)
+    full = RopeSpec(theta=1e6, kind="linear", factor=8.0)
+    assert spec.rope == full
+    assert spec.ropes == (*[RopeSpec(theta=10_000.0)] * 5, full, RopeSpec(theta=10_000.0))
+    assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba'.*llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, r"'mamba'.*llama.*qwen2, qwen3"),
         ({"model_type": None}, "None is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "lists 2 layers"),
+        ({"layer_types": ["linear_attention"] * 24}, "'linear_attention'.*'full_attention'"),
+        ({"layer_types": ["sliding_attention"] * 24}, "use_sliding_window=False"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier=0.5.*'qwen2'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0.*remove it"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor=None"),
         ({"num_experts": 8}, "num_experts=8"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -244,7 +244,7 @@ def test_non_finite_weights_fail_the_requests_and_the_engine_goes_on() -> None:
 
 def test_an_unknown_model_type_is_refused_with_the_supported_ones(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ModelError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'gpt2' is not supported; supported: .*llama.*qwen3"):
         tiny_engine(old_model()).from_model(tmp_path)
     with pytest.raises(ModelError, match="int"):
         DynamicInferenceEngine.from_model(5)

@@ -10,6 +10,7 @@ Shape letters: T tokens, H query heads, G key/value heads, D head dim.
 from __future__ import annotations
 
 from ctypes import addressof
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import Ops
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 
 MAX_HEAD_DIM = 256
@@ -41,14 +42,17 @@ class NativePagedAttention(TorchSdpaAttention):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         """Write K and V at their slots, then attend causally; [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
-            return super().attend(q_THD, k_TGD, v_TGD, layer, batch)
+            return super().attend(q_THD, k_TGD, v_TGD, layer, batch, None, traits)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        args = attention_args(q_THD, k_TGD, v_TGD, out_THD, cache, batch)
+        if traits.sinks_H is not None:
+            traits = replace(traits, sinks_H=traits.sinks_H.detach().float().contiguous())
+        args = attention_args(q_THD, k_TGD, v_TGD, out_THD, cache, batch, traits)
         self._kernels.write_tokens(addressof(args))
         num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
         if num_decode:
@@ -81,9 +85,15 @@ class NativePagedAttention(TorchSdpaAttention):
 
 
 def attention_args(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, cache: Tensor, batch: ForwardBatch
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    cache: Tensor,
+    batch: ForwardBatch,
+    traits: AttentionTraits = PLAIN,
 ) -> AttentionArgs:
-    """The kernels' view of these tensors, which must outlive it."""
+    """The kernels' view of these tensors, which must outlive it; sinks are float32."""
     assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
     num_tokens, num_kv_heads, head_dim = k_TGD.shape
     return AttentionArgs(
@@ -95,6 +105,10 @@ def attention_args(
         *(batch.block_tables_RM.stride(0), cache.stride(0), batch.block_size),
         *(num_tokens, q_THD.shape[1], num_kv_heads, head_dim),
         *(CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]),
+        window=traits.window or 0,
+        sinks=None if traits.sinks_H is None else traits.sinks_H.data_ptr(),
+        scale=traits.scale_of(head_dim),
+        softcap=traits.softcap or 0.0,
     )
 
 

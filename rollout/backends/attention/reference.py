@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 
 class ReferenceAttention(TokenMajorCache):
@@ -24,6 +24,7 @@ class ReferenceAttention(TokenMajorCache):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         """softmax(q k / sqrt(D)) v over positions up to the token's own, in float32; [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
@@ -35,10 +36,25 @@ class ReferenceAttention(TokenMajorCache):
         repeats = q_THD.shape[1] // k_TGD.shape[1]
         k_TCHD = context_TC2GD[:, :, 0].repeat_interleave(repeats, dim=2)
         v_TCHD = context_TC2GD[:, :, 1].repeat_interleave(repeats, dim=2)
-        scores_THC = torch.einsum("thd,tchd->thc", q_THD.float(), k_TCHD) * q_THD.shape[2] ** -0.5
+        scores_THC = torch.einsum("thd,tchd->thc", q_THD.float(), k_TCHD)
+        scores_THC = scores_THC * traits.scale_of(q_THD.shape[2])
+        if traits.softcap is not None:
+            scores_THC = (scores_THC / traits.softcap).tanh() * traits.softcap
         positions_C = torch.arange(scores_THC.shape[2], device=cache.device)
-        hidden_T1C = (positions_C > batch.positions_T[:, None])[:, None]
-        scores_THC = scores_THC.masked_fill(hidden_T1C, -torch.inf)
+        ages_TC = batch.positions_T[:, None] - positions_C
+        hidden_TC = ages_TC < 0
+        if traits.window is not None:
+            hidden_TC = hidden_TC | (ages_TC >= traits.window)
+        scores_THC = scores_THC.masked_fill(hidden_TC[:, None], -torch.inf)
         # Slots beyond the context may hold anything, also NaN, which 0 * NaN would let through.
-        v_TCHD = v_TCHD.masked_fill(hidden_T1C.transpose(1, 2).unsqueeze(3), 0)
-        return torch.einsum("thc,tchd->thd", scores_THC.softmax(-1), v_TCHD).to(q_THD.dtype)
+        v_TCHD = v_TCHD.masked_fill(hidden_TC[:, :, None, None], 0)
+        weights_THC = _weights(scores_THC, traits.sinks_H)
+        return torch.einsum("thc,tchd->thd", weights_THC, v_TCHD).to(q_THD.dtype)
+
+
+def _weights(scores_THC: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Softmax over positions, and over the head's sink, whose own weight is left out."""
+    if sinks_H is None:
+        return scores_THC.softmax(-1)
+    sinks_TH1 = sinks_H.float().expand(scores_THC.shape[0], -1)[:, :, None]
+    return torch.cat((scores_THC, sinks_TH1), dim=-1).softmax(-1)[:, :, :-1]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 
 class TorchSdpaAttention(TokenMajorCache):
@@ -28,37 +28,53 @@ class TorchSdpaAttention(TokenMajorCache):
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         """Write K and V at their slots, then attend causally; [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
         out_THD = torch.empty_like(q_THD)
-        tables_RM = batch.block_tables_RM
+        scale = traits.scale_of(q_THD.shape[2])
         starts = batch.query_starts.tolist()
         for row, context_len in enumerate(batch.context_lens.tolist()):
             start, end = starts[row], starts[row + 1]
             q_QHD = q_THD[start:end]
-            if end - start == context_len and context_len > 1:
-                out_THD[start:end] = _causal(q_QHD, k_TGD[start:end], v_TGD[start:end])
+            if end - start == context_len and context_len > 1 and traits.has_plain_scores:
+                out_THD[start:end] = _causal(q_QHD, k_TGD[start:end], v_TGD[start:end], scale)
                 continue
-            if context_len <= batch.block_size:
-                context_B2GD = cache[int(tables_RM[row, 0])]
+            first = 0
+            if traits.window is not None:
+                first = max(0, context_len - (end - start) - traits.window + 1)
+            context_C2GD = _context(cache, batch, row, first, context_len)
+            if traits.has_plain_scores:
+                out_THD[start:end] = _with_context(q_QHD, context_C2GD, scale)
             else:
-                num_blocks = -(-context_len // batch.block_size)
-                context_B2GD = cache[tables_RM[row, :num_blocks]].flatten(0, 1)
-            out_THD[start:end] = _with_context(q_QHD, context_B2GD[:context_len])
+                out_THD[start:end] = _explicit(q_QHD, context_C2GD, scale, traits)
         return out_THD
 
 
-def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor) -> Tensor:
+def _context(cache: Tensor, batch: ForwardBatch, row: int, first: int, context_len: int) -> Tensor:
+    """K and V of the row's positions [first, context_len), [C, 2, G, D]."""
+    first_block = first // batch.block_size
+    num_blocks = -(-context_len // batch.block_size)
+    blocks = batch.block_tables_RM[row, first_block:num_blocks]
+    if len(blocks) == 1:
+        context_B2GD = cache[int(blocks[0])]
+    else:
+        context_B2GD = cache[blocks].flatten(0, 1)
+    skipped = first_block * batch.block_size
+    return context_B2GD[first - skipped : context_len - skipped]
+
+
+def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor, scale: float) -> Tensor:
     """Attention of a whole prompt to itself."""
     q_GEQD, k_GEQD, v_GEQD = _group(q_QHD, k_QGD, v_QGD)
-    out_GEQD = F.scaled_dot_product_attention(q_GEQD, k_GEQD, v_GEQD, is_causal=True)
+    out_GEQD = F.scaled_dot_product_attention(q_GEQD, k_GEQD, v_GEQD, is_causal=True, scale=scale)
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 
-def _with_context(q_QHD: Tensor, context_C2GD: Tensor) -> Tensor:
+def _with_context(q_QHD: Tensor, context_C2GD: Tensor, scale: float) -> Tensor:
     """Attention of the last Q tokens of a context to all of it."""
     num_queries, num_heads, head_dim = q_QHD.shape
     k_CGD, v_CGD = context_C2GD.unbind(1)
@@ -66,13 +82,37 @@ def _with_context(q_QHD: Tensor, context_C2GD: Tensor) -> Tensor:
     if num_queries == 1:
         q_1GED = q_QHD.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         k_1GCD, v_1GCD = k_CGD.transpose(0, 1)[None], v_CGD.transpose(0, 1)[None]
-        out_1GED = F.scaled_dot_product_attention(q_1GED, k_1GCD, v_1GCD)
+        out_1GED = F.scaled_dot_product_attention(q_1GED, k_1GCD, v_1GCD, scale=scale)
         return out_1GED.reshape(1, num_heads, head_dim)
     visible_QC = torch.ones(num_queries, context_len, dtype=torch.bool, device=q_QHD.device).tril_(
         context_len - num_queries
     )
     q_GEQD, k_GECD, v_GECD = _group(q_QHD, k_CGD, v_CGD)
-    out_GEQD = F.scaled_dot_product_attention(q_GEQD, k_GECD, v_GECD, attn_mask=visible_QC)
+    out_GEQD = F.scaled_dot_product_attention(
+        q_GEQD, k_GECD, v_GECD, attn_mask=visible_QC, scale=scale
+    )
+    return out_GEQD.flatten(0, 1).transpose(0, 1)
+
+
+def _explicit(q_QHD: Tensor, context_C2GD: Tensor, scale: float, traits: AttentionTraits) -> Tensor:
+    """The same with windows, softcaps and sinks, by one explicit softmax in float32."""
+    q_GEQD, k_GECD, v_GECD = _group(q_QHD, *context_C2GD.unbind(1))
+    scores_GEQC = (q_GEQD.float() @ k_GECD.float().transpose(-1, -2)) * scale
+    if traits.softcap is not None:
+        scores_GEQC = (scores_GEQC / traits.softcap).tanh_() * traits.softcap
+    num_queries, context_len = scores_GEQC.shape[-2:]
+    last = context_len - num_queries
+    visible_QC = torch.ones(num_queries, context_len, dtype=torch.bool, device=q_QHD.device)
+    visible_QC = visible_QC.tril_(last)
+    if traits.window is not None:
+        visible_QC = visible_QC.triu_(last - traits.window + 1)
+    scores_GEQC = scores_GEQC.masked_fill(~visible_QC, -torch.inf)
+    if traits.sinks_H is not None:
+        sinks_GE11 = traits.sinks_H.float().view(*scores_GEQC.shape[:2], 1, 1)
+        sinks_GEQ1 = sinks_GE11.expand(-1, -1, num_queries, 1)
+        scores_GEQC = torch.cat((scores_GEQC, sinks_GEQ1), dim=-1)
+    weights_GEQC = scores_GEQC.softmax(-1)[..., :context_len]
+    out_GEQD = (weights_GEQC @ v_GECD.float()).to(q_QHD.dtype)
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 

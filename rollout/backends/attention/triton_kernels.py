@@ -14,21 +14,22 @@ import triton.language as tl
 @triton.jit(
     do_not_specialize=[
         "table_stride", "first_row", "num_rows", "num_heads", "group_size", "block_shift",
-        "num_splits", "scale",
+        "num_splits", "scale", "window", "softcap",
     ],
 )  # fmt: skip
 def paged_attention_kernel(
-    out, partial_out, partial_lse, q, cache, tables, query_starts, context_lens,
+    out, partial_out, partial_lse, q, cache, tables, query_starts, context_lens, sinks,
     block_stride, table_stride, first_row, num_rows, num_heads, group_size, block_shift,
-    num_splits, scale,
+    num_splits, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_DECODE: tl.constexpr,
+    IS_DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one query tile to one split of its row's context, for one KV head.
 
     Grid (tiles, KV heads, splits). A tile packs the query heads that share the KV head, for as many
-    tokens as fit into BLOCK_M rows. `scale` is log2(e) / sqrt(D), since powers of two are taken.
-    With several splits each leaves its own average and the log2 of its weight, to be reduced.
+    tokens as fit into BLOCK_M rows. `scale` has a factor log2(e), since powers of two are taken; so
+    has `softcap`. With several splits each leaves its own average and the log2 of its weight, to be
+    reduced. `sinks` is None or a score for each query head, which the first split counts.
     Source: Dao 2023, "FlashAttention-2", algorithm 1; splits: Dao et al. 2023, "Flash-Decoding".
     """
     kv_head = tl.program_id(1)
@@ -51,12 +52,17 @@ def paged_attention_kernel(
     # Rows that pad the tile see as much as its last token: a row that sees nothing would give NaN.
     position_M = tl.minimum(context_len - end_token + token_M, context_len - 1)
     last_token = tl.minimum(first_token + block_q, end_token) - 1
-    start, end = _split_span(context_len - end_token + last_token + 1, num_splits, BLOCK_N)
+    first_position = context_len - end_token + first_token
+    lowest = tl.maximum(first_position - window + 1, 0) if HAS_WINDOW else 0
+    end = context_len - end_token + last_token + 1
+    start, end = _split_span(lowest, end, num_splits, BLOCK_N)
     q_MD = _load_rows(q, head_M * HEAD_DIM, is_row_M, HEAD_DIM, BLOCK_D)
+    peak_M, total_M = _sink(sinks, kv_head * group_size + rows_M % group_size, is_row_M)
     acc_MD, total_M, peak_M = _attend(
-        q_MD, cache + (kv_head << block_shift) * HEAD_DIM, tables + row.to(tl.int64) * table_stride,
-        block_stride, block_shift, start, end, context_len - end_token + first_token, position_M,
-        scale, HEAD_DIM, BLOCK_D, BLOCK_N,
+        total_M, peak_M, q_MD, cache + (kv_head << block_shift) * HEAD_DIM,
+        tables + row.to(tl.int64) * table_stride, block_stride, block_shift, start, end,
+        first_position, position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW,
+        HAS_SOFTCAP,
     )  # fmt: skip
     mean_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
     if num_splits > 1:
@@ -110,36 +116,54 @@ def _tile_span(tile, query_starts, first_row, num_rows, block_q):
 
 
 @triton.jit
-def _split_span(end, num_splits, BLOCK_N: tl.constexpr):
-    """This program's share [start, end) of positions [0, end), in whole context tiles."""
-    tiles_per_split = tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits)
-    start = tl.program_id(2) * tiles_per_split * BLOCK_N
+def _split_span(lowest, end, num_splits, BLOCK_N: tl.constexpr):
+    """This program's share [start, end) of positions [lowest, end), in whole context tiles."""
+    first_tile = lowest // BLOCK_N
+    tiles_per_split = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_tile, num_splits)
+    start = (first_tile + tl.program_id(2) * tiles_per_split) * BLOCK_N
     return start, tl.minimum(end, start + tiles_per_split * BLOCK_N)
 
 
 @triton.jit
+def _sink(sinks, head_M, is_row_M):
+    """(greatest score, sum of weights) before any position: those of the heads' sinks, once."""
+    total_M = tl.zeros(head_M.shape, dtype=tl.float32)
+    peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
+    if sinks is not None:
+        is_first = tl.program_id(2) == 0
+        sink_M = tl.load(sinks + head_M, mask=is_row_M & is_first, other=float("-inf"))
+        peak_M = sink_M.to(tl.float32) * 1.4426950408889634
+        total_M += tl.where(peak_M > float("-inf"), 1.0, 0.0)
+    return peak_M, total_M
+
+
+@triton.jit
 def _attend(
-    q_MD, cache, table, block_stride, block_shift, start, end, first_position, position_M, scale,
+    total_M, peak_M, q_MD, cache, table, block_stride, block_shift, start, end, first_position,
+    position_M, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(weighted sum of V, sum of weights, greatest score) over positions [start, end).
 
     `cache` points to the KV head's keys of block 0. Context tiles that every row of the query tile
-    sees in whole come first, and need no causal mask.
+    sees in whole come first, and need no causal mask; with a window all tiles have a mask.
     """
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
-    total_M = tl.zeros(position_M.shape, dtype=tl.float32)
-    peak_M = tl.full(position_M.shape, float("-inf"), dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
+    if HAS_WINDOW:
+        unmasked_end = start
     for first in tl.range(start, unmasked_end, BLOCK_N):
         acc_MD, total_M, peak_M = _attend_tile(
             acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-            position_M, scale, HEAD_DIM, BLOCK_D, BLOCK_N, False,
+            position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, False, False,
+            HAS_SOFTCAP,
         )  # fmt: skip
     for first in tl.range(unmasked_end, end, BLOCK_N):
         acc_MD, total_M, peak_M = _attend_tile(
             acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-            position_M, scale, HEAD_DIM, BLOCK_D, BLOCK_N, True,
+            position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, True, HAS_WINDOW,
+            HAS_SOFTCAP,
         )  # fmt: skip
     return acc_MD, total_M, peak_M
 
@@ -147,9 +171,9 @@ def _attend(
 @triton.jit
 def _attend_tile(
     acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-    position_M, scale,
+    position_M, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Take positions [first, first + BLOCK_N) into the running softmax; those from `end` on hold
     anything, also NaN, and are not read.
@@ -161,18 +185,37 @@ def _attend_tile(
     start_N = block_N.to(tl.int64) * block_stride + in_block_N
     k_ND = _load_rows(cache, start_N, is_position_N, HEAD_DIM, BLOCK_D)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        score_MN = softcap * _tanh(score_MN / softcap)
     if IS_MASKED:
         is_seen_MN = position_N[None, :] <= position_M[:, None]
+        if HAS_WINDOW:
+            is_seen_MN = is_seen_MN & (position_N[None, :] > position_M[:, None] - window)
         score_MN = tl.where(is_seen_MN, score_MN, float("-inf"))
     new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
-    weight_MN = tl.exp2(score_MN - new_peak_M[:, None])
-    fade_M = tl.exp2(peak_M - new_peak_M)
+    base_M = new_peak_M
+    if HAS_WINDOW:
+        # Rows whose window begins after this tile have seen nothing yet: -inf - -inf is NaN.
+        base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
+    weight_MN = tl.exp2(score_MN - base_M[:, None])
+    fade_M = tl.exp2(peak_M - base_M)
     total_M = total_M * fade_M + tl.sum(weight_MN, 1)
     values = cache + (tl.num_programs(1) << block_shift) * HEAD_DIM
     v_ND = _load_rows(values, start_N, is_position_N, HEAD_DIM, BLOCK_D)
     acc_MD = acc_MD * fade_M[:, None]
     acc_MD = tl.dot(weight_MN.to(v_ND.dtype), v_ND, acc=acc_MD, input_precision="ieee")
     return acc_MD, total_M, new_peak_M
+
+
+@triton.jit
+def _tanh(x):
+    """By one exponential; near 0, where that cancels, by Taylor's series to x^9."""
+    square = x * x
+    near = x * (
+        1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835)))
+    )
+    far = 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
+    return tl.where(square < 0.0625, near, far)
 
 
 @triton.jit

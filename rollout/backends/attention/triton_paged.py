@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.backends.attention.triton_kernels import paged_attention_kernel, reduce_splits_kernel
 from rollout.backends.base import CacheSpec
-from rollout.backends.forward_batch import ForwardBatch, Rotation
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.ops.triton_append import append_kv
 
 MAX_SPLITS = 32
@@ -103,8 +103,10 @@ class TritonPagedAttention:
         layer: int,
         batch: ForwardBatch,
         rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm, rotate and write as `rotation` and `slots_T` say, then attend causally; [T, H, D].
+        """Norm, rotate and write as `rotation` and `slots_T` say, then attend causally as `traits`
+        say; [T, H, D].
 
         Reads no host array of the batch. The output of tokens beyond the last row is undefined.
         """
@@ -112,20 +114,28 @@ class TritonPagedAttention:
         q_THD = append_kv(q_THD, k_TGD, v_TGD, cache, batch.slots_T, rotation)
         out_THD = torch.empty_like(q_THD)
         if batch.num_decode_rows:
-            self._decode(out_THD, q_THD, cache, batch)
+            self._decode(out_THD, q_THD, cache, batch, traits)
         if batch.context_lens_R.shape[0] > batch.num_decode_rows:
-            self._prefill(out_THD, q_THD, cache, batch)
+            self._prefill(out_THD, q_THD, cache, batch, traits)
         return out_THD
 
-    def _decode(self, out_THD: Tensor, q_THD: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
+    def _decode(
+        self,
+        out_THD: Tensor,
+        q_THD: Tensor,
+        cache: Tensor,
+        batch: ForwardBatch,
+        traits: AttentionTraits,
+    ) -> None:
         """One token per tile; the context in splits, whose averages are then reduced."""
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
         choice = launch_choice(q_THD.dtype, head_dim, num_heads // num_kv_heads, True)
+        table_tokens = batch.block_tables_RM.shape[1] * block_size
         num_splits = self._num_splits or split_choice(
             num_rows,
             num_kv_heads,
-            batch.block_tables_RM.shape[1] * block_size,
+            min(table_tokens, traits.window or table_tokens),
             choice.block_n,
             self._num_multiprocessors,
         )
@@ -133,9 +143,8 @@ class TritonPagedAttention:
         partial_out = torch.empty((num_parts, head_dim), dtype=torch.float32, device=q_THD.device)
         partial_lse = torch.empty(num_parts, dtype=torch.float32, device=q_THD.device)
         grid = (num_rows, num_kv_heads, num_splits)
-        _launch(
-            grid, choice, out_THD, (partial_out, partial_lse), q_THD, cache, batch, is_decode=True
-        )
+        partials = (partial_out, partial_lse)
+        _launch(grid, choice, out_THD, partials, q_THD, cache, batch, traits, is_decode=True)
         if num_splits > 1:
             reduce_splits_kernel[(num_rows * num_heads,)](
                 *(out_THD, partial_out, partial_lse, num_splits),
@@ -144,7 +153,14 @@ class TritonPagedAttention:
                 BLOCK_S=MAX_SPLITS,
             )
 
-    def _prefill(self, out_THD: Tensor, q_THD: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
+    def _prefill(
+        self,
+        out_THD: Tensor,
+        q_THD: Tensor,
+        cache: Tensor,
+        batch: ForwardBatch,
+        traits: AttentionTraits,
+    ) -> None:
         """As many tiles as any lengths of the rows could need; those left over end at once."""
         num_tokens, num_heads, head_dim = q_THD.shape
         num_kv_heads = cache.shape[2]
@@ -155,7 +171,7 @@ class TritonPagedAttention:
         num_tiles = num_prefill_tokens // (choice.block_m // group_size) + num_rows
         no_partials = torch.empty((2, 0), dtype=torch.float32, device=q_THD.device).unbind()
         grid = (num_tiles, num_kv_heads, 1)
-        _launch(grid, choice, out_THD, no_partials, q_THD, cache, batch, is_decode=False)
+        _launch(grid, choice, out_THD, no_partials, q_THD, cache, batch, traits, is_decode=False)
 
 
 def _launch(
@@ -166,6 +182,7 @@ def _launch(
     q_THD: Tensor,
     cache: Tensor,
     batch: ForwardBatch,
+    traits: AttentionTraits,
     *,
     is_decode: bool,
 ) -> None:
@@ -173,16 +190,19 @@ def _launch(
     _, num_heads, head_dim = q_THD.shape
     paged_attention_kernel[grid](
         *(out_THD, *partials, q_THD, cache),
-        *(batch.block_tables_RM, batch.query_starts_E, batch.context_lens_R),
+        *(batch.block_tables_RM, batch.query_starts_E, batch.context_lens_R, traits.sinks_H),
         *(cache.stride(0), batch.block_tables_RM.stride(0)),
         *(0 if is_decode else batch.num_decode_rows, batch.context_lens_R.shape[0]),
         *(num_heads, num_heads // cache.shape[2], cache.shape[3].bit_length() - 1, grid[2]),
-        head_dim**-0.5 * math.log2(math.e),
+        traits.scale_of(head_dim) * math.log2(math.e),
+        *(traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)),
         HEAD_DIM=head_dim,
         BLOCK_D=_padded(head_dim),
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,
         IS_DECODE=is_decode,
+        HAS_WINDOW=traits.window is not None,
+        HAS_SOFTCAP=traits.softcap is not None,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
     )

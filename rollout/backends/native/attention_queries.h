@@ -6,26 +6,36 @@
 
 #include "paged_cache.h"
 
-#define LINE 64     /* bytes of a cache line */
-#define MAX_DIM 256
+#define LINE 64 /* bytes of a cache line */
 
 /* The online softmax of one query. */
 struct softmax {
     v8f total; /* sums of weights, by lane */
-    float largest, padding[7];
+    float largest;
+    int32_t first_seen; /* position of the first key that the query sees */
+    int64_t padding[3];
 };
 
 /* Query i sees keys up to position + i / per_position. */
 struct queries {
-    float *q, *sums; /* [query][dim]: scaled by 1 / sqrt(dim); sums of weight * V */
+    float *q, *sums; /* [query][dim]: scaled; sums of weight * V */
     struct softmax *softmax;
     int64_t position, per_position;
+    float softcap; /* or 0 */
 };
 
-/* Scores of the first `seen` keys become weights, those of the others 0; older sums shrink if the
+/* softcap * tanh(score / softcap). */
+INLINE void cap_scores(float *scores, int64_t width, float softcap) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        store(scores + i, tanh_v8(load(scores + i) / softcap) * softcap);
+    }
+}
+
+/* Scores of keys [unseen, seen) become weights, those of the others 0; older sums shrink if the
    largest score has grown. */
-INLINE void weigh(float *scores, int64_t seen, int64_t width, struct softmax *softmax, float *sums,
-                  int64_t dim) {
+INLINE void weigh(float *scores, int64_t unseen, int64_t seen, int64_t width, struct softmax *softmax,
+                  float *sums, int64_t dim) {
+    for (int64_t i = 0; i < unseen && i < width; i++) scores[i] = -INFINITY;
     for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
     v8f tile_max = load(scores);
     for (int64_t i = LANES; i < width; i += LANES) tile_max = max_v8(tile_max, load(scores + i));
@@ -45,16 +55,22 @@ INLINE void weigh(float *scores, int64_t seen, int64_t width, struct softmax *so
     softmax->total = total;
 }
 
-/* Query heads of one token and KV head, scaled, with nothing summed yet. */
+/* Query heads of one token at `position` and one KV head, scaled, with nothing summed yet but their
+   sinks. */
 INLINE void begin_queries(const struct attention *a, const struct queries *queries, int64_t i,
-                          int64_t count, int64_t token, int64_t head) {
-    const float scale = 1.0f / sqrtf((float)a->dim);
+                          int64_t count, int64_t token, int64_t head, int64_t position) {
+    const float scale = (float)a->scale;
     const int64_t q = token * a->q_stride + head * a->dim;
     for (int64_t d = 0; d < count * a->dim; d += LANES) {
         store(queries->q + i * a->dim + d, load_as(a->q, q + d, a->token_type) * scale);
         store(queries->sums + i * a->dim + d, splat(0));
     }
-    for (int64_t j = i; j < i + count; j++) queries->softmax[j] = (struct softmax){.total = splat(0), .largest = -INFINITY};
+    for (int64_t j = i; j < i + count; j++, head++) {
+        struct softmax *softmax = queries->softmax + j;
+        *softmax = (struct softmax){.total = splat(0), .largest = -INFINITY};
+        softmax->first_seen = (int32_t)first_seen(a, position);
+        if (a->sinks) softmax->largest = a->sinks[head], softmax->total = (v8f){1};
+    }
 }
 
 /* Their outputs. */

@@ -71,8 +71,11 @@ INLINE void attend_strip(const struct queries *queries, int64_t i, const struct 
     if (depth <= 0) return;
     columns(scores, MAX_TOKENS, q, dim, tile->k, tile->capacity, dim, width, 0, rows, ahead);
     for (int j = 0; j < rows; j++) {
-        weigh(scores + j * MAX_TOKENS, visible(queries, i + j, tile), width,
-              queries->softmax + i + j, sums + j * dim, dim);
+        float *row = scores + j * MAX_TOKENS;
+        struct softmax *softmax = queries->softmax + i + j;
+        if (queries->softcap > 0) cap_scores(row, width, queries->softcap);
+        weigh(row, softmax->first_seen - tile->start, visible(queries, i + j, tile), width, softmax,
+              sums + j * dim, dim);
     }
     columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows, ahead);
 }

@@ -83,6 +83,23 @@ static int64_t find_segments(const struct job *job, int64_t first, int64_t last,
     return count;
 }
 
+/* Leave out tokens of segments that none of their rows sees. Returns the number of segments left. */
+static int64_t trim_segments(const struct job *job, struct segment *segments, int64_t count) {
+    const int64_t capacity = job->tile.capacity;
+    int64_t left = 0;
+    for (int64_t i = 0; i < count; i++) {
+        struct segment segment = segments[i];
+        int64_t seen = segment.end;
+        for (int64_t row = segment.first; row < segment.last; row++) {
+            const int64_t first = first_seen(job->a, job->a->context_lens[job->rows[row]] - 1);
+            if (first < seen) seen = first;
+        }
+        if (seen / capacity * capacity > segment.start) segment.start = seen / capacity * capacity;
+        if (seen < segment.end) segments[left++] = segment;
+    }
+    return left;
+}
+
 static void find_tile(const struct job *job, const struct segment *segment, int64_t start, struct place *place) {
     const int64_t left = segment->end - start;
     place->start = start;
@@ -133,10 +150,12 @@ static void decode_rows(const struct job *job) {
     struct place places[2];
     int turn = 0;
     for (int64_t i = 0; i < num_queries; i += group) {
-        const int64_t token = a->query_starts[job->rows[i / group % job->num_rows]];
-        begin_queries(a, &job->queries, i, group, token, first_head + i / group / job->num_rows * group);
+        const int64_t row = job->rows[i / group % job->num_rows];
+        begin_queries(a, &job->queries, i, group, a->query_starts[row],
+                      first_head + i / group / job->num_rows * group, a->context_lens[row] - 1);
     }
-    const int64_t count = find_segments(job, 0, job->num_rows, 0, segments, 0);
+    int64_t count = find_segments(job, 0, job->num_rows, 0, segments, 0);
+    if (a->window) count = trim_segments(job, segments, count);
     find_tile(job, segments, segments[0].start, &places[0]);
     for (const struct segment *now = segments; now < segments + count; now++) {
         for (int64_t start = now->start; start < now->end; start += job->tile.capacity) {
@@ -174,7 +193,8 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
         struct job job = {.a = a, .rows = rows + i, .num_rows = left < most ? left : most,
                           .kv_first = kv_first, .kv_last = kv_last, .group = group};
         job.tile = (struct tile){.capacity = tile, .k = buffer, .v = buffer + tile * a->dim};
-        job.queries.position = INT32_MAX, job.queries.per_position = 1; /* all keys are seen */
+        job.queries.position = INT32_MAX, job.queries.per_position = 1; /* all later keys are seen */
+        job.queries.softcap = (float)a->softcap;
         job.queries.q = buffer + 2 * tile * a->dim;
         job.queries.sums = job.queries.q + num_queries * a->dim;
         job.queries.softmax = softmax;

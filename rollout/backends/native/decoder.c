@@ -1,5 +1,5 @@
-/* A whole forward pass of a dense pre-norm decoder (Llama, Qwen2, Qwen3) in one call: the same
-   arithmetic as the layers one by one, in the same order, without Python in between.
+/* A whole forward pass of a decoder of attention and gated MLPs in one call: the same arithmetic as
+   the layers one by one, in the same order, without Python in between.
 
    Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. */
 
@@ -19,20 +19,29 @@ struct weight {
     int64_t outputs;
 };
 
+/* Two residual branches. Norms may be NULL: those before and after each mixer, and of heads. */
 struct layer {
-    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+    const float *attention_norm, *attention_after, *mlp_norm, *mlp_after, *q_norm, *k_norm;
     struct weight qkv, output, gate_up, down;
     void *cache;
+    const float *cos, *sin;  /* [positions, dim], or NULL for no rotation */
+    const int64_t *order;    /* of the dims of query and key heads, or NULL */
+    const float *sinks;
+    int64_t window;
+    int64_t is_parallel;     /* the MLP reads what attention has read */
+    int64_t has_whole_norms; /* q_norm and k_norm are over all heads together */
+    double scale, softcap;
 };
 
 struct decoder {
     const struct layer *layers;
     const void *embedding; /* float32 or bfloat16, as the packed weights, and packed or not as they are */
     const float *final_norm;
-    const float *cos, *sin;  /* [positions, dim] */
     int64_t embedding_width; /* of its panels: 1 for [vocabulary, hidden] */
     int64_t num_layers, hidden, lanes, is_bfloat16;
-    double eps;
+    int64_t is_layer_norm, is_gelu;
+    int64_t growth_positions; /* queries grow with the logarithm of how often these were passed */
+    double eps, embedding_multiplier, residual_multiplier, query_growth;
 };
 
 struct pass {
@@ -42,6 +51,7 @@ struct pass {
     float *normed;                      /* [tokens, max(hidden, heads * dim)] */
     float *fused;                       /* [tokens, (heads + 2 * kv_heads) * dim] */
     float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
+    float *added;                       /* [max(tokens, kept), hidden], where branches need it */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
     struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
@@ -69,6 +79,10 @@ INLINE float value_as(const void *array, int64_t i, int64_t type) {
     return wide.value;
 }
 
+INLINE void scale_row(float *x, float factor, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * factor);
+}
+
 static void embed(const struct decoder *d, const struct pass *p, struct thread t) {
     const int64_t type = d->is_bfloat16 ? BFLOAT16 : FLOAT32, tokens = p->attention.tokens;
     const int64_t width = d->embedding_width;
@@ -80,6 +94,7 @@ static void embed(const struct decoder *d, const struct pass *p, struct thread t
         } else {
             for (int64_t j = 0; j < d->hidden; j++) out[j] = value_as(d->embedding, first + j * width, type);
         }
+        if (d->embedding_multiplier != 1) scale_row(out, (float)d->embedding_multiplier, d->hidden);
     }
     barrier(t);
 }
@@ -92,27 +107,67 @@ static void multiply(const struct decoder *d, struct thread t, const struct weig
     barrier(t);
 }
 
-static void norm(const struct decoder *d, struct thread t, float *out, const float *x, const float *weight,
-                 int64_t tokens) {
+INLINE void norm_token(const struct decoder *d, float *out, const float *x, const float *weight) {
+    if (d->is_layer_norm) layer_norm_row(out, x, weight, d->hidden, (float)d->eps);
+    else norm_row(out, x, weight, d->hidden, (float)d->eps);
+}
+
+/* What a branch reads: the residual stream, normed in `normed` if there is a norm. */
+static const float *norm(const struct decoder *d, struct thread t, float *normed, const float *x,
+                         const float *weight, int64_t tokens) {
+    if (!weight) return x;
     for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
-        norm_row(out + i * d->hidden, x + i * d->hidden, weight, d->hidden, (float)d->eps);
+        norm_token(d, normed + i * d->hidden, x + i * d->hidden, weight);
+    }
+    barrier(t);
+    return normed;
+}
+
+/* Whether a mixer's output is added to the residual stream as it is. */
+INLINE int is_added_directly(const struct decoder *d, const struct layer *layer, const float *after) {
+    return !after && !layer->is_parallel && d->residual_multiplier == 1;
+}
+
+/* Norm and scale what a branch adds, then add it. */
+static void add_branch(const struct decoder *d, const struct pass *p, struct thread t, const float *after,
+                       float *residual, int64_t tokens) {
+    for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
+        float *added = p->added + i * d->hidden, *out = residual + i * d->hidden;
+        if (after) norm_token(d, added, added, after);
+        if (d->residual_multiplier != 1) scale_row(added, (float)d->residual_multiplier, d->hidden);
+        for (int64_t j = 0; j < d->hidden; j += LANES) store(out + j, load(out + j) + load(added + j));
     }
     barrier(t);
 }
 
-/* Norm (where there is one) and rotate the query and key heads of this thread's tokens in place, and
-   write their K and V into the cache. */
+INLINE void reorder_head(float *head, const int64_t *order, int64_t dim) {
+    float old[MAX_DIM];
+    memcpy(old, head, dim * sizeof(float));
+    for (int64_t i = 0; i < dim; i++) head[i] = old[order[i]];
+}
+
+/* Norm, reorder and rotate the query and key heads of this thread's tokens in place, as the layer does,
+   and write their K and V into the cache. */
 static void enter_cache(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                         const struct attention *a) {
     const int64_t first = first_of(t, a->tokens), end = end_of(t, a->tokens), dim = a->dim;
     struct attention own = *a;
     for (int64_t i = first; i < end; i++) {
-        const float *cos = d->cos + p->positions[i] * dim, *sin = d->sin + p->positions[i] * dim;
-        float *head = p->fused + i * a->q_stride;
+        float *head = p->fused + i * a->q_stride, *k = head + a->heads * dim;
+        const int64_t position = p->positions[i];
+        if (layer->has_whole_norms) {
+            norm_row(head, head, layer->q_norm, a->heads * dim, (float)d->eps);
+            norm_row(k, k, layer->k_norm, a->kv_heads * dim, (float)d->eps);
+        }
+        if (d->query_growth > 0) {
+            const float turns = (float)(position / d->growth_positions);
+            scale_row(head, 1.0f + (float)d->query_growth * log1pf(turns), a->heads * dim);
+        }
         for (int64_t h = 0; h < a->heads + a->kv_heads; h++, head += dim) {
             const float *weight = h < a->heads ? layer->q_norm : layer->k_norm;
-            if (weight) norm_row(head, head, weight, dim, (float)d->eps);
-            rotate_head(head, head, cos, sin, dim);
+            if (layer->order) reorder_head(head, layer->order, dim);
+            if (weight && !layer->has_whole_norms) norm_row(head, head, weight, dim, (float)d->eps);
+            if (layer->cos) rotate_head(head, head, layer->cos + position * dim, layer->sin + position * dim, dim);
         }
     }
     own.slots += first;
@@ -136,21 +191,27 @@ static void gather(const struct pass *p, struct thread t, float *out, const floa
     }
 }
 
+/* The second branch; of parallel ones `p->added` has the first. */
 static void feed_forward(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                          float *residual, int64_t tokens) {
     const int64_t size = layer->gate_up.outputs / 2;
     const int64_t most = tokens < TOKENS_AT_ONCE ? tokens : TOKENS_AT_ONCE;
     float *gate_up = p->wide, *active = p->wide + most * 2 * size;
-    norm(d, t, p->normed, residual, layer->post_norm, tokens);
+    const int is_direct = is_added_directly(d, layer, layer->mlp_after);
+    float *target = is_direct ? residual : p->added;
+    const float *weight = layer->is_parallel ? layer->attention_norm : layer->mlp_norm;
+    const float *x = norm(d, t, p->normed, residual, weight, tokens);
     for (int64_t start = 0; start < tokens; start += most) {
         const int64_t count = tokens - start < most ? tokens - start : most;
-        multiply(d, t, &layer->gate_up, gate_up, p->normed + start * d->hidden, count, d->hidden, 0);
+        multiply(d, t, &layer->gate_up, gate_up, x + start * d->hidden, count, d->hidden, 0);
         for (int64_t i = first_of(t, count); i < end_of(t, count); i++) {
-            silu_mul_row(active + i * size, gate_up + 2 * i * size, size);
+            if (d->is_gelu) gelu_mul_row(active + i * size, gate_up + 2 * i * size, size);
+            else silu_mul_row(active + i * size, gate_up + 2 * i * size, size);
         }
         barrier(t);
-        multiply(d, t, &layer->down, residual + start * d->hidden, active, count, size, 1);
+        multiply(d, t, &layer->down, target + start * d->hidden, active, count, size, is_direct || layer->is_parallel);
     }
+    if (!is_direct) add_branch(d, p, t, layer->mlp_after, residual, tokens);
 }
 
 static void forward(const struct decoder *d, const struct pass *p, struct thread t) {
@@ -163,10 +224,12 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
     a.out = context;
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = d->layers + i;
+        const int is_direct = is_added_directly(d, layer, layer->attention_after);
         int64_t tokens = a.tokens;
-        a.cache = layer->cache;
-        norm(d, t, p->normed, residual, layer->input_norm, tokens);
-        multiply(d, t, &layer->qkv, p->fused, p->normed, tokens, d->hidden, 0);
+        a.cache = layer->cache, a.window = layer->window, a.sinks = layer->sinks;
+        a.scale = layer->scale, a.softcap = layer->softcap;
+        const float *x = norm(d, t, p->normed, residual, layer->attention_norm, tokens);
+        multiply(d, t, &layer->qkv, p->fused, x, tokens, d->hidden, 0);
         enter_cache(d, p, t, layer, &a);
         attend(p, t, &a);
         if (i == d->num_layers - 1) { /* the tokens without logits end here */
@@ -175,7 +238,8 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
             barrier(t);
             context = p->fused, residual = p->out, tokens = p->num_kept;
         }
-        multiply(d, t, &layer->output, residual, context, tokens, heads_size, 1);
+        multiply(d, t, &layer->output, is_direct ? residual : p->added, context, tokens, heads_size, is_direct);
+        if (!is_direct && !layer->is_parallel) add_branch(d, p, t, layer->attention_after, residual, tokens);
         feed_forward(d, p, t, layer, residual, tokens);
     }
     norm(d, t, p->out, p->out, d->final_norm, p->num_kept);

@@ -52,6 +52,7 @@ class NativeDecoder:
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         if deterministic and not _is_supported(parts):
             raise ConfigError(_why_not_deterministic(parts))
+        self._has_indirect_branches = _has_indirect_branches(parts)
         self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
@@ -59,16 +60,17 @@ class NativeDecoder:
         self._seen: Any = None
         self._buckets: frozenset[int] = frozenset()
 
-    def run(self, cos_PD: Tensor, sin_PD: Tensor, batch: ForwardBatch) -> Tensor | None:
+    def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
 
         Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
         made for, and where another product is faster.
         """
         generation = sum([handle.generation for handle in self._handles])
-        addresses = self._parts.embedding.data_ptr(), cos_PD.data_ptr(), batch.kv[0].data_ptr()
+        addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
+        addresses += [self._parts.embedding.data_ptr(), batch.kv[0].data_ptr()]
         if self._seen != (generation, addresses):
-            self._collect(cos_PD, sin_PD, batch.kv)
+            self._collect(tables, batch.kv)
             self._seen = generation, addresses
         num_kept = batch.logit_indices_L.shape[0]
         if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
@@ -79,7 +81,7 @@ class NativeDecoder:
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
-    def _collect(self, cos_PD: Tensor, sin_PD: Tensor, caches: Sequence[Tensor]) -> None:
+    def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
         parts = self._parts
         self._buckets = frozenset()
@@ -98,18 +100,42 @@ class NativeDecoder:
             return
         self._floats = []
         for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
-            args.input_norm = self._float(layer.input_norm_E)
-            args.post_norm = self._float(layer.post_norm_E)
-            args.q_norm, args.k_norm = self._float(layer.q_norm_D), self._float(layer.k_norm_D)
+            self._collect_layer(args, layer, tables)
             args.cache = cache.data_ptr()
-            args.qkv, args.output, args.gate_up, args.down = map(self._weight, _handles(layer))
         embedding = parts.embedding
         self._decoder = DecoderArgs(
-            *(addressof(self._layers), embedding.data_ptr()),
-            *(self._float(parts.final_norm_E), cos_PD.data_ptr(), sin_PD.data_ptr()),
+            *(addressof(self._layers), embedding.data_ptr(), self._norm(parts.final_norm_E)),
             *(embedding.shape[2] if embedding.dim() == 3 else 1, len(parts.layers)),
-            *(_hidden_size(parts), product.lanes, embedding.dtype == torch.bfloat16, parts.eps),
+            *(_hidden_size(parts), product.lanes, embedding.dtype == torch.bfloat16),
+            *(parts.is_layer_norm, parts.is_gelu, parts.growth_positions, parts.eps),
+            *(parts.embedding_multiplier, parts.residual_multiplier, parts.query_growth),
         )
+
+    def _collect_layer(
+        self, args: LayerArgs, layer: DecoderLayerParts, tables: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Everything of a layer but its cache."""
+        args.attention_norm, args.attention_after = map(self._norm, layer.attention_norms_E)
+        args.mlp_norm, args.mlp_after = map(self._norm, layer.mlp_norms_E)
+        is_reordered = layer.order_D is not None and not layer.has_whole_norms
+        order_D = layer.order_D if is_reordered else None
+        args.q_norm, args.k_norm = (self._norm(norm, order_D) for norm in layer.head_norms)
+        args.qkv, args.output, args.gate_up, args.down = map(self._weight, _handles(layer))
+        if layer.rope is not None:
+            args.cos, args.sin = (table.data_ptr() for table in tables[layer.rope])
+        args.order = None if layer.order_D is None else layer.order_D.data_ptr()
+        args.sinks = self._float(layer.traits.sinks_H)
+        args.window, args.softcap = layer.traits.window or 0, layer.traits.softcap or 0.0
+        args.scale = layer.traits.scale_of(self._parts.head_dim)
+        args.is_parallel, args.has_whole_norms = layer.is_parallel, layer.has_whole_norms
+
+    def _norm(self, weight: Tensor | None, order_D: Tensor | None = None) -> int | None:
+        """The address of a norm's weight with its offset, in this order; None for None."""
+        if weight is None or (not self._parts.norm_offset and order_D is None):
+            return self._float(weight)
+        values = weight.detach().float() + self._parts.norm_offset
+        self._floats.append(values if order_D is None else values[order_D])
+        return self._floats[-1].data_ptr()
 
     def _float(self, values: Tensor | None) -> int | None:
         """The address of these values in float32; None for None."""
@@ -159,7 +185,9 @@ class NativeDecoder:
         self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
 
     def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
-        """How many floats a pass works in: residual, normed, fused heads, widest activations."""
+        """How many floats a pass works in: residual, normed, fused heads, widest activations, and
+        what a branch adds.
+        """
         parts = self._parts
         hidden_size = _hidden_size(parts)
         heads_size = parts.num_heads * parts.head_dim
@@ -171,7 +199,25 @@ class NativeDecoder:
             num_rows * max(hidden_size, heads_size),
             num_rows * layer.qkv.num_outputs,
             num_at_once * layer.gate_up.num_outputs * 3 // 2,
+            num_rows * hidden_size * self._has_indirect_branches,
         )
+
+
+def native_decoder(
+    kernels: Kernels, parts: DecoderParts | None, *, deterministic: bool = False
+) -> NativeDecoder | None:
+    """A decoder of these parts; None for a model without them, whose layers run one by one.
+
+    Raises ConfigError where that, or the kernels, would make `deterministic` untrue.
+    """
+    if parts is not None:
+        return NativeDecoder(kernels, parts, deterministic=deterministic)
+    if deterministic:
+        raise ConfigError(
+            "deterministic=True needs layers of one attention and one gated MLP each, which the "
+            "compiled kernels run as a whole; leave deterministic False"
+        )
+    return None
 
 
 def _why_not_deterministic(parts: DecoderParts) -> str:
@@ -182,6 +228,14 @@ def _why_not_deterministic(parts: DecoderParts) -> str:
         f"this one has {dtype}, "
         f"head_dim={parts.head_dim}, hidden_size={_hidden_size(parts)}, "
         f"intermediate_size={parts.layers[0].down.num_inputs}; leave deterministic False"
+    )
+
+
+def _has_indirect_branches(parts: DecoderParts) -> bool:
+    """Whether what a branch adds is normed, scaled or summed with another's first."""
+    return parts.residual_multiplier != 1.0 or any(
+        layer.is_parallel or (layer.attention_norms_E[1], layer.mlp_norms_E[1]) != (None, None)
+        for layer in parts.layers
     )
 
 

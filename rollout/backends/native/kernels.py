@@ -26,6 +26,8 @@ _SIGNATURES = {
     "add_rms_norm": "pppppiif",
     "rotary": "ppppiiii",
     "silu_mul": "ppii",
+    "gelu_mul": "ppii",
+    "layer_norm": "pppiif",
     "write_tokens": "p",
     "attend_decode_part": "piiii",
     "attend_prefill_part": "ppiiii",
@@ -51,7 +53,9 @@ class AttentionArgs(ctypes.Structure):
             (name, c_int64)
             for name in ("block_stride", "block_size", "tokens", "heads", "kv_heads", "dim")
         ),
-        *((name, c_int64) for name in ("token_type", "cache_type", "lanes")),
+        *((name, c_int64) for name in ("token_type", "cache_type", "lanes", "window")),
+        ("sinks", c_void_p),
+        *((name, c_double) for name in ("scale", "softcap")),
     )
 
 
@@ -65,9 +69,12 @@ class LayerArgs(ctypes.Structure):
     """struct layer of decoder.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("attention_norm", "attention_after")),
+        *((name, c_void_p) for name in ("mlp_norm", "mlp_after", "q_norm", "k_norm")),
         *((name, WeightArgs) for name in ("qkv", "output", "gate_up", "down")),
-        ("cache", c_void_p),
+        *((name, c_void_p) for name in ("cache", "cos", "sin", "order", "sinks")),
+        *((name, c_int64) for name in ("window", "is_parallel", "has_whole_norms")),
+        *((name, c_double) for name in ("scale", "softcap")),
     )
 
 
@@ -75,10 +82,12 @@ class DecoderArgs(ctypes.Structure):
     """struct decoder of decoder.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("layers", "embedding", "final_norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("layers", "embedding", "final_norm")),
         *((name, c_int64) for name in ("embedding_width", "num_layers", "hidden", "lanes")),
-        ("is_bfloat16", c_int64),
-        ("eps", c_double),
+        *((name, c_int64) for name in ("is_bfloat16", "is_layer_norm", "is_gelu")),
+        *((name, c_int64) for name in ("growth_positions",)),
+        *((name, c_double) for name in ("eps", "embedding_multiplier", "residual_multiplier")),
+        ("query_growth", c_double),
     )
 
 
@@ -87,7 +96,7 @@ class PassArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
-        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "scratch")),
+        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "scratch")),
         *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads")),
         ("attention", AttentionArgs),
     )

@@ -12,6 +12,11 @@ EXPORT void rms_norm(float *out, const float *x, const float *weight, int64_t ro
     }
 }
 
+/* All [rows, dim] and contiguous. */
+EXPORT void layer_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t dim, float eps) {
+    for (int64_t row = 0; row < rows; row++) layer_norm_row(out + row * dim, x + row * dim, weight, dim, eps);
+}
+
 /* total = x + residual and its norm; all [rows, dim] and contiguous. */
 EXPORT void add_rms_norm(float *out, float *total, const float *x, const float *residual,
                          const float *weight, int64_t rows, int64_t dim, float eps) {
@@ -31,6 +36,11 @@ EXPORT void rotary(float *out, const float *x, const float *cos, const float *si
             rotate_head(out, x + token * stride + head * dim, cos, sin, dim);
         }
     }
+}
+
+/* gate_up is [rows, 2 * size] and contiguous: gelu(first half) * second half. */
+EXPORT void gelu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) gelu_mul_row(out + row * size, gate_up + 2 * row * size, size);
 }
 
 /* gate_up is [rows, 2 * size] and contiguous: silu(first half) * second half. */

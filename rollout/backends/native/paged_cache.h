@@ -5,6 +5,8 @@
 
 #include "vectors.h"
 
+#define MAX_DIM 256 /* of a head */
+
 enum { FLOAT32, BFLOAT16 };
 
 /* Strides count numbers: from token to token, and in the cache from block to block; heads of one
@@ -21,7 +23,15 @@ struct attention {
     int64_t block_size, tokens, heads, kv_heads, dim;
     int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
     int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
+    int64_t window;                 /* positions that a token sees, its own included; 0 for all */
+    const float *sinks;             /* [heads]: scores without a value; or NULL */
+    double scale, softcap;          /* of scores; no softcap if that is 0 */
 };
+
+/* The first position that the token at `position` sees. */
+static inline int64_t first_seen(const struct attention *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
 
 typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
 

@@ -18,13 +18,14 @@ static void attend_block(const struct attention *a, struct workspace *w, int64_t
     const int64_t group = a->heads / a->kv_heads, token = a->query_starts[row] + first;
     const int64_t cached = a->context_lens[row] - (a->query_starts[row + 1] - a->query_starts[row]);
     const int64_t position = cached + first, end = cached + last, count = (last - first) * group;
-    const struct queries queries = {w->q, w->sums, w->softmax, position, group};
+    const struct queries queries = {w->q, w->sums, w->softmax, position, group, (float)a->softcap};
     struct place place;
     struct tile tile = {.capacity = tile_capacity(a->dim), .k = w->k, .v = w->v};
     for (int64_t i = 0; i < count; i += group) {
-        begin_queries(a, &queries, i, group, token + i / group, kv_head * group);
+        begin_queries(a, &queries, i, group, token + i / group, kv_head * group, position + i / group);
     }
-    for (int64_t start = 0; start < end; start += tile.capacity) {
+    const int64_t first_tile = first_seen(a, position) / tile.capacity * tile.capacity;
+    for (int64_t start = first_tile; start < end; start += tile.capacity) {
         const int64_t keys = end - start < tile.capacity ? end - start : tile.capacity;
         const int64_t seeing = start > position ? (start - position) * group : 0;
         place.start = start, place.count = keys;

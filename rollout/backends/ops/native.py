@@ -7,6 +7,8 @@ key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens, N top
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -73,14 +75,26 @@ class NativeOps(CpuOps):
         )
         return out_THD
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight over the last dim."""
+        if not (_is_plain(x) and _is_plain(weight)) or x.shape[-1] % _LANES:
+            return super().layer_norm(x, weight, eps)
+        out, dim = torch.empty_like(x), x.shape[-1]
+        pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        self._kernels.layer_norm(*pointers, x.numel() // dim, dim, eps)
+        return out
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(first half of the last dim) * second half, by the tanh approximation."""
+        if not _is_plain_pair(gate_up):
+            return super().gelu_mul(gate_up)
+        return _gated(self._kernels.gelu_mul, gate_up)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half of the last dim) * second half."""
-        size = gate_up.shape[-1] // 2
-        if not _is_plain(gate_up) or size % _LANES:
+        if not _is_plain_pair(gate_up):
             return super().silu_mul(gate_up)
-        out = torch.empty((*gate_up.shape[:-1], size), dtype=torch.float32)
-        self._kernels.silu_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
-        return out
+        return _gated(self._kernels.silu_mul, gate_up)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
@@ -151,6 +165,18 @@ class NativeOps(CpuOps):
 
 def _is_plain(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _is_plain_pair(gate_up: Tensor) -> bool:
+    return _is_plain(gate_up) and gate_up.shape[-1] % (2 * _LANES) == 0
+
+
+def _gated(kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+    """What `kernel` makes of both halves of the last dim."""
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=torch.float32)
+    kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
+    return out
 
 
 def _is_heads(x: Tensor) -> bool:

@@ -78,6 +78,13 @@ class ReferenceOps:
         scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
         return (x_f32 * scale * weight.float()).to(x.dtype)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight over the last dim, in float32, in x's dtype.
+
+        Source: Ba et al. 2016, "Layer normalization", eq. 4, without a bias.
+        """
+        return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -99,6 +106,14 @@ class ReferenceOps:
         """silu(first half of the last dim) * second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(first half of the last dim) * second half, by the tanh approximation.
+
+        Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2.
+        """
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row by inverse CDF; see `sampling.sample`."""

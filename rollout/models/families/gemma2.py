@@ -1,0 +1,45 @@
+"""Gemma 2: norms before and after each mixer, softcaps, a window on every other layer."""
+
+from rollout.models.families.gemma import GEMMA_ACTIVATIONS
+from rollout.models.family import ATTENTION_BIAS, SANDWICH, Family, Key
+from rollout.models.layer_rules import windows_by_type
+
+
+def root_to_scale(scalar: float) -> float:
+    """The scale of scores from `query_pre_attn_scalar`."""
+    return float(scalar**-0.5)
+
+
+def scale_to_root(scale: float) -> int:
+    """`query_pre_attn_scalar` from the scale of scores."""
+    return round(scale**-2)
+
+
+GEMMA2_VALUES = {
+    "norm_offset": 1.0,
+    "attention_scale": Key(name="query_pre_attn_scalar", read=root_to_scale, write=scale_to_root),
+    "attention_softcap": Key(name="attn_logit_softcapping"),
+    "logit_softcap": Key(name="final_logit_softcapping"),
+    **ATTENTION_BIAS,
+}
+GEMMA2 = Family(
+    name="gemma2",
+    title="Gemma 2",
+    architecture="Gemma2ForCausalLM",
+    branches=SANDWICH,
+    values=GEMMA2_VALUES,
+    defaults={
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    # The last two stand in published configs and are not read.
+    keys=frozenset({"layer_types", "hidden_act", "sliding_window_size"}),
+    windows=windows_by_type(full_every=2),
+    activation_key="hidden_activation",
+    activations=GEMMA_ACTIVATIONS,
+    has_sqrt_embedding=True,
+)

@@ -1,0 +1,30 @@
+"""Gemma 3 (text): as Gemma 2 with normed heads, a rope per layer type, and no softcaps."""
+
+from rollout.models.families.gemma import GEMMA_ACTIVATIONS
+from rollout.models.families.gemma2 import GEMMA2_VALUES
+from rollout.models.family import SANDWICH, Family
+from rollout.models.layer_rules import ropes_by_type, windows_by_type
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    title="Gemma 3 (text)",
+    architecture="Gemma3ForCausalLM",
+    branches=SANDWICH,
+    # transformers reads attn_logit_softcapping and does not apply it.
+    values={name: rule for name, rule in GEMMA2_VALUES.items() if name != "attention_softcap"}
+    | {"qk_norm": True},
+    defaults={
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    keys=frozenset({"layer_types", "sliding_window_pattern"}),
+    windows=windows_by_type(full_every=6),
+    ropes=ropes_by_type,
+    activation_key="hidden_activation",
+    activations=GEMMA_ACTIVATIONS,
+    has_sqrt_embedding=True,
+)

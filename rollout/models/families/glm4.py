@@ -1,0 +1,27 @@
+"""GLM-4 0414: norms before and after each mixer, half of a head turns, in neighbouring pairs."""
+
+from rollout.models.family import QKV_BIAS, BranchNames, Family
+
+_BRANCHES = (
+    BranchNames(
+        mixer="self_attn", norm_before="input_layernorm", norm_after="post_self_attn_layernorm"
+    ),
+    BranchNames(
+        mixer="mlp", norm_before="post_attention_layernorm", norm_after="post_mlp_layernorm"
+    ),
+)
+GLM4 = Family(
+    name="glm4",
+    title="GLM-4 0414, GLM-Z1",
+    architecture="Glm4ForCausalLM",
+    branches=_BRANCHES,
+    values=QKV_BIAS,
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+    },
+    fused=frozenset({"gate_up_proj"}),
+    has_interleaved_rope=True,
+)

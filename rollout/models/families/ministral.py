@@ -1,0 +1,13 @@
+"""Ministral 8B: layers with a window and without."""
+
+from rollout.models.family import Family
+from rollout.models.layer_rules import windows_by_type
+
+MINISTRAL = Family(
+    name="ministral",
+    title="Ministral 8B",
+    architecture="MinistralForCausalLM",
+    defaults={"sliding_window": 4096},
+    keys=frozenset({"layer_types"}),
+    windows=windows_by_type(),
+)

@@ -1,0 +1,12 @@
+"""Mistral 7B, Nemo, Small: a window on every layer, if the config has one."""
+
+from rollout.models.family import Family
+from rollout.models.layer_rules import same_window
+
+MISTRAL = Family(
+    name="mistral",
+    title="Mistral 7B, Nemo, Small 2409-2501",
+    architecture="MistralForCausalLM",
+    defaults={"sliding_window": 4096},
+    windows=same_window,
+)

@@ -1,0 +1,12 @@
+"""OLMo 2: norms after the mixers alone, and query and key normed over all heads together."""
+
+from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
+
+OLMO2 = Family(
+    name="olmo2",
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    branches=POST_NORM,
+    values={"qk_norm": True, "qk_norm_whole": True, **ATTENTION_BIAS},
+    defaults={"rms_norm_eps": 1e-5},
+)

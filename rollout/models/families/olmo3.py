@@ -1,0 +1,16 @@
+"""OLMo 3: as OLMo 2, with a window on three layers of four and a rope per layer type."""
+
+from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
+from rollout.models.layer_rules import ropes_by_type, windows_by_type
+
+OLMO3 = Family(
+    name="olmo3",
+    title="OLMo 3",
+    architecture="Olmo3ForCausalLM",
+    branches=POST_NORM,
+    values={"qk_norm": True, "qk_norm_whole": True, **ATTENTION_BIAS},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+    keys=frozenset({"layer_types"}),
+    windows=windows_by_type(full_every=4),
+    ropes=ropes_by_type,
+)

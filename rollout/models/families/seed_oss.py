@@ -1,0 +1,11 @@
+"""Seed-OSS: query, key and value have a bias, the output a switch of its own."""
+
+from rollout.models.family import MLP_BIAS, QKV_BIAS, Family, Key
+
+SEED_OSS = Family(
+    name="seed_oss",
+    title="Seed-OSS",
+    architecture="SeedOssForCausalLM",
+    values={**QKV_BIAS, "attention_output_bias": Key(name="attention_out_bias"), **MLP_BIAS},
+    defaults={"attention_bias": True, "head_dim": 128},
+)

@@ -1,0 +1,125 @@
+"""Which layers have a window, and which rope: the rules that families choose from.
+
+A rule for windows gives a window (tokens that a token sees, itself included) or None for each
+layer; () where no layer has one. A rule for ropes gives a RopeSpec or None for each layer; () where
+all have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rollout.errors import ModelError
+from rollout.layers.rope import RopeSpec
+from rollout.models.rope_config import FULL, SLIDING, rope_from_hf
+
+Config: TypeAlias = Mapping[str, Any]
+Windows: TypeAlias = tuple[int | None, ...]
+Ropes: TypeAlias = tuple[RopeSpec | None, ...]
+
+
+# ---- windows
+
+
+def no_windows(config: Config, num_layers: int) -> Windows:
+    """Every layer attends to the whole context."""
+    return ()
+
+
+def same_window(config: Config, num_layers: int) -> Windows:
+    """Every layer has `sliding_window`, if there is one."""
+    window = config.get("sliding_window")
+    return (int(window),) * num_layers if window else ()
+
+
+def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
+    """Layers of type "sliding_attention" have `sliding_window`.
+
+    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide
+    (older configs name that number `sliding_window_pattern`); with None all slide, if there is a
+    window.
+    """
+
+    def windows(config: Config, num_layers: int) -> Windows:
+        every = config.get("sliding_window_pattern") or full_every
+        given = config.get("layer_types")
+        if every is None and not given:
+            return same_window(config, num_layers)
+        types = [SLIDING if (layer + 1) % (every or 1) else FULL for layer in range(num_layers)]
+        return _windows_of(given or types, config, num_layers)
+
+    return windows
+
+
+def windows_if_used(config: Config, num_layers: int) -> Windows:
+    """As by type, if `use_sliding_window` is set; without types all layers from `max_window_layers`
+    on slide.
+    """
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return _windows_of(config.get("layer_types") or [FULL] * num_layers, config, num_layers)
+    first = int(config.get("max_window_layers") or 0)
+    types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return _windows_of(config.get("layer_types") or types, config, num_layers)
+
+
+def windows_without_rope(config: Config, num_layers: int) -> Windows:
+    """As by type; without types the layers without rope slide, if `use_sliding_window` is set."""
+    has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    types = [
+        FULL if has_rope or not has_window else SLIDING
+        for has_rope in _rope_flags(config, num_layers)
+    ]
+    return _windows_of(config.get("layer_types") or types, config, num_layers)
+
+
+def _windows_of(types: Sequence[str], config: Config, num_layers: int) -> Windows:
+    if len(types) != num_layers:
+        raise ModelError(f"layer_types lists {len(types)} layers, num_hidden_layers={num_layers}")
+    if unknown := sorted(set(types) - {FULL, SLIDING}):
+        raise ModelError(f"layer_types has {unknown[0]!r}; supported: {FULL!r}, {SLIDING!r}")
+    if SLIDING not in types:
+        return ()
+    window = config.get("sliding_window")
+    if not window or not config.get("use_sliding_window", True):
+        raise ModelError(
+            f"layer_types has {SLIDING!r}, but sliding_window={window!r} and use_sliding_window="
+            f"{config.get('use_sliding_window')!r}: set both, or make these layers {FULL!r}"
+        )
+    return tuple(int(window) if kind == SLIDING else None for kind in types)
+
+
+# ---- ropes
+
+
+def same_rope(config: Config, windows: Windows) -> Ropes:
+    """One rope for all layers."""
+    return ()
+
+
+def ropes_by_type(config: Config, windows: Windows) -> Ropes:
+    """Layers with a window have the rope of sliding attention, the others that of full."""
+    full, sliding = rope_from_hf(config, FULL), rope_from_hf(config, SLIDING)
+    return tuple(full if window is None else sliding for window in windows)
+
+
+def rope_with_window(config: Config, windows: Windows) -> Ropes:
+    """Only layers with a window have a rope."""
+    rope = rope_from_hf(config)
+    return tuple(None if window is None else rope for window in windows)
+
+
+def rope_by_flag(config: Config, windows: Windows) -> Ropes:
+    """Layers with 0 in `no_rope_layers` have none; without it every 4th (the interval) has none."""
+    rope = rope_from_hf(config)
+    flags = _rope_flags(config, int(config["num_hidden_layers"]))
+    return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
+
+
+def _rope_flags(config: Config, num_layers: int) -> list[bool]:
+    interval = int(config.get("no_rope_layer_interval") or 4)
+    given = config.get("no_rope_layers")
+    flags = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if given and len(given) != num_layers:
+        raise ModelError(f"no_rope_layers lists {len(given)} layers, not {num_layers}")
+    return [bool(flag) for flag in given] if given else flags

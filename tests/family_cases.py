@@ -1,0 +1,85 @@
+"""A tiny random model of each family, with what its configs can switch on; `docs/models.md` lists
+what is tested with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.tiny_models import tiny_model
+
+WINDOW = 11  # tokens: shorter than prompts, and no multiple of a block
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "factor": 4.0,
+}
+FAMILY_CASES: dict[str, dict[str, Any]] = {
+    "llama": {"mlp_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "mistral": {"sliding_window": WINDOW},
+    "ministral": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    "phi3": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": LONGROPE,
+    },
+    "olmo2": {"hidden_size": 64},
+    "olmo3": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+    "smollm3": {"hidden_size": 64, "no_rope_layer_interval": 2},
+    "seed_oss": {"attention_out_bias": True},
+    "granite": {
+        "hidden_size": 64,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 0.5,
+    },
+    "glm4": {},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "cohere2": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.5,
+    },
+}
+
+
+def family_model(family: str, seed: int = 0) -> Any:
+    """The family's transformers model. Only its eager attention applies every trait."""
+    return tiny_model(family, seed=seed, attention="eager", **FAMILY_CASES[family])
