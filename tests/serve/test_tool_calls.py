@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.serve.openai.tool_calls import ToolCallReader
+from rollout.tool_calls import ToolCallReader
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 SUB = '<tool_call>{"name": "sub", "arguments": "{}"}</tool_call>'

@@ -37,10 +37,10 @@ from rollout.serve.openai.token_data import (
     spelling,
 )
 from rollout.serve.openai.tokenizer import chat_ids
-from rollout.serve.openai.tool_calls import ToolCall, ToolCallReader, tool_names
 from rollout.serve.sampling import check_length, sampling_params_of
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.tool_calls import ToolCall, ToolCallReader, tool_names
 
 Request = DynamicInferenceRequest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_TAGGED = re.compile(f"{_OPEN}.*?(?:{_CLOSE}|$)", re.DOTALL)
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,14 +33,15 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallReader:
-    """Splits text that comes in pieces into content and whole calls of tools named `names`.
+    """Splits text that comes in pieces into content and whole calls of tools named `names`, or with
+    None of tools of any name.
 
     Text that may be, or begin, a call is held back until it is decided. What turns out to be no
     call is content.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = set(names)
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._names = None if names is None else set(names)
         self._held = ""
         self._has_content = self._follows_call = False
         self.num_calls = 0
@@ -108,7 +111,9 @@ class ToolCallReader:
         return calls
 
     def _call_of(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        if self._names is not None and value["name"] not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
         if not isinstance(arguments, str):
@@ -127,6 +132,19 @@ def _num_begun(text: str) -> int:
     """How many of the last characters may be the beginning of an opening tag."""
     sizes = range(min(len(_OPEN) - 1, len(text)), 0, -1)
     return next((n for n in sizes if _OPEN.startswith(text[-n:])), 0)
+
+
+def read_tool_calls(text: str) -> tuple[str, list[ToolCall], list[str]]:
+    """Content, calls of tools of any name, and what stands between tags of a call but is none.
+
+    The latter, malformed JSON for instance, is not part of the content.
+    """
+    reader = ToolCallReader(None)
+    content, calls = reader.push(text)
+    rest, last = reader.finish()
+    content += rest
+    malformed = _TAGGED.findall(content)
+    return _TAGGED.sub("", content), calls + last, malformed
 
 
 def tool_names(tools: Sequence[Any] | None) -> list[str]:
