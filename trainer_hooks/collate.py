@@ -1,6 +1,7 @@
 """Finished rollouts as the padded tensors a trainer computes with.
 
-Shape letters: B rollouts, T positions of prompt + completion, right padded.
+Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one),
+T positions of prompt + completion, right padded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.rollouts import Rollout, as_rollout
+from trainer_hooks.rollouts import Rollout, as_rollout, sequence_tokens
 
 # The distribution of the behaviour log-probs: the one a trainer recomputes, or that of the draw.
 TrainedLogprobs = Literal["temperature", "processed"]
@@ -24,17 +25,19 @@ TrainedLogprobs = Literal["temperature", "processed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """One row per rollout, in the order it was given; CPU tensors.
+    """One row per token sequence, those of a rollout one after another; CPU tensors.
 
+    Most rollouts are one token sequence, and B = R. See `Rollout` for those that are several.
     `mask_BT` is True on the generated tokens, of all turns, of rollouts that did not fail; not on
     prompts and tool output. Log-probs, lags and staleness are 0 where it is False; column t belongs
     to token t.
+    `rewards_R`: of each rollout, NaN for a failed one. `rollout_index_B`: whose sequence a row is.
     `prompt_lengths_B`: tokens before the first generated one. `completion_lengths_B`: generated
     tokens, of all turns, also of failed rollouts, without tool output. `lengths_B`: all tokens.
     `policy_lag_BT`: train_version - version that sampled the token.
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
-    `rewards_B`: NaN for a failed rollout. `is_truncated_B`: the length limit cut its last turn.
+    `is_truncated_B`: a limit cut the rollout, such as that of its last turn's length.
     """
 
     tokens_BT: torch.Tensor  # int64
@@ -45,7 +48,8 @@ class RolloutBatch:
     policy_lag_BT: torch.Tensor  # int32
     kv_lag_BT: torch.Tensor  # float32
     kv_staleness_BT: torch.Tensor  # int32
-    rewards_B: torch.Tensor  # float32
+    rewards_R: torch.Tensor  # float32
+    rollout_index_B: torch.Tensor  # int64, indices of rewards_R
     prompt_lengths_B: torch.Tensor  # int64
     completion_lengths_B: torch.Tensor  # int64
     lengths_B: torch.Tensor  # int64
@@ -53,8 +57,73 @@ class RolloutBatch:
     train_version: int
 
     def __len__(self) -> int:
-        """Number of rollouts."""
-        return len(self.rewards_B)
+        """Number of rows."""
+        return len(self.lengths_B)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Number of rollouts; each has at least one row."""
+        return len(self.rewards_R)
+
+    @property
+    def rewards_B(self) -> torch.Tensor:
+        """The reward of each row, float32, where each rollout is one row.
+
+        Raises ConfigError where a rollout has several rows: a view of these rewards as groups of
+        rows would mix up the groups.
+        """
+        num_several = int((self.rollout_index_B.bincount(minlength=self.num_rollouts) > 1).sum())
+        if num_several:
+            raise ConfigError(
+                f"{num_several} of {self.num_rollouts} rollouts have several token sequences, "
+                f"{len(self)} rows in all, so rewards_B is not one reward per rollout; group "
+                "rewards_R, and spread what is made of it over the rows: "
+                "batch.per_row(group_advantages(batch.rewards_R.view(-1, group_size)))"
+            )
+        return self.rewards_R[self.rollout_index_B]
+
+    @property
+    def first_row_R(self) -> torch.Tensor:
+        """The first row of each rollout, int64."""
+        rows_B = torch.arange(len(self))
+        last_R = torch.full((self.num_rollouts,), len(self))
+        return last_R.scatter_reduce(0, self.rollout_index_B, rows_B, "amin")
+
+    def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
+        """What belongs to each rollout, [R] or [P, G] of groups, as one value per row, [B].
+
+        Raises ConfigError for another number of values.
+        """
+        if values_R.numel() != self.num_rollouts:
+            raise ConfigError(
+                f"{values_R.numel()} values of shape {tuple(values_R.shape)} for "
+                f"{self.num_rollouts} rollouts; one for each is wanted"
+            )
+        return values_R.reshape(-1)[self.rollout_index_B]
+
+    def per_rollout(self, values_B: torch.Tensor) -> torch.Tensor:
+        """The sum of the values of each rollout's rows, [R]."""
+        return values_B.new_zeros(self.num_rollouts).index_add(0, self.rollout_index_B, values_B)
+
+    @property
+    def rollout_tokens_B(self) -> torch.Tensor:
+        """How many trained tokens the rollout of each row has, in all its rows, int64."""
+        return self.per_row(self.per_rollout(self.mask_BT.sum(dim=1)))
+
+    def split_rollouts(
+        self, num_parts: int, kept_R: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The rows of `num_parts` random parts of the rollouts, of those that `kept_R` names.
+
+        All rows of a rollout are in one part; rollouts without a trained token are in none. Drawn
+        from torch's generator; fewer parts where there are fewer rollouts.
+        """
+        is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
+        rollouts = (is_trained_R if kept_R is None else is_trained_R & kept_R).nonzero().flatten()
+        rollouts = rollouts[torch.randperm(len(rollouts))]
+        parts = rollouts.chunk(num_parts) if len(rollouts) else ()
+        matches = (part[:, None] == self.rollout_index_B for part in parts)
+        return [match.nonzero()[:, 1] for match in matches]
 
     def without_truncated(self) -> RolloutBatch:
         """The same rollouts, of which those that were cut are not trained on.
@@ -65,16 +134,17 @@ class RolloutBatch:
         return replace(self, mask_BT=self.mask_BT & ~self.is_truncated_B[:, None])
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
-        """The rollouts that an index or bool tensor names, cut to the longest of them."""
+        """The rows that an index or bool tensor names, cut to the longest, with their rollouts."""
         lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
-        chosen: dict[str, Any] = {}
+        kept_R, index_B = self.rollout_index_B[rows].unique(return_inverse=True)
+        chosen: dict[str, Any] = {"rewards_R": self.rewards_R[kept_R], "rollout_index_B": index_B}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and field.name not in chosen:
                 value = value[rows]
                 value = value[:, :num_positions] if value.dim() == 2 else value
-            chosen[field.name] = value
+            chosen.setdefault(field.name, value)
         return RolloutBatch(**chosen)
 
 
@@ -93,9 +163,9 @@ def collate_rollouts(
     of the mode sampled with. `temperature`: what the trainer recomputes, so that ratios start from
     1. `processed`: the true probability of the draw; with truncation (top_k, top_p, min_p) ratios
     to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a
-    request that failed, marks a failed rollout: it is masked out, never scored 0.
+    rollout that failed, marks a failed rollout: it is masked out, never scored 0.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
-    there is not one reward per request, and for a token sampled after `train_version`.
+    there is not one reward per rollout, and for a token sampled after `train_version`.
     """
     if not requests or len(requests) != len(rewards):
         raise ConfigError(
@@ -103,23 +173,40 @@ def collate_rollouts(
             "least one, is wanted"
         )
     rollouts = [as_rollout(request) for request in requests]
-    rewards_B = torch.tensor(
+    rewards_R = torch.tensor(
         [
             _reward_or_nan(reward) if rollout.succeeded() else math.nan
             for rollout, reward in zip(rollouts, rewards, strict=True)
         ]
     )
-    rows = [_untrained_row(rollout) for rollout in rollouts]
-    turns = [turn.sampling_params for rollout in rollouts for turn in rollout.requests]
-    is_processed = any(params and params.logprobs_mode == "processed" for params in turns)
+    all_params = [turn.sampling_params for rollout in rollouts for turn in rollout.requests]
+    is_processed = any(params and params.logprobs_mode == "processed" for params in all_params)
     wanted = logprobs_mode or ("processed" if is_processed else "temperature")
-    for row, rollout, reward in zip(rows, rollouts, rewards_B.tolist(), strict=True):
-        if not math.isnan(reward):
-            for turn in rollout.requests:
+    sequences = [(i, turns) for i, each in enumerate(rollouts) for turns in each.sequences]
+    rows = [_untrained_row(turns) for _, turns in sequences]
+    for row, (i, turns) in zip(rows, sequences, strict=True):
+        if not math.isnan(rewards_R[i]):
+            for turn in turns:
                 params = turn.sampling_params or SamplingParams()
                 check_logprobs_match(params, temperature, wanted)
                 _mark_turn(row, turn, train_version)
-    padded = {
+    all_turns = [turns for _, turns in sequences]
+    return RolloutBatch(
+        **_padded(rows, pad_id),
+        rewards_R=rewards_R,
+        rollout_index_B=torch.tensor([i for i, _ in sequences]),
+        prompt_lengths_B=torch.tensor([_num_prompt_tokens(turns) for turns in all_turns]),
+        completion_lengths_B=torch.tensor(
+            [sum(len(turn.generated_tokens) for turn in turns) for turns in all_turns]
+        ),
+        lengths_B=torch.tensor([len(row["tokens_BT"]) for row in rows]),
+        is_truncated_B=torch.tensor([rollouts[i].finish_reason == "length" for i, _ in sequences]),
+        train_version=train_version,
+    )
+
+
+def _padded(rows: Sequence[dict[str, torch.Tensor]], pad_id: int) -> dict[str, torch.Tensor]:
+    return {
         name: pad_sequence(
             [row[name] for row in rows],
             batch_first=True,
@@ -127,22 +214,15 @@ def collate_rollouts(
         )
         for name in rows[0]
     }
-    return RolloutBatch(
-        **padded,
-        rewards_B=rewards_B,
-        prompt_lengths_B=torch.tensor([rollout.num_prompt_tokens for rollout in rollouts]),
-        completion_lengths_B=torch.tensor([rollout.num_generated_tokens for rollout in rollouts]),
-        lengths_B=torch.tensor([rollout.num_tokens for rollout in rollouts]),
-        is_truncated_B=torch.tensor(
-            [rollout.requests[-1].finish_reason == "length" for rollout in rollouts]
-        ),
-        train_version=train_version,
-    )
 
 
-def _untrained_row(rollout: Rollout) -> dict[str, torch.Tensor]:
-    """One rollout without padding; its mask is still empty."""
-    tokens_T = rollout.tokens_T
+def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
+    return len(turns[0].prompt_tokens) if turns else 0
+
+
+def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
+    """One token sequence without padding; its mask is still empty."""
+    tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
         "tokens_BT": tokens_T,
@@ -194,7 +274,7 @@ def check_logprobs_match(
         raise ConfigError(f"temperature={temperature} must be above 0; greedy tokens train nothing")
     if not params.return_log_probs:
         raise ConfigError("the rollouts carry no log-probs; sample with return_log_probs=True")
-    mode, reshaping = params.logprobs_mode, _reshaping(params)
+    mode, reshaping = params.logprobs_mode, reshaping_text(params)
     is_same_mode = mode == logprobs_mode or (
         not reshaping and (mode != "raw" or params.temperature == 1.0)
     )
@@ -219,7 +299,7 @@ def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogpr
     return mode
 
 
-def _reshaping(params: SamplingParams) -> str:
+def reshaping_text(params: SamplingParams) -> str:
     """The settings that draw from another distribution than that of the logits at the temperature,
     as they were given; empty if there are none.
     """

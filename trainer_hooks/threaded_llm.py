@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from rollout import (
@@ -123,12 +122,7 @@ class ThreadedLLM:
     async def __aenter__(self) -> ThreadedLLM:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     # ---- in the thread

@@ -13,6 +13,7 @@ import torch
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.engine.reports import HISTOGRAMS, EngineStats, ResumeReport, SuspendReport
+from rollout.engine.state import EngineState
 from rollout.errors import RequestAbortedError
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -122,6 +123,17 @@ def engine_stats(results: Results) -> EngineStats:
     for name in {f.name for f in fields(EngineStats)} - values.keys():
         values[name] = sum(report[name] for report in reports)
     return EngineStats(**values)
+
+
+def stats_by_engine(results: Results) -> dict[int, EngineStats]:
+    """The state and counters of each engine by its rank, in order."""
+    ranks = sorted((int(rank), report) for rank, report in results["ranks"].items() if report)
+    engines = {}
+    for rank, report in ranks:
+        histograms = {name: tuple(report[name]) for name in HISTOGRAMS}
+        state = EngineState[report["state"]]
+        engines[rank] = EngineStats(**{**report, **histograms, "state": state})
+    return engines
 
 
 def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:

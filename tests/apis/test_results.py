@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.apis.results import engine_stats
+from rollout.apis.results import engine_stats, stats_by_engine
 from tests.tiny_models import tiny_engine, tiny_model
 
 
@@ -30,3 +30,12 @@ def test_stats_of_a_fleet_are_sums_and_the_least_longest_sequence() -> None:
 def test_a_fleet_without_engines_has_stats_of_nothing() -> None:
     stats = engine_stats({"state": "RUNNING", "weights_version": 0, "ranks": {}})
     assert (stats.num_blocks_total, stats.max_sequence_length, stats.kv_staleness) == (0, 0, ())
+
+
+def test_each_engine_of_a_fleet_has_its_own_stats_in_order_of_rank() -> None:
+    ranks = {str(rank): report(num_running=rank) for rank in (10, 2)}
+    ranks["2"]["state"] = "SUSPENDED"
+    engines = stats_by_engine({"ranks": {**ranks, "3": None}})
+    shown = [(rank, stats.state.name, stats.num_running) for rank, stats in engines.items()]
+    assert shown == [(2, "SUSPENDED", 2), (10, "RUNNING", 10)]
+    assert engines[2].policy_staleness == (0,) * 9

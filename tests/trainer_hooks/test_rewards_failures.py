@@ -100,6 +100,10 @@ def test_an_error_is_told_once_with_its_traceback_and_then_counted(
     assert len(told) == 4
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False, True]
     assert "cannot read 0" in told[0]
+    shown = traceback.format_exception(*(caplog.records[0].exc_info or ()))
+    assert shown[1].endswith('raise ValueError(f"cannot read {completions[0]}")\n'), (
+        "no frame of ours"
+    )
     assert "failed 10 times" in told[1]
     assert "failed 100 times" in told[2]
     assert "of another kind" in told[3]

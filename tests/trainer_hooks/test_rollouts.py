@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+
 import pytest
+import torch
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest, Status
 from tests.trainer_hooks.fakes import finished_request
-from trainer_hooks import collate_rollouts
+from trainer_hooks import PromptItem, RewardRunner, collate_rollouts, group_advantages
+from trainer_hooks.rewards import WeightedRewards, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 
 TOOL = [70, 71]
@@ -91,3 +96,107 @@ def test_a_turn_that_was_encoded_again_is_refused_naming_the_position(
 def test_a_rollout_has_a_turn() -> None:
     with pytest.raises(ConfigError, match="at least one request"):
         Rollout([])
+
+
+# ---- several token sequences
+
+
+def with_thinking_dropped() -> Rollout:
+    """Two turns of one token sequence, and a third that begins another."""
+    turns = [
+        finished_request([1, 2, 3], [10, 11], versions=[0, 0]),
+        finished_request([1, 2, 3, 10, 11, *TOOL], [20], versions=[1]),
+        finished_request([1, 2, 3, 11, 20, 9], [30, 31], versions=[1, 2]),
+    ]
+    return Rollout(turns, sequence_starts=(0, 2))
+
+
+def test_each_token_sequence_is_a_row_with_its_own_mask_and_log_probs() -> None:
+    single = finished_request([5], [6], versions=[2])
+    batch = collate_rollouts([with_thinking_dropped(), single], [1.0, 0.5], train_version=2)
+    assert batch.rollout_index_B.tolist() == [0, 0, 1]
+    assert batch.tokens_BT.tolist() == [
+        [1, 2, 3, 10, 11, *TOOL, 20],
+        [1, 2, 3, 11, 20, 9, 30, 31],
+        [5, 6, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch.mask_BT[:2].int().tolist() == [[0, 0, 0, 1, 1, 0, 0, 1], [0] * 6 + [1, 1]]
+    assert batch.behaviour_logprobs_BT[1].tolist() == [0] * 6 + [-1, -2]
+    assert batch.policy_lag_BT[0].tolist() == [0, 0, 0, 2, 2, 0, 0, 1]
+    assert batch.prompt_lengths_B.tolist() == [3, 6, 1]
+    assert batch.completion_lengths_B.tolist() == [3, 2, 1]
+    assert batch.per_rollout(batch.completion_lengths_B).tolist() == [5, 1]
+
+
+def test_rewards_of_several_sequences_are_grouped_by_rollout_and_never_by_row() -> None:
+    # Four rows would view as two groups of two, which the rollouts are not.
+    rollouts = [with_thinking_dropped(), with_thinking_dropped()]
+    batch = collate_rollouts(rollouts, [1.0, 0.0], train_version=2)
+    with pytest.raises(ConfigError, match=r"2 of 2 rollouts .* 4 rows .*per_row"):
+        batch.rewards_B.view(-1, 2)
+    advantages_B = batch.per_row(group_advantages(batch.rewards_R.view(-1, 2), "none"))
+    assert advantages_B.tolist() == [0.5, 0.5, -0.5, -0.5]
+    with pytest.raises(ConfigError, match=r"4 values of shape \(4,\) for 2 rollouts"):
+        batch.per_row(torch.zeros(4))
+
+
+def test_selected_rows_keep_the_rewards_of_their_rollouts() -> None:
+    single = finished_request([5], [6], versions=[2])
+    batch = collate_rollouts([with_thinking_dropped(), single], [1.0, 0.5], train_version=2)
+    part = batch.select(torch.tensor([2, 1]))
+    assert part.rewards_B.tolist() == [0.5, 1.0]
+    assert part.first_row_R.tolist() == [1, 0]
+
+
+def test_a_rollout_that_its_environment_failed_is_a_row_without_trained_tokens() -> None:
+    failed = [Rollout([], failure="reset_error"), Rollout(three_turns(), failure="step_timeout")]
+    batch = collate_rollouts([*failed, *three_turns()[:1]], [1.0, 1.0, 1.0], train_version=2)
+    assert batch.lengths_B.tolist() == [0, 11, 5]
+    assert batch.rewards_R.isnan().tolist() == [True, True, False]
+    assert batch.mask_BT.any(dim=1).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("starts", [(), (1,), (0, 0), (0, 3), (0, 2, 1)])
+def test_starts_are_turns_in_order(starts: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="indices of turns in order, 0 first"):
+        Rollout(three_turns(), sequence_starts=starts)
+
+
+# ---- rewards of their own
+
+
+def scored(rollouts: list[Rollout], reward: RewardRunner | None = None) -> list[float]:
+    item = PromptItem("ab", {"answer": 4})
+    return asyncio.run(score_rollouts(reward, item, rollouts, None))
+
+
+def test_a_rollouts_own_reward_is_its_score_and_keeps_its_terms() -> None:
+    own = Rollout(three_turns(), reward=1.5, reward_terms={"found": 1.0, "steps": 0.5})
+    failed = Rollout(three_turns(), reward=2.0, failure="step_error")
+    nothing = Rollout(three_turns(), reward=math.nan)
+    rewards = scored([own, failed, nothing])
+    assert rewards[0] == 1.5
+    assert rewards[0].terms == {"found": 1.0, "steps": 0.5}
+    assert [math.isnan(reward) for reward in rewards] == [False, True, True]
+
+
+def test_the_reward_function_adds_to_a_rollouts_own_and_sees_its_columns() -> None:
+    def by_columns(completions: list[object], answer: list[int], found: list[int]) -> list[float]:
+        return [float(a + (f or 0)) for a, f in zip(answer, found, strict=True)]
+
+    rollouts = [
+        Rollout(three_turns(), reward=10.0, columns={"found": 3}),
+        Rollout(three_turns(), columns={"answer": 7}),
+    ]
+    assert scored(rollouts, RewardRunner(by_columns)) == [17.0, 7.0]
+
+
+def test_a_rollout_without_any_reward_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no reward function.*reward=None"):
+        scored([Rollout(three_turns())])
+
+
+def test_terms_of_one_name_are_refused() -> None:
+    reward = RewardRunner(WeightedRewards([lambda completions: [1.0]], names=["found"]))
+    with pytest.raises(ConfigError, match=r"\['found'\] come from the reward function and from"):
+        scored([Rollout(three_turns(), reward=1.0, reward_terms={"found": 1.0})], reward)

@@ -66,6 +66,7 @@ class WeightedRewards:
             )
         self._functions, self._weights = list(reward_funcs), list(reward_weights)
         self._names = list(names)
+        self.__name__ = " + ".join(names)  # in errors and the log
 
     @property
     def awaits(self) -> bool:
@@ -166,7 +167,7 @@ class VerlReward:
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:
         self._compute_score = compute_score
-        self._failures = FailureLog(name_of(compute_score))
+        self._failures = FailureLog(f"reward function {name_of(compute_score)}")
 
     def __call__(
         self,

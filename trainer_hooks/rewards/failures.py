@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter
+from types import TracebackType
 
 from rollout.errors import RolloutError
 
+_PACKAGE = __name__.partition(".")[0]
 _log = logging.getLogger(__name__)
 
 
@@ -55,11 +57,22 @@ def place_of(error: BaseException) -> str:
     return f"{type(error).__name__} at {line}"
 
 
+def below_this_package(frames: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback below our own last frame; all of it if nothing is below."""
+    part, below = frames, frames
+    while part is not None:
+        if part.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
+            below = part.tb_next
+        part = part.tb_next
+    return below or frames
+
+
 class FailureLog:
     """Logs each distinct error once, with its traceback, and its count at 10, 100, ..."""
 
-    def __init__(self, function_name: str) -> None:
-        self._name = function_name
+    def __init__(self, subject: str) -> None:
+        """`subject`: whose errors they are, as "reward function score"."""
+        self._subject = subject
         self._counts: Counter[str] = Counter()
 
     def add(self, error: BaseException) -> None:
@@ -68,11 +81,12 @@ class FailureLog:
         self._counts[place] += 1
         count = self._counts[place]
         if count == 1:
-            _log.warning("reward function %s failed: %r", self._name, error, exc_info=error)
+            shown = (type(error), error, below_this_package(error.__traceback__))
+            _log.warning("%s failed: %r", self._subject, error, exc_info=shown)
         elif str(count).rstrip("0") == "1":
             _log.warning(
-                "reward function %s failed %d times so far with %s, now: %r",
-                self._name,
+                "%s failed %d times so far with %s, now: %r",
+                self._subject,
                 count,
                 place,
                 error,

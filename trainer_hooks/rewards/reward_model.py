@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollout.errors import ConfigError
+from trainer_hooks.pretrained import load_pretrained
 from trainer_hooks.rewards.processes import in_thread
 
 Score = Callable[[list[str], list[str]], Sequence[float]]
@@ -76,12 +77,13 @@ class RewardModel(BatchedReward):
     """
 
     def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
-        """Raises ConfigError for a model with several labels."""
+        """Raises ConfigError if there is none at `path`, and for a model with several labels."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         super().__init__(self._logits, batch_size)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, truncation_side="left")
-        self._model: Any = AutoModelForSequenceClassification.from_pretrained(path).eval()
+        where = ("path of the reward model", path)
+        self._tokenizer: Any = load_pretrained(AutoTokenizer, *where, truncation_side="left")
+        self._model: Any = load_pretrained(AutoModelForSequenceClassification, *where).eval()
         self._max_tokens = max_tokens
         if self._model.config.num_labels != 1:
             raise ConfigError(

@@ -25,6 +25,7 @@ from trainer_hooks.rewards.failures import (
     RewardFailed,
     RewardFunctionError,
     RewardProcessesClosed,
+    place_of,
 )
 from trainer_hooks.rewards.processes import RewardProcesses, in_thread
 from trainer_hooks.rewards.turns import Turn, Turns
@@ -72,7 +73,7 @@ class RewardRunner:
         self._turns = Turns(1)
         self._max_attempts, self._max_first_failures = max_attempts, max_first_failures
         self._has_succeeded, self._num_first_failures = False, 0
-        self._failures = FailureLog(name_of(reward_fn))
+        self._failures = FailureLog(f"reward function {name_of(reward_fn)}")
         self.num_failed_calls = 0
         self.last_error: BaseException | None = None
 
@@ -139,8 +140,8 @@ class RewardRunner:
                 return RewardFunctionError(
                     f"the reward function {name} has never succeeded: its first "
                     f"{self._num_first_failures} scores failed, the last one in {num_attempts} "
-                    f"attempts with {error!r}; mend it, or raise max_first_failures of its "
-                    "RewardRunner"
+                    f"attempts with {place_of(error)}: {error}; mend it, or raise "
+                    "max_first_failures of its RewardRunner"
                 )
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 
@@ -224,8 +225,10 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
         ) from error
 
 
-def as_runner(reward_fn: RewardFunction | RewardRunner) -> tuple[RewardRunner, bool]:
-    """A runner, and whether it was made here, so that the caller is to close it."""
-    if isinstance(reward_fn, RewardRunner):
+def as_runner(
+    reward_fn: RewardFunction | RewardRunner | None,
+) -> tuple[RewardRunner | None, bool]:
+    """A runner, and whether it was made here, so that the caller is to close it; None for None."""
+    if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

@@ -4,36 +4,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+from rollout.errors import ConfigError
 from rollout.text import Tokenizer
 from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.rewards.adapters import WeightedReward
 from trainer_hooks.rewards.runner import RewardRunner
 from trainer_hooks.rollouts import Rollout
 
 
 async def score_rollouts(
-    reward: RewardRunner,
+    reward: RewardRunner | None,
     item: PromptItem,
     rollouts: Sequence[Rollout],
     tokenizer: Tokenizer | None,
 ) -> list[float]:
     """One reward per rollout; NaN for those that failed, which the function never sees.
 
-    Completions are texts, or token ids without a tokenizer. A completion of several turns includes
-    tool output. Raises what RewardRunner.score_or_raise raises.
+    It is the rollout's own reward, what the function gives, or their sum where there are both.
+    `reward`: None where the rollouts have rewards of their own. Completions are texts, or token ids
+    without a tokenizer. A completion of several turns includes tool output. The function is offered
+    the prompt's columns and those of the rollouts, which are None where a rollout lacks one.
+    Raises ConfigError for a rollout that has no reward at all, and what RewardRunner.score_or_raise
+    raises.
     """
-    valid = [i for i, rollout in enumerate(rollouts) if rollout.succeeded()]
     rewards = [math.nan] * len(rollouts)
-    if valid:
+    valid = [i for i, each in enumerate(rollouts) if each.succeeded() and not _is_nan(each.reward)]
+    if not valid:
+        return rewards
+    own = [rollouts[i] for i in valid]
+    scores: Sequence[float | None] = [None] * len(own)
+    if reward is not None:
         scores = await reward.score_or_raise(
-            [item.prompt] * len(valid),
-            [completion_of(rollouts[i], tokenizer) for i in valid],
-            [rollouts[i].completion_ids for i in valid],
-            {name: [value] * len(valid) for name, value in item.columns.items()},
+            [item.prompt] * len(own),
+            [completion_of(rollout, tokenizer) for rollout in own],
+            [rollout.completion_ids for rollout in own],
+            _columns(item, own),
         )
-        for i, score in zip(valid, scores, strict=True):
-            rewards[i] = score
+    for i, rollout, score in zip(valid, own, scores, strict=True):
+        rewards[i] = _total(rollout, score)
     return rewards
+
+
+def _is_nan(reward: float | None) -> bool:
+    return reward is not None and math.isnan(reward)
+
+
+def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    columns = {name: [value] * len(rollouts) for name, value in item.columns.items()}
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.columns):
+        shared = item.columns.get(name)
+        columns[name] = [rollout.columns.get(name, shared) for rollout in rollouts]
+    return columns
+
+
+def _total(rollout: Rollout, score: float | None) -> float:
+    """The rollout's own reward and `score` of the reward function, with the terms of both."""
+    if score is None and rollout.reward is None:
+        raise ConfigError(
+            "a rollout has no reward: there is no reward function, and the rollout_fn returned a "
+            "Rollout with reward=None; give one of them"
+        )
+    if score is not None and rollout.reward is None and not rollout.reward_terms:
+        return score
+    terms: dict[str, float] = dict(getattr(score, "terms", {}))
+    if clash := sorted(set(terms) & set(rollout.reward_terms)):
+        raise ConfigError(
+            f"the reward terms {clash} come from the reward function and from the rollout; rename "
+            "those of one"
+        )
+    terms |= rollout.reward_terms
+    total = (score or 0.0) + (rollout.reward or 0.0)
+    return WeightedReward(total, terms) if terms else total
 
 
 def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:

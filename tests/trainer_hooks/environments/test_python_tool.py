@@ -1,0 +1,298 @@
+"""PythonTool: programs that misbehave end, leave nothing behind and disturb nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments import sandboxed_python
+from trainer_hooks.environments.python_tool import PythonLimits, PythonResult, PythonTool
+from trainer_hooks.environments.sandboxed_python import PROTECTIONS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PythonTool needs Linux")
+LIMITS = PythonLimits(wall_s=20.0, cpu_s=1, memory_bytes=256 << 20, output_bytes=4096)
+
+
+@pytest.fixture(scope="module")
+def tool() -> PythonTool:
+    tool = PythonTool(LIMITS, num_processes=2, required=())
+    if tool.protections != frozenset(PROTECTIONS):
+        pytest.skip(f"this kernel only protects {sorted(tool.protections)}")
+    return tool
+
+
+def run(tool: PythonTool, *programs: str) -> list[PythonResult]:
+    async def all_of_them() -> list[PythonResult]:
+        return list(await asyncio.gather(*map(tool.run, programs)))
+
+    return asyncio.run(all_of_them())
+
+
+def processes_with(text: str) -> list[int]:
+    """Process ids of those whose command line contains `text`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def left_behind(result: PythonResult) -> list[int]:
+    """Processes of the program that prints its own directory in its first line."""
+    directory = result.output.splitlines()[0]
+    assert directory.startswith("/")
+    assert not Path(directory).exists()
+    return processes_with(directory)
+
+
+HERE = "import os; print(os.getcwd(), flush=True)\n"
+
+
+def test_what_a_program_prints_is_returned_in_order_with_its_exit_status(tool: PythonTool) -> None:
+    program = "import sys; print(6 * 7); print('warning', file=sys.stderr); sys.exit(3)"
+    assert run(tool, program) == [PythonResult(output="42\nwarning\n", exit_status=3)]
+
+
+def test_a_traceback_shows_the_programs_lines_only(tool: PythonTool) -> None:
+    (result,) = run(tool, "x = 1\nprint(x / 0)")
+    assert result.exit_status == 1
+    assert result.output.startswith('Traceback (most recent call last):\n  File "<program>"')
+    assert "sandboxed_python" not in result.output
+    assert result.output.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_installed_packages_can_be_imported(tool: PythonTool) -> None:
+    (result,) = run(tool, "import numpy; print(numpy.arange(4).sum())")
+    assert result.output == "6\n"
+
+
+def test_an_endless_loop_ends_at_its_processor_time(tool: PythonTool) -> None:
+    (result,) = run(tool, HERE + "while True: pass")
+    assert result.stopped_by == "more than 1 s of processor time"
+    assert result.exit_status == 128 + signal.SIGKILL
+    assert left_behind(result) == []
+    assert str(result).endswith("\n[stopped: more than 1 s of processor time]")
+
+
+def test_a_sleeping_program_ends_at_its_wall_time(tool: PythonTool) -> None:
+    impatient = PythonTool(PythonLimits(wall_s=0.5), required=())
+    (result,) = run(impatient, HERE + "import time; time.sleep(1e6)")
+    assert result.stopped_by == "more than 0.5 s"
+    assert left_behind(result) == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: os.fork()",
+        "import subprocess; subprocess.Popen(['sleep', '1000'])",
+        "import multiprocessing; multiprocessing.Process(target=print).start()",
+        "os.posix_spawn('/bin/sleep', ['sleep', '1000'], {})",
+        "os.setsid()",
+        "os.execv('/bin/sleep', ['sleep', '1000'])",
+    ],
+)
+def test_no_process_is_started(tool: PythonTool, program: str) -> None:
+    (result,) = run(tool, HERE + program)
+    assert "PermissionError" in result.output
+    assert left_behind(result) == []
+
+
+def test_a_program_that_wants_all_memory_gets_an_error(tool: PythonTool) -> None:
+    (result,) = run(tool, "x = [0]\nwhile True: x = x * 2")
+    assert result.output.endswith("MemoryError\n")
+
+
+def test_endless_threads_end_with_an_error(tool: PythonTool) -> None:
+    program = HERE + (
+        "import threading, time\n"
+        "while True: threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()"
+    )
+    (result,) = run(tool, program)
+    assert result.exit_status != 0
+    assert left_behind(result) == []
+
+
+def test_endless_output_is_cut(tool: PythonTool) -> None:
+    (result,) = run(tool, "while True: print('x' * 1000)")
+    assert len(result.output) == 4096
+    assert result.stopped_by == "more than 4096 bytes of output"
+
+
+def test_files_outside_cannot_be_read_written_or_changed(tool: PythonTool, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("password")
+    secret.chmod(0o644)
+    attempts = [
+        f"open({str(secret)!r}).read()",
+        f"open({str(secret)!r}, 'w')",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"os.unlink({str(secret)!r})",
+        f"os.rename({str(secret)!r}, 'mine')",
+        f"os.chmod({str(secret)!r}, 0)",
+        f"os.utime({str(secret)!r}, (0, 0))",
+        f"os.symlink({str(secret)!r}, 'link'); open('link').read()",
+        f"os.listdir({str(tmp_path)!r})",
+        "open('/etc/passwd').read()",
+        "open('/proc/1/environ').read()",
+        "open('/proc/self/environ').read()",
+        "os.listdir('/root')",
+    ]
+    results = run(tool, *(f"import os; {attempt}" for attempt in attempts))
+    for attempt, result in zip(attempts, results, strict=True):
+        assert "PermissionError" in result.output or "OSError: [Errno 18]" in result.output, attempt
+    assert secret.read_text() == "password"
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.txt"]
+    assert secret.stat().st_mode & 0o777 == 0o644
+
+
+def test_the_own_directory_takes_files_up_to_a_limit_and_goes_away(tool: PythonTool) -> None:
+    program = HERE + (
+        "open('a', 'w').write('kept'); print(open('a').read(), os.listdir())\n"
+        "for i in range(100): open(f'b{i}', 'wb').write(bytes(1 << 20))"
+    )
+    (result,) = run(tool, program)
+    assert result.output.splitlines()[1] == "kept ['a']"
+    assert "No space left on device" in result.output
+    assert left_behind(result) == []
+
+
+def test_a_second_program_finds_nothing_of_the_first(tool: PythonTool) -> None:
+    run(tool, "open('a', 'w').write('x')")
+    (second,) = run(tool, "import os; print(os.listdir())")
+    assert second.output == "[]\n"
+
+
+def test_nothing_can_be_connected_to(tool: PythonTool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        port = server.getsockname()[1]
+        program = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+        (result,) = run(tool, program)
+        assert "PermissionError" in result.output
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_other_processes_get_no_signal(tool: PythonTool) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        targets = (other.pid, os.getpid(), -1, 0)
+        results = run(tool, *(f"import os; os.kill({target}, 9)" for target in targets))
+        assert all("PermissionError" in result.output for result in results)
+        assert other.poll() is None
+        other.kill()
+
+
+def test_limits_cannot_be_raised(tool: PythonTool) -> None:
+    program = "import resource as r; r.setrlimit(r.RLIMIT_CPU, (100, 100))"
+    (result,) = run(tool, program)
+    assert "ValueError" in result.output or "PermissionError" in result.output
+
+
+def test_no_variable_of_this_process_is_seen(
+    tool: PythonTool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "sesame")
+    (result,) = run(tool, "import os; print(dict(os.environ))")
+    assert "API_KEY" not in result.output
+    assert "sesame" not in result.output
+
+
+def test_crashes_are_exit_statuses(tool: PythonTool) -> None:
+    crash = "import ctypes; ctypes.string_at(0)"
+    deep = "print(eval('(' * 100000))"
+    (crashed, nested) = run(tool, crash, deep)
+    assert crashed.exit_status == 128 + signal.SIGSEGV
+    assert nested.exit_status != 0
+
+
+def test_no_more_programs_run_at_a_time_than_there_are_processes() -> None:
+    tool = PythonTool(LIMITS, num_processes=1, required=())
+    program = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
+    spans = [list(map(float, result.output.split())) for result in run(tool, *[program] * 3)]
+    spans.sort()
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert end <= start
+
+
+def test_a_cancelled_program_is_ended_and_its_place_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel() -> None:
+        tool = PythonTool(LIMITS, num_processes=1, required=())
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        run = asyncio.create_task(tool.run("import time; time.sleep(1e6)"))
+        while len(processes_with(str(tmp_path))) < 2:  # the one that waits, and the program
+            await asyncio.sleep(0.01)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert processes_with(str(tmp_path)) == []
+        assert (await tool.run("print('next')")).output == "next\n"
+
+    asyncio.run(cancel())
+
+
+def test_a_tool_for_models_returns_text_and_describes_itself(tool: PythonTool) -> None:
+    assert asyncio.run(tool.python("print('hi')")) == "hi\n"
+    assert tool.python.__name__ == "python"
+    assert (tool.python.__doc__ or "").startswith("Run Python code. Returns what it prints.")
+
+
+@pytest.mark.parametrize("field", ["wall_s", "cpu_s", "memory_bytes", "output_bytes"])
+def test_a_limit_of_zero_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=0 must be positive"):
+        PythonLimits(**{field: 0})
+
+
+def test_a_part_of_a_second_of_processor_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cpu_s=0\.5 must be a whole number"):
+        PythonLimits(cpu_s=0.5)  # type: ignore[arg-type]
+
+
+def test_what_keeps_a_program_from_its_start_is_told(tool: PythonTool) -> None:
+    settings = {**asdict(LIMITS), "directory": "/no/such/directory", "required": []}
+    command = [sys.executable, "-I", sandboxed_python.__file__, json.dumps(settings)]
+    ended = subprocess.run(command, input="print(1)", capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("not run: FileNotFoundError")
+
+
+def test_a_protection_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="does not protect telepathy"):
+        PythonTool(LIMITS, required=("telepathy",))
+
+
+def test_the_programs_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
+    source = (
+        "import asyncio\n"
+        "from trainer_hooks.environments.python_tool import PythonLimits, PythonTool\n"
+        "tool = PythonTool(PythonLimits(wall_s=300), required=())\n"
+        "asyncio.run(tool.run('import time; time.sleep(1e6)'))\n"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", source], env=environment) as trainer:
+        deadline_s = time.monotonic() + 60
+        while len(processes_with(str(tmp_path))) < 2:  # the one that waits, and the program
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        trainer.kill()
+    while processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

@@ -1,0 +1,211 @@
+"""ChatSession: chat completions that an agent's program asks for, as the turns of one rollout."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.errors import ConfigError, MaxSequenceLengthOverflowError, RolloutError
+from rollout.requests import DynamicInferenceRequest
+from trainer_hooks.environments.conversation import Conversation
+from trainer_hooks.environments.protocol import Message, ModelTurn
+from trainer_hooks.producer.groups import ScopedLLM
+from trainer_hooks.rollouts import Rollout
+
+# Settings that change the distribution a token is drawn from, with what OpenAI's and vLLM's
+# protocols say for "off", where that differs from SamplingParams.
+_FIXED: dict[str, Any] = {
+    "temperature": None,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": None,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+    "repetition_penalty": None,
+}
+_UNSUPPORTED = {"n": 1, "stream": False, "tool_choice": "auto", "response_format": None}
+
+
+class ContextTooLongError(RolloutError):
+    """The messages leave no room for another turn in the engine's max_sequence_length."""
+
+
+class TurnFailedError(RolloutError):
+    """The request of a turn was aborted or failed, so its rollout has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A conversation and the tools that its template shows, while one call at a time uses it."""
+
+    conversation: Conversation
+    tools: str
+    is_busy: bool = False
+
+
+class ChatSession:
+    """Answers bodies of OpenAI's chat completions by `llm`, and keeps each as a turn of a rollout.
+
+    The tokens of a reply are never tokenised again: a call whose messages go on from those of an
+    earlier call continues that token sequence, as a Conversation does; others begin one. Calls may
+    overlap. `fault`: the first error of a call that is to end the run, which a client may have
+    hidden from the environment.
+    """
+
+    def __init__(
+        self,
+        llm: ScopedLLM,
+        tokenizer: Any,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tokenizer`: one of transformers with a chat template."""
+        self._llm, self._tokenizer = llm, tokenizer
+        self._template_options = template_options
+        self._lanes: list[_Lane] = []
+        self._num_calls = 0
+        self.fault: Exception | None = None
+        self._has_failed_turn = False
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to `body`, a chat.completion with token ids and log-probs.
+
+        `max_tokens` and `stop` are heeded; the sampling is the producer's, as are the seeds.
+        Raises ContextTooLongError, TurnFailedError, ConfigError for settings that would change the
+        sampling, and what generating raises.
+        """
+        try:
+            changes = self._changes(body)
+            return await self._complete(body, changes)
+        except ContextTooLongError:
+            raise
+        except TurnFailedError:
+            self._has_failed_turn = True
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            raise
+
+    def rollout(self, **fields: Any) -> Rollout:
+        """All turns as a Rollout; `fields` are further ones of it, such as `reward`.
+
+        It has failed without a turn, and where the request of a turn failed.
+        """
+        requests: list[DynamicInferenceRequest] = []
+        starts: list[int] = []
+        for lane in self._lanes:
+            if lane.conversation.requests:
+                turns = lane.conversation.rollout()
+                starts += [len(requests) + start for start in turns.sequence_starts]
+                requests += turns.requests
+        if fields.get("failure") is None and (self._has_failed_turn or not requests):
+            fields["failure"] = "request_failed" if self._has_failed_turn else "no_turn"
+        return Rollout(requests, sequence_starts=starts or (0,), **fields)
+
+    def clear(self) -> None:
+        """Forget all turns so far: what asked for them begins again."""
+        self._lanes, self._has_failed_turn = [], False
+
+    async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        lane = self._idle_lane(body.get("tools") or ())
+        lane.is_busy = True
+        try:
+            ids = lane.conversation.prompt([_plain(message) for message in body["messages"]])
+            request = await self._llm.generate(ids, **changes)
+            if not request.succeeded():
+                raise _error_of(request)
+            turn = lane.conversation.add(request)
+        finally:
+            lane.is_busy = False
+        self._num_calls += 1
+        return {
+            "id": f"chatcmpl-{self._num_calls}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(body.get("model", "policy")),
+            "prompt_token_ids": ids,
+            "choices": [_choice(request, turn, has_tools=bool(body.get("tools")))],
+            "usage": {
+                "prompt_tokens": len(ids),
+                "completion_tokens": len(request.generated_tokens),
+                "total_tokens": len(ids) + len(request.generated_tokens),
+            },
+        }
+
+    def _idle_lane(self, tools: Sequence[Mapping[str, Any]]) -> _Lane:
+        key = json.dumps(list(tools), sort_keys=True)
+        for lane in self._lanes:
+            if lane.tools == key and not lane.is_busy:
+                return lane
+        conversation = Conversation(self._tokenizer, tools, self._template_options)
+        self._lanes.append(_Lane(conversation, key))
+        return self._lanes[-1]
+
+    def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of SamplingParams that a body sets. Raises ConfigError."""
+        params = self._llm.sampling_params
+        for name, off in _FIXED.items():
+            given, own = body.get(name), getattr(params, name)
+            if given is not None and given != own and (given != off or own):
+                raise ConfigError(
+                    f"the environment asks for {name}={given}, the policy is sampled with {own}; "
+                    "leave it out of the environment, or set it in the job's sampling"
+                )
+        for name, allowed in _UNSUPPORTED.items():
+            if body.get(name) not in (None, allowed):
+                raise ConfigError(f"the environment asks for {name}={body[name]!r}: not supported")
+        changes: dict[str, Any] = {}
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        if max_tokens is not None:
+            own_limit = params.num_tokens_to_generate
+            changes["num_tokens_to_generate"] = min(max_tokens, own_limit or max_tokens)
+        if body.get("stop"):
+            stop = body["stop"]
+            changes["stop_words"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return changes
+
+
+def _choice(request: DynamicInferenceRequest, turn: ModelTurn, has_tools: bool) -> dict[str, Any]:
+    reason = request.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if has_tools:
+        message = turn.message
+        reason = "tool_calls" if turn.tool_calls else reason
+    logprobs = None
+    if request.generated_log_probs is not None:
+        pairs = zip(request.generated_tokens, request.generated_log_probs, strict=True)
+        content = [
+            {"token": f"token_id:{token}", "logprob": float(logprob), "top_logprobs": []}
+            for token, logprob in pairs
+        ]
+        logprobs = {"content": content}
+    return {
+        "index": 0,
+        "message": message,
+        "finish_reason": reason,
+        "logprobs": logprobs,
+        "token_ids": list(request.generated_tokens),
+    }
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """The message with its text parts as one text. Raises ConfigError for other parts."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, (list, tuple)):
+        if other := [part for part in content if dict(part).get("type") != "text"]:
+            raise ConfigError(f"a message has a part that is no text: {other[0]!r:.200}")
+        plain["content"] = "".join(part["text"] for part in content)
+    return plain
+
+
+def _error_of(request: DynamicInferenceRequest) -> RolloutError:
+    """The error for a request that did not succeed."""
+    errors = [each.payload for each in request.events if isinstance(each.payload, Exception)]
+    if errors and isinstance(errors[-1], MaxSequenceLengthOverflowError):
+        return ContextTooLongError(str(errors[-1]))
+    return TurnFailedError(
+        f"{request.finish_reason}: {errors[-1] if errors else 'no reason given'}"
+    )

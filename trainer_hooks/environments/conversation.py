@@ -1,0 +1,167 @@
+"""Conversation: chat messages in, token ids out; what was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.requests import DynamicInferenceRequest
+from rollout.tool_calls import read_tool_calls
+from trainer_hooks.environments.protocol import Message, ModelTurn, ToolSchema
+from trainer_hooks.rollouts import Rollout
+
+_END_OF_THINKING = "</think>"
+# A code point that no text may have: what stands on its two sides is tokenised by itself.
+_CUT = "\ufdd0"
+
+
+class Conversation:
+    """The token ids of a conversation with the model, turn by turn.
+
+        ids = conversation.prompt(messages)      # all messages so far
+        request = await llm.generate(ids)
+        turn = conversation.add(request)
+        messages.append(turn.message)            # and what a tool or a user says next
+
+    The template renders all messages as text, each turn of the model's as the very text that it
+    generated. Where that text extends the one before, the ids are those before, those that were
+    sampled, and the ids of the new text alone. Where it does not (templates that drop earlier
+    thinking, messages that were edited) the whole text is tokenised and begins a token sequence:
+    its index is in `sequence_starts`. So every prompt is what the template makes of the messages.
+    Special tokens come from the template and from the model alone: where a message that the model
+    did not generate holds the text of one, such as "<|im_end|>", it is tokenised as plain text.
+    `requests`: the turns, in order.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[ToolSchema] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tokenizer`: one of transformers. `template_options`: such as enable_thinking.
+
+        Raises ConfigError for a tokenizer without a chat template.
+        """
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"the tokenizer {type(tokenizer).__name__} has no chat template, which a "
+                "conversation needs; set its chat_template"
+            )
+        self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
+        self._options = dict(template_options or {})
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token_id: str(token) for token_id, token in added if token.special}
+        self._special_ids = frozenset(tokenizer.all_special_ids) | set(special)
+        texts = {*tokenizer.all_special_tokens, *special.values()}
+        longer = "|".join(re.escape(text) for text in sorted(texts) if len(text) > 1)
+        self._special_start = re.compile(f"(?=(?:{longer}))(.)", re.DOTALL) if longer else None
+        self._text = ""
+        self._ids: list[int] = []
+        self._end_text = ""  # of the token that ended the last turn
+        self._said: dict[int, tuple[Any, str]] = {}  # by the index of the message: key, text
+        self._num_messages = 0
+        self.requests: list[DynamicInferenceRequest] = []
+        self.sequence_starts: list[int] = []
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of all `messages`, up to where the model's next turn begins."""
+        text: str = self._tokenizer.apply_chat_template(
+            [self._as_said(i, message) for i, message in enumerate(messages)],
+            tools=self._tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._options,
+        )
+        known = self._text + self._end_text
+        if self.requests and text.startswith(known):
+            self._ids = self._ids + self._encode(text[len(known) :])
+        else:
+            self._ids = self._encode(text)
+            if self.sequence_starts[-1:] != [len(self.requests)]:
+                self.sequence_starts.append(len(self.requests))
+        self._text, self._end_text, self._num_messages = text, "", len(messages)
+        return list(self._ids)
+
+    def add(self, request: DynamicInferenceRequest) -> ModelTurn:
+        """The turn that the model generated on the prompt of the last call of `prompt`.
+
+        Raises ConfigError for a request with another prompt.
+        """
+        if request.prompt_tokens.tolist() != self._ids:
+            raise ConfigError(
+                f"request {request.request_id} was not generated from the last prompt of this "
+                "conversation; add each turn before the next prompt is made"
+            )
+        generated = list(request.generated_tokens)
+        body = generated
+        if request.finish_reason == "stop" and generated and generated[-1] in self._special_ids:
+            body = generated[:-1]
+        text = self._decode(body)
+        self._end_text = self._decode(generated)[len(text) :]
+        self._text, self._ids = self._text + text, self._ids + generated
+        self.requests.append(request)
+        content, calls, malformed = read_tool_calls(text.rpartition(_END_OF_THINKING)[2])
+        turn = ModelTurn(
+            text=text, content=content.strip(), tool_calls=calls, malformed_calls=malformed
+        )
+        self._said[self._num_messages] = (_key(turn.message), text)
+        return turn
+
+    def rollout(self, **fields: Any) -> Rollout:
+        """The turns so far as a Rollout; `fields` are further ones of it, such as `reward`."""
+        starts = [start for start in self.sequence_starts if start < len(self.requests)]
+        return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
+
+    def _as_said(self, index: int, message: Message) -> dict[str, Any]:
+        """The message; one of the model's with the text that it generated."""
+        key, text = self._said.get(index, (None, ""))
+        if message.get("role") == "assistant" and key == _key(message):
+            return {"role": "assistant", "content": text}
+        return {name: self._without_special(value) for name, value in message.items()}
+
+    def _without_special(self, value: Any) -> Any:
+        """`value` with a cut in the text of each special token, also inside lists and mappings."""
+        if isinstance(value, str):
+            return (
+                value
+                if self._special_start is None
+                else self._special_start.sub(rf"\1{_CUT}", value)
+            )
+        if isinstance(value, Mapping):
+            return {name: self._without_special(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._without_special(each) for each in value]
+        return value
+
+    def _encode(self, text: str) -> list[int]:
+        pieces = [piece for piece in text.split(_CUT) if piece]
+        encode = self._tokenizer.encode
+        return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def _key(message: Message) -> tuple[str, list[tuple[str, Any]]]:
+    """What is equal for a turn's message that passed through a client and came back."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return (message.get("content") or "").strip(), [
+        (call.get("name", ""), _parsed(call.get("arguments"))) for call in calls
+    ]
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -1,0 +1,73 @@
+"""Faults of environments: each costs the rollout that it happened to, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rollout.errors import RolloutError
+from trainer_hooks.rewards.failures import FailureLog
+
+Result = TypeVar("Result")
+
+
+class EnvironmentFault(RolloutError):
+    """An environment raised, took too long, or was closed.
+
+    `kind`: the method and what happened, such as "step_error" or "reset_timeout".
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EnvironmentFailed(RolloutError):
+    """No rollout of an environment has ever succeeded. The cause is the last one's error."""
+
+
+class FaultCounter:
+    """Logs the faults of an environment's rollouts, and ends the run if nothing else comes."""
+
+    def __init__(self, name: str, max_first_failures: int) -> None:
+        """`name`: of the environment. `max_first_failures`: if this many rollouts fail before any
+        has succeeded, the environment itself is at fault.
+        """
+        self._name, self._max_first_failures = name, max_first_failures
+        self._log = FailureLog(f"environment {name}")
+        self._num_first_failures, self._has_succeeded = 0, False
+
+    def add_success(self) -> None:
+        """Count a rollout without a fault."""
+        self._has_succeeded = True
+
+    def add(self, fault: EnvironmentFault) -> None:
+        """Count a fault. Raises EnvironmentFailed if no rollout has ever succeeded."""
+        cause = fault.__cause__ or fault
+        self._log.add(cause)
+        if self._has_succeeded:
+            return
+        self._num_first_failures += 1
+        if self._num_first_failures >= self._max_first_failures:
+            raise EnvironmentFailed(
+                f"no rollout of {self._name} has succeeded: the first {self._num_first_failures} "
+                f"failed, the last one with {fault.kind}: {fault}; mend what fails, or raise "
+                "max_first_failures"
+            ) from cause
+
+
+async def in_time(work: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
+    """The result of `work`; cancelled or late, it has ended before this returns or raises.
+
+    Raises EnvironmentFault for a rollout that takes over `timeout_s`.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise EnvironmentFault("rollout_timeout", f"the rollout took over {timeout_s:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,97 @@
+"""OpenEnvironment: an environment behind an OpenEnv server, by the client of the package openenv.
+
+make = functools.partial(OpenEnvironment, "http://127.0.0.1:8000", action_field="message")
+async with EnvironmentRollouts(make, tokenizer, max_environments=16) as rollout_fn: ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments.protocol import Environment, Message, ModelTurn, Step
+
+
+class OpenEnvironment(Environment):
+    """One session with an OpenEnv server, kept from episode to episode.
+
+    The text of each turn becomes the field `action_field` of the server's action, and each
+    observation what the user says: its field `observation_field`, or else all of it as JSON.
+    Override `action` and `message` where that does not fit. The rewards of all steps are added up;
+    the state is the server's. A server takes so many sessions at a time as its
+    `max_concurrent_envs`, which is the `max_environments` that EnvironmentRollouts may have.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        action_field: str,
+        observation_field: str | None = None,
+        reset_columns: Sequence[str] = (),
+        message_timeout_s: float = 60.0,
+    ) -> None:
+        """`base_url`: of the server. `reset_columns`: columns of the prompt that are arguments of
+        the server's reset, such as "seed". `message_timeout_s`: for each of its answers.
+
+        Raises ConfigError without the package openenv.
+        """
+        try:
+            from openenv.core import GenericEnvClient
+        except ImportError as error:
+            raise ConfigError(
+                "environments behind an OpenEnv server need its client: pip install openenv"
+            ) from error
+        self._client = GenericEnvClient(base_url, message_timeout_s=message_timeout_s)
+        self._action_field, self._observation_field = action_field, observation_field
+        self._reset_columns = list(reset_columns)
+        self._rewards: list[float | None] = []  # of the steps of this episode
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """The server's first observation. Raises ConfigError for a row without a reset column."""
+        if missing := [name for name in self._reset_columns if name not in row]:
+            raise ConfigError(f"the prompt lacks the columns {missing}, which reset_columns names")
+        self._rewards = []
+        result = await self._client.reset(**{name: row[name] for name in self._reset_columns})
+        return self._messages(result.observation)
+
+    async def step(self, turn: ModelTurn) -> Step:
+        """Act, and see what comes of it."""
+        result = await self._client.step(self.action(turn))
+        reward = None if result.reward is None else float(result.reward)
+        self._rewards.append(reward)
+        return Step(
+            messages=self._messages(result.observation), is_done=bool(result.done), reward=reward
+        )
+
+    def reward(self) -> float | None:
+        """Nothing beside the steps' rewards; None where the server gave none for its steps."""
+        has_reward = not self._rewards or any(each is not None for each in self._rewards)
+        return 0.0 if has_reward else None
+
+    async def state(self) -> Mapping[str, Any]:
+        """The server's state of this session."""
+        state: Mapping[str, Any] = await self._client.state()
+        return state
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+    def action(self, turn: ModelTurn) -> dict[str, Any]:
+        """The server's action for a turn of the model."""
+        return {self._action_field: turn.content}
+
+    def message(self, observation: Mapping[str, Any]) -> Message | None:
+        """What the model reads of an observation; None for nothing."""
+        content = observation
+        if self._observation_field is not None:
+            content = observation[self._observation_field]
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return {"role": "user", "content": text}
+
+    def _messages(self, observation: Mapping[str, Any]) -> list[Message]:
+        message = self.message(observation)
+        return [] if message is None else [message]

@@ -1,0 +1,249 @@
+"""EnvironmentPool: a bounded number of instances, used for one episode after another."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments.faults import EnvironmentFault
+from trainer_hooks.environments.protocol import Environment, ToolCallError
+
+_log = logging.getLogger(__name__)
+
+MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
+
+
+class HostedEnvironment:
+    """An instance, the thread that its methods run in, and whether it may be used again.
+
+    Async methods run in the event loop. The thread is a daemon: a method that never returns holds
+    up neither the event loop nor the exit of the program.
+    """
+
+    def __init__(self, make: MakeEnvironment) -> None:
+        """`make` is called with the first method."""
+        self._make = make
+        self._environment: Environment | None = None
+        self._thread = _Thread()
+        self._task: asyncio.Task[Any] | None = None
+        self.is_sound = True  # until a method raises, takes too long or is cancelled
+
+    @property
+    def tools(self) -> Any:
+        """Schemas of the tools of the environment; () before the first method.
+
+        Raises EnvironmentFault where a property raises, after which the instance is not sound.
+        """
+        try:
+            return getattr(self._environment, "tools", ())
+        except Exception as error:  # the user's code may raise anything
+            self.is_sound = False
+            if isinstance(error, ConfigError):
+                raise
+            raise EnvironmentFault("tools_error", f"tools raised {error!r}") from error
+
+    async def call(self, name: str, *args: Any, timeout_s: float | None) -> Any:
+        """What method `name` returns; None if the environment has no such method.
+
+        Raises EnvironmentFault if it raises or takes longer, after which the instance is not sound.
+        Its ToolCallError and ConfigError pass.
+        """
+        task = self._task = asyncio.ensure_future(self._run(name, args))
+        task.add_done_callback(_look_at)
+        was_sound, self.is_sound = self.is_sound, False
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            task.cancel()  # of a task that is done, nothing
+        if not done:
+            raise EnvironmentFault(f"{name}_timeout", f"{name}() took over {timeout_s:g} s")
+        try:
+            result = task.result()
+        except ConfigError:
+            raise
+        except ToolCallError:
+            self.is_sound = was_sound
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
+            raise EnvironmentFault(f"{name}_error", f"{name}() raised {error!r}") from error
+        self.is_sound = was_sound
+        return result
+
+    async def close(self) -> None:
+        """Close the instance as soon as its last method has returned, and end the thread."""
+        try:
+            if self._task is not None and not self._task.done():
+                await asyncio.wait({self._task})
+            close = getattr(self._environment, "close", None)
+            if inspect.iscoroutinefunction(close):
+                await self._thread.idle()
+                await close()
+            else:
+                await self._in_loop_or_thread(self._close_in_thread)
+        except Exception as error:  # the user's code may raise anything
+            _log.warning("an environment failed to close: %r", error, exc_info=error)
+        finally:
+            self._thread.end()
+
+    def _close_in_thread(self) -> Any:
+        # Read here: the instance may have been made only now, after its rollout had left.
+        close = getattr(self._environment, "close", None)
+        return None if close is None else close()
+
+    async def _run(self, name: str, args: tuple[Any, ...]) -> Any:
+        if self._environment is None:
+            await self._in_loop_or_thread(self._made())
+        method = getattr(self._environment, name, None)
+        if method is None:
+            return None
+        return await self._in_loop_or_thread(functools.partial(method, *args))
+
+    def _made(self) -> Callable[[], Any]:
+        if not inspect.iscoroutinefunction(self._make):
+            return self._keep_made
+
+        async def keep_made() -> None:
+            self._environment = await self._make()  # type: ignore[misc]
+
+        return keep_made
+
+    def _keep_made(self) -> None:
+        # Kept in the thread: if the caller has left by then, `close` finds it.
+        self._environment = self._make()  # type: ignore[assignment]
+
+    async def _in_loop_or_thread(self, work: Callable[[], Any]) -> Any:
+        function = work.func if isinstance(work, functools.partial) else work
+        if inspect.iscoroutinefunction(function):
+            try:
+                return await work()
+            except SystemExit as error:  # it would end the event loop
+                raise RuntimeError(repr(error)) from error
+        result = await self._thread.submit(work)
+        return await result if inspect.isawaitable(result) else result
+
+
+class _Thread:
+    """A daemon thread that runs what it is given in turn; it begins with the first work."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_begun = False
+
+    def submit(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """The result of `work`; its callers may leave, and it is run all the same."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = work()
+            except BaseException as raised:
+                error = raised
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed, and its callers with it
+                _drop(result)
+
+        self._works.put(run)
+        if not self._has_begun:
+            self._has_begun = True
+            threading.Thread(target=self._loop, name="environment", daemon=True).start()
+        return future
+
+    async def idle(self) -> None:
+        """Wait for all work so far."""
+        if self._has_begun:
+            await self.submit(lambda: None)
+
+    def end(self) -> None:
+        """End the thread after all work so far."""
+        self._works.put(None)
+
+    def _loop(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # its caller was cancelled
+        _drop(result)
+    elif error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # a future cannot hold a StopIteration, and a SystemExit would end the event loop
+        future.set_exception(RuntimeError(repr(error)))
+
+
+def _drop(result: Any) -> None:
+    """Keep Python from warning of a coroutine that nobody awaits any more."""
+    if inspect.iscoroutine(result):
+        result.close()
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Keep asyncio from logging an error that came after the caller had left."""
+    if not task.cancelled():
+        task.exception()
+
+
+class EnvironmentPool:
+    """At most `max_environments` instances in use; one whose episode had no fault is used again.
+
+    Others are closed, as soon as their last method returns; one that hangs counts no more. It
+    serves one event loop.
+    """
+
+    def __init__(self, make: MakeEnvironment, max_environments: int) -> None:
+        """Raises ConfigError for a number below 1."""
+        if max_environments < 1:
+            raise ConfigError(f"max_environments={max_environments} must be at least 1")
+        self._make = make
+        self._places = asyncio.Semaphore(max_environments)
+        self._idle: list[HostedEnvironment] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def acquire(self) -> HostedEnvironment:
+        """An instance, the caller's until `release`. Raises EnvironmentFault in a closed pool."""
+        await self._places.acquire()
+        if self._is_closed:
+            self._places.release()
+            raise EnvironmentFault("closed", "the environments are closed")
+        return self._idle.pop() if self._idle else HostedEnvironment(self._make)
+
+    def release(self, environment: HostedEnvironment) -> None:
+        """Take the instance back."""
+        self._places.release()
+        if environment.is_sound and not self._is_closed:
+            self._idle.append(environment)
+        else:
+            self._close(environment)
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Close all instances, those in use when they are released. Twice is fine.
+
+        Returns after `timeout_s` even if some do not close.
+        """
+        self._is_closed = True
+        while self._idle:
+            self._close(self._idle.pop())
+        if self._closing:
+            _, pending = await asyncio.wait(self._closing, timeout=timeout_s)
+            if pending:
+                _log.warning("%d environments did not close in %g s", len(pending), timeout_s)
+                for task in pending:
+                    task.cancel()
+
+    def _close(self, environment: HostedEnvironment) -> None:
+        task = asyncio.ensure_future(environment.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

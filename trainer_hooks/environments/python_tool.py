@@ -1,0 +1,209 @@
+"""PythonTool: runs Python that a model wrote, in processes with limits and in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments import sandboxed_python
+from trainer_hooks.environments.sandboxed_python import PROTECTIONS
+from trainer_hooks.rewards.turns import Turns
+
+_PROBE_TIMEOUT_S, _END_TIMEOUT_S = 60.0, 5.0
+_KILLED_STATUS = 128 + signal.SIGKILL
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonLimits:
+    """Limits of one program.
+
+    wall_s: seconds from its start to its end. cpu_s: whole seconds of processor time.
+    memory_bytes: of its address space. output_bytes: printed; a program that prints more is ended.
+    file_bytes: of one file. disk_bytes: of all files, which live in memory.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 16 << 10
+    file_bytes: int = 4 << 20
+    disk_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a limit that is not positive, or not whole where it has to be."""
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ConfigError(f"{name}={value} must be positive")
+            if name != "wall_s" and not isinstance(value, int):
+                raise ConfigError(f"{name}={value} must be a whole number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonResult:
+    """What a program printed, standard error included, and how it ended.
+
+    exit_status: 0, that of the program, or 128 plus the number of the signal that ended it.
+    stopped_by: the limit that ended the program; None if none did.
+    """
+
+    output: str
+    exit_status: int
+    stopped_by: str | None = None
+
+    def __str__(self) -> str:
+        """The output, and a line in brackets where the program was stopped, for a model to read."""
+        if self.stopped_by is None:
+            return self.output
+        separator = "\n" if self.output and not self.output.endswith("\n") else ""
+        return f"{self.output}{separator}[stopped: {self.stopped_by}]"
+
+
+class PythonTool:
+    """Runs programs, `num_processes` at a time; the others wait in order of their arrival.
+
+    Each program has an interpreter of its own with the packages of this one, an empty directory
+    that goes away with it, no environment variables and no standard input. Nothing is kept from
+    one program to the next.
+
+    What holds is in `protections`, of sandboxed_python.PROTECTIONS: "network" (no sockets),
+    "processes" (no other process can be started or signalled), "files" (nothing is read beside
+    Python, its packages and /usr; nothing is written beside the own directory) and "disk" (files
+    are limited together, not each by itself). They are made of user namespaces, Landlock and
+    seccomp of the Linux kernel. This is no virtual machine: a fault of the kernel is not kept in,
+    names, sizes and times of files can be seen, and so is the time that other programs take.
+    """
+
+    def __init__(
+        self,
+        limits: PythonLimits | None = None,
+        *,
+        num_processes: int = 4,
+        required: Sequence[str] = PROTECTIONS,
+    ) -> None:
+        """`required`: protections without which nothing is run.
+
+        Raises ConfigError where the kernel lacks one of them, and outside Linux.
+        """
+        if num_processes < 1:
+            raise ConfigError(f"num_processes={num_processes} must be at least 1")
+        self.limits = limits or PythonLimits()
+        self.protections = _protections(self.limits)
+        self._required = required
+        self._turns = Turns(num_processes)
+        if missing := [name for name in required if name not in self.protections]:
+            raise ConfigError(
+                f"this kernel does not protect {', '.join(missing)} from the model's programs; run "
+                f"in a container or virtual machine of their own, and leave them out of "
+                f"required={required!r}"
+            )
+
+    async def run(self, program: str) -> PythonResult:
+        """Run `program` to its end. Cancelling ends it. Raises OSError if none can be started."""
+        turn = await self._turns.take()
+        try:
+            with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
+                return await self._run_in(directory, program)
+        finally:
+            self._turns.give_back(turn)
+
+    async def python(self, code: str) -> str:
+        """Run Python code. Returns what it prints.
+
+        Args:
+            code: A whole program. Only what it prints is returned.
+        """
+        return str(await self.run(code))
+
+    async def _run_in(self, directory: str, program: str) -> PythonResult:
+        process = await asyncio.create_subprocess_exec(
+            *_command(self.limits, directory, self._required),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(directory),
+            start_new_session=True,  # so that the group can be killed
+        )
+        output, stopped_by = bytearray(), None
+        try:
+            exchange = self._exchange(process, program, output)
+            stopped_by = await asyncio.wait_for(exchange, self.limits.wall_s)
+        except asyncio.TimeoutError:
+            stopped_by = f"more than {self.limits.wall_s:g} s"
+        finally:
+            await _end(process)
+        assert process.returncode is not None
+        text = output[: self.limits.output_bytes].decode(errors="replace")
+        if process.returncode == _KILLED_STATUS and stopped_by is None:
+            stopped_by = f"more than {self.limits.cpu_s} s of processor time"
+        return PythonResult(output=text, exit_status=process.returncode, stopped_by=stopped_by)
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, program: str, output: bytearray
+    ) -> str | None:
+        """Send the program and read its output to the end, or to the limit that it returns."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ConnectionError):  # it ended at its start, which its output tells
+            process.stdin.write(program.encode(errors="replace"))
+            await process.stdin.drain()
+            process.stdin.close()
+        while chunk := await process.stdout.read(_READ_BYTES):
+            output += chunk
+            if len(output) > self.limits.output_bytes:
+                return f"more than {self.limits.output_bytes} bytes of output"
+        await process.wait()
+        return None
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End what is left of the process group, and wait for its first process."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()  # it then kills the other one, and takes its status
+        try:
+            await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
+        except BaseException:  # a cancelled caller waits no longer either
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _protections(limits: PythonLimits) -> frozenset[str]:
+    """The protections that this kernel gives. Raises ConfigError outside Linux."""
+    if sys.platform != "linux":
+        raise ConfigError(f"PythonTool needs Linux; this is {sys.platform}")
+    with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
+        answer = subprocess.run(
+            _command(limits, directory, ()),
+            env=_environment(directory),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    if answer.returncode:
+        raise ConfigError(
+            f"Python does not start under {limits}; raise the limits: "
+            f"{answer.stdout}{answer.stderr}"
+        )
+    return frozenset(json.loads(answer.stdout))
+
+
+def _command(limits: PythonLimits, directory: str, required: Sequence[str]) -> list[str]:
+    settings = json.dumps(asdict(limits) | {"directory": directory, "required": list(required)})
+    # Isolated: neither the environment nor the working directory changes what is imported.
+    return [sys.executable, "-I", "-u", sandboxed_python.__file__, settings]
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Nothing of this process's own, which may hold keys."""
+    one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return {"HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "PATH": ""} | one_thread

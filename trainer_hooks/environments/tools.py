@@ -1,0 +1,163 @@
+"""ToolEnvironment: an environment whose methods are the tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from rollout.errors import ConfigError
+from rollout.tool_calls import ToolCall
+from trainer_hooks.environments.protocol import (
+    Environment,
+    Message,
+    ModelTurn,
+    Step,
+    ToolCallError,
+    ToolSchema,
+)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_MARK = "_is_tool"
+
+
+def tool(method: Method) -> Method:
+    """Mark a method of a ToolEnvironment as a tool. Its docstring tells the model what it does, its
+    annotations what arguments it takes: annotate a parameter as
+    `Annotated[int, msgspec.Meta(description="...")]` to say more about it.
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToolSpec:
+    schema: ToolSchema
+    arguments: type[msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AsyncCall:
+    """A call of an async tool. Its coroutine is made when it is awaited: none is left over where an
+    earlier call raises, or the step is cancelled.
+    """
+
+    method: Callable[..., Awaitable[Any]]
+    arguments: Mapping[str, Any]
+
+
+class ToolEnvironment(Environment):
+    """Calls the methods marked with `@tool` as the model asks for them, several in one turn in
+    order, the async ones after all others. What they return is the answer: text, or else a value
+    as JSON.
+
+    A turn without a call ends the episode: override `answer` for what it means. Arguments are
+    checked against the annotations; wrong ones, and a ToolCallError that a tool raises, come back
+    to the model.
+    """
+
+    _tool_specs: ClassVar[Mapping[str, _ToolSpec]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Raises ConfigError for a tool without a docstring, or with annotations of no JSON."""
+        super().__init_subclass__()
+        names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+        members = {name: getattr(cls, name, None) for name in names}
+        cls._tool_specs = {
+            name: _spec_of(name, member)
+            for name, member in members.items()
+            if callable(member) and getattr(member, _MARK, False)
+        }
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:  # type: ignore[override]
+        """The schemas of all tools; override it to offer some of them."""
+        return [spec.schema for spec in self._tool_specs.values()]
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin the episode of a row. Without state there is nothing to do."""
+        return None
+
+    def answer(self, turn: ModelTurn) -> Any:
+        """The Step for a turn that calls no tool; it may be async. This one ends the episode."""
+        return Step(is_done=True)
+
+    def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
+        """The results of the calls as messages."""
+        if not turn.tool_calls:
+            answer: Step | Awaitable[Step] = self.answer(turn)
+            return answer
+        results = [self._result_of(call) for call in turn.tool_calls]
+        if any(isinstance(result, _AsyncCall) for result in results):
+            return self._when_awaited(turn.tool_calls, results)
+        return _step(turn.tool_calls, results)
+
+    async def _when_awaited(self, calls: Sequence[ToolCall], results: list[Any]) -> Step:
+        for i, result in enumerate(results):
+            if isinstance(result, _AsyncCall):
+                try:
+                    results[i] = await result.method(**result.arguments)
+                except ToolCallError as error:
+                    results[i] = error
+        return _step(calls, results)
+
+    def _result_of(self, call: ToolCall) -> Any:
+        """What the tool returns; an _AsyncCall for an async one, the error for a wrong call."""
+        method = getattr(self, call.name)
+        try:
+            kind = self._tool_specs[call.name].arguments
+            converted = msgspec.convert(json.loads(call.arguments), kind)
+            arguments = msgspec.structs.asdict(converted)
+            if inspect.iscoroutinefunction(method):
+                return _AsyncCall(method=method, arguments=arguments)
+            return method(**arguments)
+        except msgspec.ValidationError as error:
+            return ToolCallError(str(error))
+        except ToolCallError as error:
+            return error
+
+
+def _step(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+    pairs = zip(calls, results, strict=True)
+    return Step(
+        messages=[_message(call, result) for call, result in pairs],
+        num_bad_tool_calls=sum(isinstance(result, ToolCallError) for result in results),
+    )
+
+
+def _message(call: ToolCall, result: Any) -> Message:
+    if isinstance(result, ToolCallError):
+        result = f"error: {result}"
+    content = result if isinstance(result, str) else msgspec.json.encode(result).decode()
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
+
+
+def _spec_of(name: str, method: Callable[..., Any]) -> _ToolSpec:
+    """Schema and argument type of a method, from its signature."""
+    description = inspect.getdoc(method)
+    if not description:
+        raise ConfigError(f"the tool {name} has no docstring, from which the model learns of it")
+    hints = typing.get_type_hints(method, include_extras=True)
+    fields: list[Any] = []
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"the tool {name} takes {parameter}; name all its parameters")
+        field = (parameter.name, hints.get(parameter.name, Any))
+        fields.append(
+            field if parameter.default is parameter.empty else (*field, parameter.default)
+        )
+    arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+    try:
+        (_, components) = msgspec.json.schema_components([arguments])
+    except TypeError as error:
+        raise ConfigError(f"the tool {name}: {error}") from error
+    parameters = {key: value for key, value in components.pop(name).items() if key != "title"}
+    if components:
+        parameters["$defs"] = components
+    function = {"name": name, "description": description, "parameters": parameters}
+    return _ToolSpec(schema={"type": "function", "function": function}, arguments=arguments)

@@ -1,0 +1,223 @@
+"""Environments of the package `verifiers`, before its version 0.4, as prompts and a rollout_fn.
+
+environment = VerifiersEnvironment.load("reverse-text", tokenizer)
+producer = AsyncRolloutProducer(
+    llm, environment.prompts(), environment.reward_fn, ..., rollout_fn=environment
+)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments.agent_rollouts import AgentRollouts
+from trainer_hooks.environments.chat_session import ChatSession, ContextTooLongError
+from trainer_hooks.environments.faults import EnvironmentFault
+from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.rewards.adapters import WeightedReward
+
+_MODEL = "policy"
+_STATE = "verifiers_state"
+# The model said nothing: no fault of the environment, which scores what there is.
+_EMPTY_ANSWER = "EmptyModelResponseError"
+# Keys of every state that the prompt's columns, the tokens and the reward tell already.
+_KNOWN_KEYS = (
+    *("input", "task", "client", "model", "sampling_args", "prompt", "completion", "trajectory"),
+    *("trajectory_id", "tool_defs", "timing", "usage", "reward", "advantage", "metrics"),
+    *("is_completed", "is_truncated", "stop_condition", "final_env_response"),
+)
+
+
+class VerifiersEnvironment(AgentRollouts):
+    """One `verifiers.Environment` in this process, unmodified; a rollout_fn.
+
+    Its rollouts have the exact tokens of the requests, the reward of its rubric, the rubric's
+    functions as reward terms (unweighted, as the rubric reports them) and its state, as far as it
+    is JSON. A fault of the environment fails its rollout alone; those of the llm are raised.
+    `reward_fn`: for a rubric with functions over a group, which score the samples of a prompt
+    together; None for others, whose rollouts have rewards of their own.
+    """
+
+    def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
+        """`environment`: of verifiers. `options`: of AgentRollouts.
+
+        Raises ConfigError without the package.
+        """
+        super().__init__(environment.env_id or type(environment).__name__, tokenizer, **options)
+        self.environment, self._client_class = environment, _client_class()
+        self.reward_fn = self._score_group if environment.requires_group_rollouts else None
+
+    @classmethod
+    def load(
+        cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
+    ) -> VerifiersEnvironment:
+        """The environment that the installed package `name` makes of `args`.
+
+        Raises ConfigError without verifiers, or without the package, and for arguments that it does
+        not take.
+        """
+        load_environment = _import_verifiers().load_environment
+        with _own_signal_handlers():
+            try:
+                environment = load_environment(name, **(args or {}))
+            except (ValueError, RuntimeError, AttributeError) as error:
+                raise ConfigError(f"the environment {name!r} cannot be loaded: {error}") from error
+        return cls(environment, tokenizer, **options)
+
+    def prompts(self) -> VerifiersPrompts:
+        """The rows to train on."""
+        return VerifiersPrompts(self.environment.get_dataset(), self._as_text)
+
+    def held_out(self) -> VerifiersPrompts:
+        """The rows for evaluation; without any, those to train on."""
+        return VerifiersPrompts(self.environment.get_eval_dataset(), self._as_text)
+
+    async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """One rollout of the environment, with its score unless the group is scored together."""
+        rubric = self.environment.rubric
+        rest = dict(columns)
+        example = {"prompt": rest.pop("messages"), **rest}
+        state = await self.environment.rollout(example, self._client_class(session), _MODEL, {})
+        error = state["error"]
+        if error is not None and type(error).__name__ != _EMPTY_ANSWER:
+            await rubric.cleanup(state)
+            raise EnvironmentFault(type(error).__name__, repr(error)) from error
+        fields: dict[str, Any] = {"is_truncated": bool(state["is_truncated"])}
+        if self.reward_fn is not None:
+            fields["columns"] = {_STATE: state}
+        else:
+            try:
+                await rubric.score_rollout(state)
+            finally:
+                await rubric.cleanup(state)
+            fields |= {"reward": state["reward"], "reward_terms": state["metrics"]}
+        told = {"end": state["stop_condition"], "num_turns": len(state["trajectory"])}
+        return fields | {"state": told | {"environment": _json_part(state)}}
+
+    async def _score_group(
+        self, completions: Sequence[Any], verifiers_state: Sequence[Any]
+    ) -> list[float]:
+        """The rubric's rewards of the samples of one prompt, with its functions as terms."""
+        rubric = self.environment.rubric
+        try:
+            await rubric.score_group(list(verifiers_state))
+        finally:
+            for state in verifiers_state:
+                await rubric.cleanup(state)
+        return [WeightedReward(state["reward"], state["metrics"]) for state in verifiers_state]
+
+    def _as_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The first messages as people and reward functions see them; they are no tokens yet."""
+        tools = [
+            {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
+            for each in self.environment.tool_defs or ()
+        ]
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_options,
+        )
+        return text
+
+
+class VerifiersPrompts(Sequence[PromptItem]):
+    """Rows of a dataset of verifiers; the messages of the prompt are the column `messages`."""
+
+    def __init__(self, dataset: Any, as_text: Callable[[Any], str]) -> None:
+        """`dataset`: one of the package `datasets`, as `Environment.get_dataset` returns it."""
+        self._dataset, self._as_text = dataset, as_text
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One row as a PromptItem; a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        columns = dict(self._dataset[int(index)])
+        messages = columns.pop("prompt")
+        if isinstance(messages, str):
+            raise ConfigError(
+                f"row {index} of the environment has a text as its prompt; chat messages are wanted"
+            )
+        return PromptItem(self._as_text(messages), columns | {"messages": messages})
+
+
+def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an environment keeps in its state of its own, without what JSON cannot hold."""
+    part = {}
+    for name, value in state.items():
+        if name in _KNOWN_KEYS or value is None:
+            continue
+        with contextlib.suppress(TypeError, ValueError):
+            part[name] = json.loads(json.dumps(value))
+    return part
+
+
+def _import_verifiers() -> Any:
+    """The package. Raises ConfigError where it is missing, or has other environments."""
+    try:
+        import verifiers
+
+        _ = verifiers.Environment
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "environments of verifiers need its classes from before version 0.4: "
+            "pip install 'verifiers>=0.3,<0.4'"
+        ) from error
+    return verifiers
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Handlers of this process stay: an environment of verifiers sets its own when it is made."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("verifiers makes environments in the main thread only")
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+@functools.cache
+def _client_class() -> Any:
+    """A client of verifiers that a ChatSession answers; its replies are the openai package's."""
+    _import_verifiers()
+    from openai.types.chat import ChatCompletion
+    from verifiers.clients import OpenAIChatCompletionsClient
+    from verifiers.errors import OverlongPromptError
+
+    class SessionClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
+        """`client`: a ChatSession."""
+
+        async def get_native_response(
+            self,
+            prompt: Any,
+            model: str,
+            sampling_args: Mapping[str, Any],
+            tools: Any = None,
+            **_: Any,
+        ) -> Any:
+            body = {"model": model, "messages": prompt, "tools": tools, **(sampling_args or {})}
+            try:
+                return ChatCompletion.model_validate(await self.client.complete(body))
+            except ContextTooLongError as error:
+                raise OverlongPromptError(str(error)) from error
+
+        async def close(self) -> None:
+            """The session holds nothing."""
+
+    return SessionClient
