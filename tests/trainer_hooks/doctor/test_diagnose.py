@@ -1,0 +1,51 @@
+"""The doctor names what was put in, with the real engine, and finds nothing in sound runs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny_models import IS_LONG
+from tests.trainer_hooks.doctor.runs import MISMATCHES, SOUND_RUNS
+from trainer_hooks.doctor import diagnose
+
+NUM_EXAMPLES = 300 if IS_LONG else 6
+
+
+def check_named(mismatch: str, seed: int) -> None:
+    name, make = MISMATCHES[mismatch]
+    diagnosis = diagnose(**make(seed))
+    assert diagnosis.verdict == "fault"
+    names = [finding.name for finding in diagnosis.findings]
+    assert names[0] == name, (names, [(e.name, e.share) for e in diagnosis.explanations[:4]])
+    assert set(names) == {name}
+
+
+def check_sound(run: str, seed: int) -> None:
+    diagnosis = diagnose(**SOUND_RUNS[run](seed))
+    assert [f.evidence for f in diagnosis.findings] == []
+    assert diagnosis.verdict == "sound"
+    assert diagnosis.num_known_tokens == diagnosis.num_tokens
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES)
+def test_a_mismatch_is_named(mismatch: str) -> None:
+    check_named(mismatch, seed=1)
+
+
+@pytest.mark.parametrize("run", SOUND_RUNS)
+def test_a_sound_run_has_no_finding(run: str) -> None:
+    check_sound(run, seed=1)
+
+
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
+@given(mismatch=st.sampled_from(sorted(MISMATCHES)), seed=st.integers(0, 10_000))
+def test_mismatches_are_named_whatever_the_model(mismatch: str, seed: int) -> None:
+    check_named(mismatch, seed)
+
+
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
+@given(run=st.sampled_from(sorted(SOUND_RUNS)), seed=st.integers(0, 10_000))
+def test_sound_runs_have_no_finding_whatever_the_model(run: str, seed: int) -> None:
+    check_sound(run, seed)

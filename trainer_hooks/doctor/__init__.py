@@ -1,0 +1,20 @@
+"""The doctor: why the log-probs of trainer and engine differ, and what to do about it.
+
+`diagnose` examines a batch, `report` shows what it found; `save_rollouts` and `load_rollouts` keep
+a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run.
+"""
+
+from trainer_hooks.doctor.diagnosis import Diagnosis, Finding, diagnose
+from trainer_hooks.doctor.files import BatchFiles, SavedRollouts, load_rollouts, save_rollouts
+from trainer_hooks.doctor.report import report
+
+__all__ = [
+    "diagnose",
+    "Diagnosis",
+    "Finding",
+    "report",
+    "save_rollouts",
+    "load_rollouts",
+    "BatchFiles",
+    "SavedRollouts",
+]

@@ -1,0 +1,8 @@
+"""See trainer_hooks.doctor.command."""
+
+import sys
+
+from trainer_hooks.doctor.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

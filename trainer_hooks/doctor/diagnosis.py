@@ -1,0 +1,354 @@
+"""diagnose: what explains the gap between the log-probs of trainer and engine, and what to do.
+
+Shape letters: B rows, T positions, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ConfigError
+from rollout.requests import DynamicInferenceRequest
+from trainer_hooks.collate import RolloutBatch, TrainedLogprobs
+from trainer_hooks.doctor import alignment_causes as alignment
+from trainer_hooks.doctor import sampling_causes as sampling
+from trainer_hooks.doctor import weight_causes as weights
+from trainer_hooks.doctor.draws import draw_facts
+from trainer_hooks.doctor.facts import Fact, check_ids, facts_of
+from trainer_hooks.doctor.forward import evaluation_copy
+from trainer_hooks.doctor.hypotheses import Case, Explanation, Hypothesis, explain, rank
+from trainer_hooks.doctor.noise import Tolerance, longest_sum_of, rms_of, tolerance_of
+from trainer_hooks.doctor.recompute import model_logits, model_logprobs
+from trainer_hooks.doctor.reference import Reference, reference_of
+from trainer_hooks.doctor.tables import by_lag, by_place, by_token
+from trainer_hooks.doctor.tokens import (
+    ExaminedTokens,
+    choose_rows,
+    examined_tokens,
+    turns_of_rows,
+)
+from trainer_hooks.rollouts import Rollout
+
+Verdict = Literal["sound", "fault", "inconclusive"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is wrong. `share`: of the squared gap that it explains; None where it can be
+    read off without a log-prob. `is_whole`: what it leaves is rounding.
+    """
+
+    name: str
+    side: Literal["engine", "trainer", "batch"]
+    share: float | None = None
+    is_whole: bool = False
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What `diagnose` found. Gaps are in nats, root mean squares over tokens.
+
+    `attributions`: shares of the squared gap between the trainer's weights and the behaviour
+    log-probs: policy_lag and kv_lag, which the stamps declare; rounding and findings, which they do
+    not; unknown, of tokens whose weights were not given. `explanations`: all hypotheses that were
+    tried, the best first. Tables: rows as dictionaries.
+    """
+
+    verdict: Verdict
+    findings: Sequence[Finding]
+    attributions: Mapping[str, float]
+    explanations: Sequence[Explanation]
+    num_tokens: int
+    num_known_tokens: int
+    gap_rms: float
+    unexplained_rms: float
+    tolerance: Tolerance
+    lag_table: Sequence[Mapping[str, Any]]
+    place_table: Sequence[Mapping[str, Any]]
+    token_table: Sequence[Mapping[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for json.dumps."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def diagnose(
+    batch: RolloutBatch,
+    model: nn.Module,
+    sources: Sequence[DynamicInferenceRequest | Rollout] | None = None,
+    *,
+    older_models: Mapping[int, nn.Module] | None = None,
+    temperature: float = 1.0,
+    logprobs_mode: TrainedLogprobs = "temperature",
+    trainer_logprobs_BT: Tensor | None = None,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+    end_ids: Sequence[int] = (),
+    engine_dtype: torch.dtype | None = None,
+    max_tokens: int = 2048,
+) -> Diagnosis:
+    """Recompute the log-probs of `batch` and say what explains the gap to those of its tokens.
+
+    `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode in
+    which the trainer computes log-probs; it is copied, in float32 and float64, and not changed.
+    `sources`: what `collate_rollouts` made the batch of, all of it: sampling parameters, exact
+    stamps, prefix hits. `older_models`: the weights of older versions, by version: without them
+    tokens of a lag are not examined.
+    `temperature`: what the trainer divides its logits by. `logprobs_mode`: what the behaviour
+    log-probs are taken for; as in `collate_rollouts`.
+    `trainer_logprobs_BT`: what the trainer itself computed for the batch, with padding, packing and
+    autocast: they are examined as the engine's are. `prompt_ids`: the trainer's own rendering of
+    each row's prompt. `end_ids`: ids behind which nothing may be generated.
+    `engine_dtype`: in which the engine computes; None takes that of `model`.
+    `max_tokens`: rows are chosen, evenly spread, of at most so many tokens; their logits are held.
+
+    Costs a forward pass per row and model, one in float64 and, where something is wrong, one per
+    hypothesis. Raises ConfigError for a batch without trained tokens, and for inputs that do not
+    fit its rows.
+    """
+    turns_of_all = None if sources is None else turns_of_rows(sources)
+    check_rows(batch, turns_of_all, prompt_ids, trainer_logprobs_BT)
+    rows = choose_rows(batch, max_tokens)
+    chosen, turns, prompts = batch.select(rows), _at(turns_of_all, rows), _at(prompt_ids, rows)
+    check_ids(chosen, _vocabulary_of(model))
+    facts = list(facts_of(chosen, turns, prompts, end_ids))
+    findings = [finding_of_fact(fact) for fact in facts]
+    tokens = examined_tokens(chosen, turns)
+    models = {version: evaluation_copy(m) for version, m in (older_models or {}).items()}
+    models[batch.train_version] = evaluation_copy(model)
+    engine = engine_case(tokens, chosen, models, temperature, logprobs_mode, engine_dtype, model)
+    explanations: list[Explanation] = []
+    if not any(fact.hides_logprobs for fact in facts):
+        explanations = examine(engine)
+        findings += main_causes(engine, explanations)
+    if logprobs_mode == "temperature" and not findings:
+        findings += [finding_of_fact(fact) for fact in draw_facts(tokens, engine.reference)]
+    if trainer_logprobs_BT is not None:
+        trainer = trainer_case(engine, trainer_logprobs_BT[rows], model)
+        tried = examine(trainer, model)
+        explanations, findings = explanations + tried, findings + main_causes(trainer, tried)
+    else:
+        for cause in alignment.dropout_noise(model, engine):
+            name, evidence = cause.name, cause.evidence
+            findings += [Finding(name=name, side="trainer", evidence=evidence, remedy=cause.remedy)]
+    return diagnosis_of(engine, findings, explanations)
+
+
+def engine_case(
+    tokens: ExaminedTokens,
+    batch: RolloutBatch,
+    models: dict[int, nn.Module],
+    temperature: float,
+    logprobs_mode: TrainedLogprobs,
+    dtype: torch.dtype | None,
+    model: nn.Module,
+) -> Case:
+    """The behaviour log-probs of the examined rows. `dtype` None takes that of `model`."""
+    reference = reference_of(tokens, models, temperature)
+    if logprobs_mode == "processed":
+        processed_N = sampling.processed_logprobs(tokens, reference, batch)
+        reference = replace(reference, stamped_N=processed_N)
+    return Case(
+        side="engine",
+        tokens=tokens,
+        batch=batch,
+        claimed_N=tokens.behaviour_N,
+        reference=reference,
+        models=models,
+        tolerance=rounding_in(dtype or _dtype_of(model), tokens, reference, models),
+    )
+
+
+def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
+    """The trainer's own log-probs, given for the examined rows."""
+    reference, tokens = engine.reference, engine.tokens
+    return replace(
+        engine,
+        side="trainer",
+        claimed_N=tokens.gather(logprobs_BT),
+        reference=replace(
+            reference,
+            stamped_N=reference.trainer_N,
+            logits_NV=model_logits(engine.trainer_model, tokens),
+            is_known_N=torch.ones_like(reference.is_known_N),
+        ),
+        tolerance=rounding_in(_dtype_of(model), tokens, reference, engine.models),
+    )
+
+
+def check_rows(
+    batch: RolloutBatch,
+    turns: Sequence[Any] | None,
+    prompt_ids: Sequence[Any] | None,
+    trainer_logprobs_BT: Tensor | None,
+) -> None:
+    """Raise ConfigError for what does not belong to the rows of the batch."""
+    num_rows = len(batch.tokens_BT)
+    for name, given in {"sources": turns, "prompt_ids": prompt_ids}.items():
+        if given is not None and len(given) != num_rows:
+            raise ConfigError(f"{name} has {len(given)} sequences, the batch {num_rows} rows")
+    if trainer_logprobs_BT is not None and trainer_logprobs_BT.shape != batch.tokens_BT.shape:
+        given_shape, wanted = list(trainer_logprobs_BT.shape), list(batch.tokens_BT.shape)
+        raise ConfigError(
+            f"trainer_logprobs_BT of shape {given_shape} must have the shape {wanted}"
+        )
+
+
+def rounding_in(
+    dtype: torch.dtype,
+    tokens: ExaminedTokens,
+    reference: Reference,
+    models: Mapping[int, nn.Module],
+) -> Tolerance:
+    """What rounding explains where one side computes in `dtype`, measured on these tokens."""
+    trainer = models[tokens.train_version]
+    logprobs_N = reference.trainer_N
+    if dtype != torch.float32:
+        low = evaluation_copy(trainer, dtype)
+        logprobs_N = model_logprobs(low, tokens, reference.temperature)
+    exact = evaluation_copy(trainer, torch.float64)
+    noise_N = logprobs_N - model_logprobs(exact, tokens, reference.temperature)
+    largest = float(logprobs_N.abs().max())
+    return tolerance_of(noise_N, largest, longest_sum_of(trainer, tokens))
+
+
+def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
+    """All hypotheses about the case, the best first; none if rounding explains its gap.
+
+    `model`: the trainer's own, for causes on the trainer's side.
+    """
+    if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
+        return []
+    causes: list[Iterator[Hypothesis]] = [
+        sampling.temperature_causes(case),
+        alignment.shift_causes(case),
+        alignment.batch_position_causes(case),
+        weights.stale_weight_causes(case),
+        weights.precision_causes(case),
+        weights.head_causes(case),
+    ]
+    if case.side == "engine":
+        causes += [
+            sampling.declared_causes(case),
+            sampling.truncation_causes(case),
+            sampling.penalty_causes(case),
+            weights.stale_kv_causes(case),
+            weights.place_causes(case),
+        ]
+    else:
+        causes.append(alignment.padding_causes(case))
+    if model is not None:
+        causes.append(alignment.dropout_noise(model, case))
+    return rank([explain(case, hypothesis) for hypothesis in chain.from_iterable(causes)])
+
+
+def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
+    """The best explanation as a finding; "unexplained" if none explains half of the gap."""
+    if case.tolerance.covers(case.gap_N):
+        return []
+    best = explanations[0] if explanations else None
+    if best is not None and best.is_main_cause:
+        return [
+            Finding(
+                name=best.name,
+                side=case.side,
+                share=best.share,
+                is_whole=best.is_whole,
+                evidence=best.evidence,
+                remedy=best.remedy,
+            )
+        ]
+    return [
+        Finding(
+            name="unexplained",
+            side=case.side,
+            share=0.0,
+            evidence=(
+                f"the {case.side}'s log-probs are {rms_of(case.gap_N):.2e} nats from those of the "
+                "trainer's weights, and no known cause explains half of it"
+            ),
+            remedy=(
+                "compare weights_checksum() of engine and trainer; give the doctor older weights "
+                "(older_models), sources and prompt_ids; look at the table of places"
+            ),
+        )
+    ]
+
+
+def finding_of_fact(fact: Fact) -> Finding:
+    """A fact as a finding about the batch."""
+    return Finding(
+        name=fact.name,
+        side="batch",
+        evidence=f"{fact.evidence} ({fact.num_rows} rows)",
+        remedy=fact.remedy,
+    )
+
+
+def diagnosis_of(
+    case: Case, findings: Sequence[Finding], explanations: Sequence[Explanation]
+) -> Diagnosis:
+    """Put together what the tables and the shares say. `case`: the engine's."""
+    reference, tokens = case.reference, case.tokens
+    num_known = int(reference.is_known_N.sum())
+    verdict: Verdict = "fault" if findings else "sound" if num_known else "inconclusive"
+    return Diagnosis(
+        verdict=verdict,
+        findings=findings,
+        attributions=shares_of(case, findings),
+        explanations=explanations,
+        num_tokens=len(tokens),
+        num_known_tokens=num_known,
+        gap_rms=rms_of(reference.trainer_N - tokens.behaviour_N),
+        unexplained_rms=rms_of(case.gap_N[reference.is_known_N]),
+        tolerance=case.tolerance,
+        lag_table=by_lag(case),
+        place_table=by_place(case),
+        token_table=by_token(case),
+    )
+
+
+def shares_of(case: Case, findings: Sequence[Finding]) -> dict[str, float]:
+    """Of the squared gap between the trainer's weights and the behaviour log-probs, who has what.
+
+    The steps from the trainer's log-probs to those over the stamped KV, then to the behaviour's: a
+    share below 0 means that a step led away.
+    """
+    reference, known = case.reference, case.reference.is_known_N
+    behaviour_N = case.tokens.behaviour_N
+    steps = [reference.trainer_N, reference.sampler_N, reference.stamped_N]
+    squares = [(step_N - behaviour_N).square() for step_N in steps]
+    total = float(squares[0].sum())
+    if total == 0.0:
+        return {}
+    left = [float(square_N[known].sum()) / total for square_N in squares]
+    rest = "rounding" if case.tolerance.covers(case.gap_N) else "unexplained"
+    shares = {"policy_lag": left[0] - left[1], "kv_lag": left[1] - left[2], rest: left[2]}
+    for finding in findings:
+        if finding.side == "engine" and finding.share and rest == "unexplained":
+            shares[finding.name] = finding.share * left[2]
+            shares[rest] = (1.0 - finding.share) * left[2]
+    shares["unknown"] = float(squares[0][~known].sum()) / total
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    return {name: share for name, share in ranked if share != 0.0}
+
+
+def _at(values: Sequence[Any] | None, rows: Tensor) -> list[Any] | None:
+    return None if values is None else [values[i] for i in rows.tolist()]
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _vocabulary_of(model: nn.Module) -> int:
+    count: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return count

@@ -1,0 +1,186 @@
+"""What is wrong without any log-prob: masks, tokens, prompts, ends and ids. Facts, not fits.
+
+Shape letters: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.doctor.tokens import Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A mismatch that can be read off. `num_rows`: how many rows have it.
+
+    `hides_logprobs`: log-probs of the batch are not those of its tokens, so they say nothing more.
+    """
+
+    name: str
+    evidence: str
+    remedy: str
+    num_rows: int
+    hides_logprobs: bool = False
+
+
+def facts_of(
+    batch: RolloutBatch,
+    turns: Sequence[Turns] | None,
+    prompt_ids: Sequence[Sequence[int]] | None,
+    end_ids: Sequence[int],
+) -> Iterator[Fact]:
+    """Everything that can be read off the batch, its requests and the trainer's own prompts."""
+    yield from wrong_ends(batch, end_ids)
+    others = [] if turns is None else list(other_tokens(batch, turns))
+    yield from others
+    # Requests of other tokens do not say where those of the batch were generated.
+    yield from shifted_masks(batch, None if others else turns)
+    if prompt_ids is not None:
+        yield from template_drift(batch, prompt_ids)
+
+
+def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
+    """Raise ConfigError for token ids that the trainer's model has no row for."""
+    highest = int(batch.tokens_BT[batch.attention_mask_BT].max())
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"token id {highest} is outside the model's vocabulary of {vocab_size}; give engine "
+            "and trainer the same checkpoint and tokenizer"
+        )
+
+
+def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterator[Fact]:
+    """Masks that are not on the generated tokens."""
+    wanted_BT = _generated(batch, turns)
+    differs_B = (batch.mask_BT != wanted_BT).any(1) & batch.mask_BT.any(1)
+    if not bool(differs_B.any()):
+        return
+    shifts = [
+        shift
+        for shift in (-1, 1)
+        if torch.equal(batch.mask_BT[differs_B], wanted_BT.roll(shift, dims=1)[differs_B])
+    ]
+    row = int(differs_B.nonzero()[0])
+    own, wanted = (int(mask.nonzero()[0]) for mask in (batch.mask_BT[row], wanted_BT[row]))
+    how = "one column too early" if shifts == [-1] else "one column too late"
+    yield Fact(
+        name="shifted_mask",
+        hides_logprobs=True,
+        num_rows=int(differs_B.sum()),
+        evidence=(
+            f"the mask is not on the generated tokens{f' but {how}' if shifts else ''}: in row "
+            f"{row} it has {int(batch.mask_BT[row].sum())} tokens from column {own}, generated are "
+            f"{int(wanted_BT[row].sum())} from column {wanted}"
+        ),
+        remedy="use mask_BT of collate_rollouts: column t is on where token t was generated",
+    )
+
+
+def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
+    """Generated tokens behind an end token of the same run."""
+    if not end_ids:
+        return
+    is_end_BT = torch.isin(batch.tokens_BT, torch.tensor(list(end_ids))) & batch.mask_BT
+    goes_on_B = (is_end_BT[:, :-1] & batch.mask_BT[:, 1:]).any(1)
+    if bool(goes_on_B.any()):
+        yield Fact(
+            name="end_token",
+            num_rows=int(goes_on_B.sum()),
+            evidence=(
+                f"tokens behind an end token ({', '.join(map(str, end_ids))}) are trained on, in "
+                f"row {int(goes_on_B.nonzero()[0])} first"
+            ),
+            remedy=(
+                "give the engine the trainer's end token (SamplingParams.termination_id, "
+                "stop_token_ids), or set ignore_eos=False"
+            ),
+        )
+
+
+def other_tokens(batch: RolloutBatch, turns: Sequence[Turns]) -> Iterator[Fact]:
+    """Rows whose tokens are not those that the engine had."""
+    found: dict[str, list[str]] = {"template_drift": [], "retokenised": []}
+    for row, own in enumerate(turns):
+        last = own[-1]
+        engine = [*last.prompt_tokens.tolist(), *last.generated_tokens]
+        tokens = batch.tokens_BT[row, : int(batch.lengths_B[row])].tolist()
+        if tokens != engine:
+            position = _first_difference(tokens, engine)
+            is_prompt = position < len(own[0].prompt_tokens)
+            found["template_drift" if is_prompt else "retokenised"].append(
+                f"row {row}, position {position}: the batch has {_at(tokens, position)}, the "
+                f"engine had {_at(engine, position)}"
+            )
+    if found["template_drift"]:
+        yield _drift(found["template_drift"], hides_logprobs=True)
+    if found["retokenised"]:
+        yield Fact(
+            name="retokenised",
+            hides_logprobs=True,
+            num_rows=len(found["retokenised"]),
+            evidence=f"completions are not the sampled tokens: {found['retokenised'][0]}",
+            remedy="train on the ids of the requests; never decode and encode completions",
+        )
+
+
+def template_drift(batch: RolloutBatch, prompt_ids: Sequence[Sequence[int]]) -> Iterator[Fact]:
+    """Prompts that the trainer would render otherwise."""
+    found = []
+    for row, wanted in enumerate(prompt_ids):
+        own = batch.tokens_BT[row, : int(batch.prompt_lengths_B[row])].tolist()
+        if own != list(wanted):
+            position = _first_difference(own, wanted)
+            found.append(
+                f"row {row}, position {position}: the engine had {_at(own, position)}, the trainer "
+                f"renders {_at(wanted, position)}"
+            )
+    if found:
+        yield _drift(found)
+
+
+def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
+    return Fact(
+        name="template_drift",
+        hides_logprobs=hides_logprobs,
+        num_rows=len(found),
+        evidence=f"prompts differ between engine and trainer: {found[0]}",
+        remedy=(
+            "render prompts once, with one tokenizer, template and its options, and pass token ids "
+            "to the engine"
+        ),
+    )
+
+
+def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
+    """Where tokens were generated, bool [B, T]; without requests from the lengths of the batch."""
+    columns = torch.arange(batch.tokens_BT.shape[1])
+    starts_B1 = batch.prompt_lengths_B[:, None]
+    if turns is None:
+        is_inside_BT = (columns >= starts_B1) & (columns < batch.lengths_B[:, None])
+        is_one_turn_B = batch.prompt_lengths_B + batch.completion_lengths_B == batch.lengths_B
+        # Of several turns only the first column is known.
+        later_BT = batch.mask_BT & (columns > starts_B1)
+        several_BT = later_BT | (columns == starts_B1)
+        return torch.where(is_one_turn_B[:, None], is_inside_BT, several_BT)
+    wanted_BT = torch.zeros_like(batch.mask_BT)
+    for row, own in enumerate(turns):
+        for turn in own:
+            wanted_BT[row, len(turn.prompt_tokens) : turn.num_tokens] = True
+    return wanted_BT
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    equal = min(len(left), len(right))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), equal)
+
+
+def _at(tokens: Sequence[int], position: int) -> str:
+    return f"token {tokens[position]}" if position < len(tokens) else "its end"

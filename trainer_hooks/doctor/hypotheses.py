@@ -1,0 +1,140 @@
+"""A hypothesis about a gap between two log-probs of the same tokens, and how good it is.
+
+Shape letters: N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.doctor.noise import Tolerance, rms_of
+from trainer_hooks.doctor.reference import Reference
+from trainer_hooks.doctor.tokens import ExaminedTokens
+
+Side = Literal["engine", "trainer"]
+# What a hypothesis says: each log-prob, each log-prob with a number that was fitted, the size of
+# the gap, or only where it is.
+Kind = Literal["values", "fit", "size", "place"]
+_LESS_THAN_VALUES = {"values": 0.0, "place": 0.25, "size": 0.5, "fit": 0.5}
+# A cause that explains less than half of the squared gap is not the main one. A fitted number
+# always explains something: a high temperature meets the log-probs of any other weights halfway.
+_NEEDED_SHARE = {"values": 0.5, "fit": 0.99, "size": 0.5, "place": 0.5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """Log-probs that one side computed, `claimed_N`, beside those that they should be.
+
+    Only tokens whose reference is known. `batch`: the examined rows. `models`: float32, by version.
+    """
+
+    side: Side
+    tokens: ExaminedTokens
+    batch: RolloutBatch
+    claimed_N: Tensor
+    reference: Reference
+    models: dict[int, nn.Module]
+    tolerance: Tolerance
+
+    @property
+    def gap_N(self) -> Tensor:
+        """claimed - reference, on known tokens; 0 elsewhere."""
+        gap_N = self.claimed_N - self.reference.stamped_N
+        return gap_N.masked_fill(~self.reference.is_known_N, 0.0)
+
+    @property
+    def trainer_model(self) -> nn.Module:
+        return self.models[self.tokens.train_version]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Hypothesis:
+    """One cause. `predicted_N`: the log-probs that it implies, float64.
+
+    `noise_rms`, `noise_largest`: a cause that adds noise predicts only the size of the gap, its
+    root mean square and largest value.
+    """
+
+    name: str
+    evidence: str
+    remedy: str
+    kind: Kind = "values"
+    predicted_N: Tensor | None = None
+    noise_rms: float = 0.0
+    noise_largest: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A hypothesis on a case. `share`: of the squared gap, in (-inf, 1]; `is_whole`: what it leaves
+    is rounding. `residual_rms` in nats.
+    """
+
+    name: str
+    side: Side
+    share: float
+    residual_rms: float
+    is_whole: bool
+    kind: Kind
+    evidence: str
+    remedy: str
+
+    @property
+    def is_main_cause(self) -> bool:
+        """Whether it explains enough of the gap to be named."""
+        return self.is_whole or self.share >= _NEEDED_SHARE[self.kind]
+
+
+def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
+    """How much of the gap the hypothesis explains."""
+    is_known_N, gap_N = case.reference.is_known_N, case.gap_N
+    gap_rms = rms_of(gap_N[is_known_N])
+    if hypothesis.predicted_N is None:
+        share, residual_rms, is_whole = _explain_noise(case, hypothesis, gap_rms)
+    else:
+        left_N = (case.claimed_N - hypothesis.predicted_N)[is_known_N].nan_to_num(nan=torch.inf)
+        residual_rms = rms_of(left_N)
+        share = 1.0 - (residual_rms / gap_rms) ** 2
+        is_whole = case.tolerance.covers(left_N)
+    return Explanation(
+        name=hypothesis.name,
+        side=case.side,
+        share=share,
+        residual_rms=residual_rms,
+        is_whole=is_whole,
+        kind=hypothesis.kind,
+        evidence=hypothesis.evidence,
+        remedy=hypothesis.remedy,
+    )
+
+
+def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
+    """Share, what is left, and whether noise of that size may have made the gap.
+
+    The factor between two computations in the same dtype is that of the tolerance.
+    """
+    factor = case.tolerance.rms / case.tolerance.noise_rms
+    largest = float(case.gap_N.abs().max())
+    if hypothesis.noise_rms <= case.tolerance.rms:
+        return 0.0, gap_rms, False
+    share = min(1.0, (factor * hypothesis.noise_rms / gap_rms) ** 2)
+    too_large = max(0.0, gap_rms - factor * hypothesis.noise_rms)
+    fits = share == 1.0 and largest <= factor * hypothesis.noise_largest
+    return (share if fits else min(share, 0.49)), too_large, fits
+
+
+def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
+    """The best first: values that leave rounding only, then what may be named, then by share."""
+
+    def quality(tried: Explanation) -> tuple[bool, bool, float]:
+        tells_values = tried.kind in ("values", "fit")
+        share = tried.share - _LESS_THAN_VALUES[tried.kind]
+        return tried.is_whole and tells_values, tried.is_main_cause, share
+
+    return sorted(explanations, key=quality, reverse=True)

@@ -1,0 +1,97 @@
+"""What the log-probs of a batch should be, given the versions that its tokens are stamped with.
+
+Shape letters: N tokens, T positions of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout.requests import DynamicInferenceRequest
+from trainer_hooks.doctor.forward import replayed_logits
+from trainer_hooks.doctor.recompute import chosen_logprobs, model_logits
+from trainer_hooks.doctor.tokens import ExaminedTokens
+
+# The mean of KV versions is a ratio of integers in float32 (a batch) or float64 (a request).
+_MEAN_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """Log-probs at the temperature, float64 [N], and the logits they are of.
+
+    `trainer_N`: by the trainer's weights. `sampler_N`: by the weights that sampled the token, over
+    KV of their own; `stamped_N`: over the KV that its stamps name. Where the weights of a version
+    are missing they are those of the step before; `is_known_N` is False where `stamped_N` is so.
+    `logits_NV`: those of `stamped_N`, before the temperature.
+    """
+
+    trainer_N: Tensor
+    sampler_N: Tensor
+    stamped_N: Tensor
+    is_known_N: Tensor
+    logits_NV: Tensor
+    temperature: float
+
+
+def reference_of(
+    tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
+) -> Reference:
+    """The log-probs that the stamps imply. `models`: float32, by version, the trainer's too."""
+    logits_NV = model_logits(models[tokens.train_version], tokens)
+    trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
+    has_weights_N = tokens.version_N == tokens.train_version
+    for version in sorted(set(tokens.version_N.tolist()) & set(models) - {tokens.train_version}):
+        is_own_N = tokens.version_N == version
+        logits_NV[is_own_N] = model_logits(models[version], tokens)[is_own_N]
+        has_weights_N |= is_own_N
+    sampler_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
+    is_fresh_N = (tokens.kv_version_N - tokens.version_N).abs() < _MEAN_TOLERANCE
+    is_replayed_N = replay_old_contexts(tokens, models, ~is_fresh_N, logits_NV)
+    return Reference(
+        trainer_N=trainer_N,
+        sampler_N=sampler_N,
+        stamped_N=chosen_logprobs(logits_NV, tokens.id_N, temperature),
+        is_known_N=has_weights_N & (is_fresh_N | is_replayed_N),
+        logits_NV=logits_NV,
+        temperature=temperature,
+    )
+
+
+def replay_old_contexts(
+    tokens: ExaminedTokens, models: Mapping[int, nn.Module], is_wanted_N: Tensor, logits_NV: Tensor
+) -> Tensor:
+    """Write the logits of the wanted tokens over the KV of their stamps into `logits_NV`.
+
+    Returns where that was possible, bool [N]: the turns are known, all versions of the KV are in
+    `models`, and the KV was not computed again later, which the stamped mean shows.
+    """
+    is_replayed_N = torch.zeros_like(is_wanted_N)
+    if tokens.turns is None:
+        return is_replayed_N
+    for row, turns in enumerate(tokens.turns):
+        for turn in turns:
+            start, end = len(turn.prompt_tokens), turn.num_tokens
+            is_own_N = (tokens.row_N == row) & (tokens.column_N >= start) & (tokens.column_N < end)
+            own = (is_own_N & is_wanted_N).nonzero().flatten()
+            kv_versions_T = kv_versions_of(turn)
+            if not len(own) or not set(kv_versions_T.tolist()) <= set(models):
+                continue
+            logits_TV = replayed_logits(models, tokens.rows[row][:end], kv_versions_T.tolist())
+            columns = tokens.column_N[own]
+            means = kv_versions_T.double().cumsum(0)[columns - 1] / columns
+            fits = (means - tokens.kv_version_N[own]).abs() < _MEAN_TOLERANCE
+            fits &= kv_versions_T[columns - 1] == tokens.version_N[own]
+            logits_NV[own[fits]] = logits_TV[columns[fits] - 1].float().cpu()
+            is_replayed_N[own[fits]] = True
+    return is_replayed_N
+
+
+def kv_versions_of(turn: DynamicInferenceRequest) -> Tensor:
+    """The version that wrote the KV of each position of a finished request, int64 [T]."""
+    version = turn.completed_at_version or 0
+    return version - turn.staleness_at(version)[1].long()

@@ -1,0 +1,74 @@
+"""A diagnosis for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer_hooks.doctor.diagnosis import Diagnosis
+
+_STYLES = {"sound": "bold green", "fault": "bold red", "inconclusive": "bold yellow"}
+_NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
+
+
+def report(diagnosis: Diagnosis) -> RenderableType:
+    """Verdict, findings with their remedies, shares of the gap, and the tables."""
+    known = f"{diagnosis.num_known_tokens} of {diagnosis.num_tokens} tokens examined"
+    head = Text(diagnosis.verdict, style=_STYLES[diagnosis.verdict])
+    head.append(
+        f"  {known}; gap to the trainer's weights {diagnosis.gap_rms:.2e} nats, to the stamped "
+        f"ones {diagnosis.unexplained_rms:.2e}; rounding explains {diagnosis.tolerance.rms:.1e}",
+        style="not bold default",
+    )
+    parts: list[RenderableType] = [head]
+    for finding in diagnosis.findings:
+        share = "" if finding.share is None else f" explains {finding.share:.1%} of the gap"
+        parts.append(Text(f"{finding.name}", style="bold").append(f" ({finding.side}){share}"))
+        parts.append(Text(f"  {finding.evidence}"))
+        parts.append(Text(f"  remedy: {finding.remedy}", style="green"))
+    if diagnosis.verdict == "inconclusive":
+        parts.append(Text("  no token's own weights are known: give older weights (older_models)"))
+    if diagnosis.attributions:
+        parts.append(_shares(diagnosis.attributions))
+    if diagnosis.explanations:
+        parts.append(_explanations(diagnosis))
+    parts.append(_table("by lag, in versions", diagnosis.lag_table))
+    parts.append(_table("by place", diagnosis.place_table))
+    parts.append(_table("tokens with the largest gap", diagnosis.token_table[:_NUM_TOKENS]))
+    return Group(*parts)
+
+
+def _shares(shares: Mapping[str, float]) -> Table:
+    table = Table("cause", "share of the squared gap", title="who has the gap")
+    for name, share in shares.items():
+        table.add_row(name, f"{share:.1%}")
+    return table
+
+
+def _explanations(diagnosis: Diagnosis) -> Table:
+    table = Table("hypothesis", "side", "explains", "leaves, nats", title="hypotheses")
+    for tried in diagnosis.explanations[:_NUM_EXPLANATIONS]:
+        share = f"{tried.share:.1%}" if tried.share > -1.0 else "nothing"
+        table.add_row(tried.name, tried.side, share, f"{tried.residual_rms:.2e}")
+    return table
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title)
+    for name in rows[0] if rows else ():
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

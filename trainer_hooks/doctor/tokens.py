@@ -1,0 +1,124 @@
+"""The tokens that are examined: where they stand, who sampled them and how.
+
+Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError
+from rollout.requests import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.rollouts import Rollout, as_rollout
+
+Turns = Sequence[DynamicInferenceRequest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExaminedTokens:
+    """Generated tokens of some rows of a batch, row by row; vectors over them end in N.
+
+    `rows`: the tokens of each row, without padding. `turns`: of each row, if they are known.
+    `row_N`, `column_N`: where a token stands. `version_N`: what sampled it; `kv_version_N`: the
+    mean version of the KV that it attended to, float64.
+    """
+
+    rows: Sequence[Tensor]
+    turns: Sequence[Turns] | None
+    row_N: Tensor
+    column_N: Tensor
+    id_N: Tensor
+    version_N: Tensor
+    kv_version_N: Tensor
+    behaviour_N: Tensor
+    train_version: int
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.row_N)
+
+    def gather(self, values_BT: Tensor) -> Tensor:
+        """The values of the tokens, float64 [N]; `values_BT` is over the examined rows."""
+        return values_BT[self.row_N, self.column_N].double().cpu()
+
+    def pick(self, logits_of_row: Callable[[int], Tensor]) -> Tensor:
+        """The logits that each token was drawn from, float32 [N, V]; the function gives [T, V]."""
+        parts = []
+        for row in range(len(self.rows)):
+            columns = self.column_N[self.row_N == row]
+            logits_TV = logits_of_row(row)
+            parts.append(logits_TV[(columns - 1).to(logits_TV.device)].float().cpu())
+        return torch.cat(parts)
+
+    def turn_of(self, index: int) -> DynamicInferenceRequest | None:
+        """The request that generated token `index`; None if it is not known."""
+        if self.turns is None:
+            return None
+        column = int(self.column_N[index])
+        for turn in self.turns[int(self.row_N[index])]:
+            if len(turn.prompt_tokens) <= column < turn.num_tokens:
+                return turn
+        return None
+
+    def params_of(self, index: int) -> SamplingParams | None:
+        """How token `index` was sampled; None if it is not known."""
+        turn = self.turn_of(index)
+        return None if turn is None else turn.sampling_params
+
+
+def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
+    """The turns of each row, a token sequence, that `collate_rollouts` makes of `sources`."""
+    return [turns for source in sources for turns in as_rollout(source).sequences]
+
+
+def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
+    """The batch as if it were trained at `version`: lags count from there, and may be below 0."""
+    newer = batch.train_version - version
+    return replace(
+        batch,
+        train_version=version,
+        policy_lag_BT=(batch.policy_lag_BT - newer).masked_fill(~batch.mask_BT, 0),
+        kv_staleness_BT=(batch.kv_staleness_BT - newer).masked_fill(~batch.mask_BT, 0),
+    )
+
+
+def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
+    """Rows with trained tokens, evenly spread over the batch, of at most `max_tokens` such tokens;
+    one row at least.
+
+    Raises ConfigError if no token is trained on.
+    """
+    counts_B = batch.mask_BT.sum(1)
+    rows = counts_B.nonzero().flatten()
+    if not len(rows):
+        raise ConfigError("the mask of the batch is empty: there is no token to examine")
+    wanted = max(1, min(len(rows), len(rows) * max_tokens // max(int(counts_B.sum()), 1)))
+    chosen = rows[torch.arange(wanted) * len(rows) // wanted]
+    num_fitting = int((counts_B[chosen].cumsum(0) <= max_tokens).sum())
+    return chosen[: max(num_fitting, 1)]
+
+
+def examined_tokens(batch: RolloutBatch, turns: Sequence[Turns] | None) -> ExaminedTokens:
+    """The tokens under the mask of `batch`, those in column 0 excepted: nothing predicts them."""
+    mask_BT = batch.mask_BT.clone()
+    mask_BT[:, 0] = False
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    at = (row_N, column_N)
+    version_N = batch.train_version - batch.policy_lag_BT[at].long()
+    return ExaminedTokens(
+        rows=[row[:n] for row, n in zip(batch.tokens_BT, batch.lengths_B.tolist(), strict=True)],
+        turns=turns,
+        row_N=row_N,
+        column_N=column_N,
+        id_N=batch.tokens_BT[at],
+        version_N=version_N,
+        kv_version_N=version_N.double() - batch.kv_lag_BT[at].double(),
+        behaviour_N=batch.behaviour_logprobs_BT[at].double(),
+        train_version=batch.train_version,
+    )

@@ -1,0 +1,25 @@
+"""Hugging Face checkpoints that settings name: loaded, or one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+
+
+def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
+    """`kind.from_pretrained(path, **options)`, for an Auto class of transformers.
+
+    Raises ConfigError, which names `setting`, where it finds nothing that it can load.
+    """
+    try:
+        return kind.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"{setting}={path} is no directory, nor a model that was downloaded before; name a "
+                "directory with a Hugging Face checkpoint and its tokenizer"
+            ) from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{setting}={path}: {kind.__name__} cannot load it: {reason}") from error
