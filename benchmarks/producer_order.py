@@ -213,6 +213,7 @@ def cases() -> list[Case]:
         ("admission", 2, 0.0),
         ("admission", 4, 0.0),
         ("ready", 1, 0.0),
+        ("ready", 1, 0.25),
         ("ready", 1, 0.5),
         ("ready", 2, 0.0),
     ]

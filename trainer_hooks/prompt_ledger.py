@@ -14,6 +14,16 @@ from numpy.typing import NDArray
 
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed, uniforms
+from trainer_hooks.curriculum import Curriculum, CurriculumDraws
+from trainer_hooks.prompt_history import (
+    FAILED,
+    FILTERED,
+    GIVEN_BACK,
+    TRAINED,
+    PromptHistories,
+    PromptHistory,
+    PromptOutcome,
+)
 
 # Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
 _NUM_FINGERPRINTED = 64
@@ -72,10 +82,14 @@ class PromptLedger:
     """Issues prompts in a seeded order per epoch and records what became of each one.
 
     A ticket is out until it is consumed, with a reason, or given back; one given back is issued
-    again before any new one. The state is small: a position, and what was not consumed before it.
+    again before any new one. The state is small: a position, what was not consumed before it, and
+    the histories.
     `source`: rows as `as_prompt_item` takes them, in a list, in a dataset with `len` and `[index]`
     (read when needed), or in anything that can be iterated again (read at once).
     `num_epochs`: None goes on for ever.
+    `curriculum`: draws the next prompts by their histories, in place of the shuffled order. With
+    replacement "once per epoch" becomes "as many draws per epoch as there are prompts".
+    `max_histories`: prompts whose history is kept, those seen last.
     """
 
     def __init__(
@@ -84,11 +98,18 @@ class PromptLedger:
         seed: int = 0,
         shuffle: bool = True,
         num_epochs: int | None = None,
+        curriculum: Curriculum | None = None,
+        max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that is empty, a single prompt, or used up by reading."""
+        """Raises ConfigError for a source that is empty, a single prompt, or used up by reading,
+        for a curriculum beside shuffle=False, and for a weight that is none."""
         self._rows = _as_rows(source)
         if num_epochs is not None and num_epochs < 1:
             raise ConfigError(f"num_epochs={num_epochs} must be at least 1, or None for no end")
+        if curriculum is not None and not shuffle:
+            raise ConfigError(
+                "shuffle=False with a curriculum, which draws the order; leave one of them out"
+            )
         self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
         self._epoch, self._position = 0, 0
         self._out: set[PromptTicket] = set()
@@ -96,6 +117,11 @@ class PromptLedger:
         self._reissues: Counter[PromptTicket] = Counter()  # of unfinished prompts
         self._orders: dict[int, NDArray[np.intp]] = {}
         self._fingerprint = _fingerprint(self._rows)
+        self._histories, self._has_trained = PromptHistories(max_histories), False
+        self._draws: CurriculumDraws | None = None
+        if curriculum is not None:
+            self._draws = CurriculumDraws(curriculum, len(self), seed)
+            self._draws.weigh(range(len(self)), self._histories.published)
         self.consumed: Counter[str] = Counter()
         self.given_back: Counter[str] = Counter()
 
@@ -122,24 +148,41 @@ class PromptLedger:
         return _item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
-        """The next prompt, the earliest of those given back first; None if there is none left."""
+        """The next prompt, the earliest of those given back first; None if there is none left.
+
+        A curriculum goes by what became of prompts until the last ones were trained on.
+        """
+        if self._has_trained:
+            self._publish_histories()
         if self._returned:
             ticket = heapq.heappop(self._returned)
         elif self.is_exhausted:
             return None
         else:
-            ticket = self._ticket(self._epoch, self._position)
+            ticket = self._next_ticket()
             self._position += 1
             if self._position == len(self):
                 self._epoch, self._position = self._epoch + 1, 0
         self._out.add(ticket)
         return ticket
 
-    def consume(self, ticket: PromptTicket, reason: str = "trained") -> None:
-        """Finish the prompt for this epoch. Raises ConfigError for one that is not out."""
+    def consume(
+        self,
+        ticket: PromptTicket,
+        reason: str = TRAINED,
+        reward: float | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Finish the prompt for this epoch. Raises ConfigError for one that is not out.
+
+        `reason`: "trained", "failed", "filtered"; its history counts any other one as filtered.
+        `reward`, `version`: of its group, for its history.
+        """
         self._remove_issued(ticket)
         self._reissues.pop(ticket, None)
         self.consumed[reason] += 1
+        self._has_trained |= reason == TRAINED
+        self._record(ticket, reason if reason in (TRAINED, FAILED) else FILTERED, reward, version)
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
         """Put the prompt back, to be issued again. Raises ConfigError for one that is not out."""
@@ -148,6 +191,11 @@ class PromptLedger:
         if reason == STALE:
             self._reissues[ticket] += 1
         heapq.heappush(self._returned, ticket)
+        self._record(ticket, GIVEN_BACK)
+
+    def history(self, index: int) -> PromptHistory:
+        """What became of the prompt in row `index` so far."""
+        return self._histories.latest(index)
 
     def num_reissues(self, ticket: PromptTicket) -> int:
         """How often an unfinished prompt was given back as STALE."""
@@ -157,6 +205,24 @@ class PromptLedger:
         if ticket not in self._out:
             raise ConfigError(f"{ticket} is not out: it was consumed or given back already")
         self._out.remove(ticket)
+
+    def _record(
+        self,
+        ticket: PromptTicket,
+        fate: str,
+        reward: float | None = None,
+        version: int | None = None,
+    ) -> None:
+        key = (ticket.epoch, ticket.position)
+        self._histories.add(
+            PromptOutcome(key=key, index=ticket.index, fate=fate, reward=reward, version=version)
+        )
+
+    def _publish_histories(self) -> None:
+        changed = self._histories.publish()
+        self._has_trained = False
+        if self._draws is not None:
+            self._draws.weigh(sorted(changed), self._histories.published)
 
     # ---- state
 
@@ -168,18 +234,24 @@ class PromptLedger:
         pending = {*self._out, *self._returned}
         again = set(untrained) - pending
         consumed = self.consumed - Counter({"trained": len(again)})
-        return {
+        unfinished = sorted(pending | again)
+        state = {
             "num_prompts": len(self),
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "epoch": self._epoch,
             "position": self._position,
-            "unfinished": [[t.epoch, t.position] for t in sorted(pending | again)],
+            "unfinished": [[t.epoch, t.position] for t in unfinished],
             "reissues": [[t.epoch, t.position, n] for t, n in sorted(self._reissues.items())],
             "consumed": dict(consumed),
             "given_back": dict(self.given_back),
+            "histories": self._histories.state({(t.epoch, t.position) for t in again}),
         }
+        if self._draws is not None:
+            rows = [ticket.index for ticket in unfinished]
+            state["curriculum"] = {"unfinished_rows": rows, **self._draws.state()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: its unfinished prompts are issued first, in their old order.
@@ -189,31 +261,56 @@ class PromptLedger:
         """
         if self._out:
             raise ConfigError(f"{len(self._out)} prompts are out; load a state before any is")
-        own = self.state_dict()
-        different = [name for name in _SAME_SOURCE if state.get(name) != own[name]]
+        mine = self.state_dict()
+        different = [name for name in _SAME_SOURCE if state.get(name) != mine[name]]
         if different:
             raise ConfigError(
                 "the state is that of other prompts: "
-                + ", ".join(f"{n}={state.get(n)!r} instead of {own[n]!r}" for n in different)
+                + ", ".join(f"{n}={state.get(n)!r} instead of {mine[n]!r}" for n in different)
             )
+        if (self._draws is not None) != ("curriculum" in state):
+            saved, own = ("without", "with") if self._draws is not None else ("with", "without")
+            raise ConfigError(
+                f"the state is that of a run {saved} a curriculum, and this run is {own} one: the "
+                "rest of the epoch would not be the same prompts"
+            )
+        if self._draws is not None:
+            self._draws.load(state["curriculum"])
+        self._returned = self._unfinished(state)
         self._epoch, self._position = state["epoch"], state["position"]
-        self._returned = [self._ticket(epoch, position) for epoch, position in state["unfinished"]]
         heapq.heapify(self._returned)
-        self._reissues = Counter({self._ticket(e, p): n for e, p, n in state.get("reissues", ())})
+        known = {(ticket.epoch, ticket.position): ticket for ticket in self._returned}
+        self._reissues = Counter({known[e, p]: n for e, p, n in state.get("reissues", ())})
         self.consumed = Counter(state["consumed"])
         self.given_back = Counter(state["given_back"])
+        self._histories.load(state.get("histories", ()))
+        if self._draws is not None:
+            self._draws.weigh(range(len(self)), self._histories.published)
+
+    def _unfinished(self, state: Mapping[str, Any]) -> list[PromptTicket]:
+        places = state["unfinished"]
+        if self._draws is None:
+            return [PromptTicket(e, p, self._index(e, p)) for e, p in places]
+        rows = state["curriculum"]["unfinished_rows"]
+        return [PromptTicket(e, p, row) for (e, p), row in zip(places, rows, strict=True)]
 
     # ---- order
 
-    def _ticket(self, epoch: int, position: int) -> PromptTicket:
+    def _next_ticket(self) -> PromptTicket:
+        epoch, position = self._epoch, self._position
+        draw = self._index if self._draws is None else self._draws.draw
+        return PromptTicket(epoch, position, draw(epoch, position))
+
+    def _index(self, epoch: int, position: int) -> int:
+        """The row at a place of an epoch, where no curriculum draws it."""
         if not self._shuffle:
-            return PromptTicket(epoch, position, position)
+            return position
         if epoch not in self._orders:
             # Two epochs are in use around a change of epoch; an older one is rare, and made again.
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
             self._orders[epoch] = _shuffled(len(self), mix_seed(self._seed, epoch))
-        return PromptTicket(epoch, position, int(self._orders[epoch][position]))
+        return int(self._orders[epoch][position])
 
 
 def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:

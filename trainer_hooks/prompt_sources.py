@@ -358,7 +358,10 @@ def _load_dataset(directory: str, split: str | None) -> Any:
     if not isinstance(dataset, DatasetDict):
         return dataset
     if split not in dataset:
-        raise ConfigError(f"{directory} holds the splits {', '.join(dataset)}; split={split!r}")
+        raise ConfigError(
+            f"{directory} holds the splits {', '.join(dataset)}; split={split!r} is none of them, "
+            "name one"
+        )
     return dataset[split]
 
 

@@ -257,7 +257,7 @@ def test_a_dataset_on_disk_is_read_by_split_and_column(tmp_path: Path) -> None:
         assert list(prompts) == [PromptItem(str(i), {"answer": i}) for i in range(3)]
     for path, column, named in (
         (tmp_path / "one", "prompt", "no column 'prompt'; it has question, answer"),
-        (tmp_path / "splits", "question", "holds the splits train; split=None"),
+        (tmp_path / "splits", "question", "holds the splits train; split=None is none"),
         (tmp_path / "none", "question", "holds no dataset"),
     ):
         with pytest.raises(ConfigError, match=named):

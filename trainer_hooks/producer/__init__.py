@@ -3,5 +3,13 @@
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch
 from trainer_hooks.producer.groups import ScopedLLM, ScoredGroup
 from trainer_hooks.producer.producer import AsyncRolloutProducer
+from trainer_hooks.producer.staleness import EssBound
 
-__all__ = ["AsyncRolloutProducer", "ProducerError", "ScopedLLM", "ScoredGroup", "TrainingBatch"]
+__all__ = [
+    "AsyncRolloutProducer",
+    "EssBound",
+    "ProducerError",
+    "ScopedLLM",
+    "ScoredGroup",
+    "TrainingBatch",
+]

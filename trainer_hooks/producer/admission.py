@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from rollout.errors import ConfigError
 from trainer_hooks.producer.group_pool import GroupParts, GroupPool
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.producer.order import BatchOrder, HandedOver
@@ -25,9 +24,6 @@ class AdmissionGate:
     """
 
     def __init__(self, max_staleness_versions: int) -> None:
-        """Raises ConfigError for a bound below 0."""
-        if max_staleness_versions < 0:
-            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
         self.max_staleness_versions = max_staleness_versions
         self.num_admitted = 0
         self.num_handed_over = 0
@@ -42,11 +38,22 @@ class AdmissionGate:
         num_allowed = version + self.max_staleness_versions + 1
         return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
 
+    def is_beyond(self, version: int) -> bool:
+        """Whether the newest batch could not be admitted at `version`, were it not there yet."""
+        num_allowed = version + self.max_staleness_versions + 1
+        num_waiting = self.num_admitted - self.num_handed_over
+        return self.num_admitted > num_allowed or num_waiting > self.max_staleness_versions + 1
+
     def admit(self, version: int) -> int:
         """Admit the next batch; returns its number, from 0."""
         assert self.may_admit(version), "ask first"
         self.num_admitted += 1
         return self.num_admitted - 1
+
+    def withdraw(self) -> None:
+        """The newest waiting batch is given up; its number is given again."""
+        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
+        self.num_admitted -= 1
 
     def hand_over(self) -> None:
         """The oldest waiting batch has gone to the trainer."""
@@ -60,10 +67,10 @@ class OpenBatch(GroupPool):
     Those that are still being made then are aborted.
     """
 
-    def __init__(self, parts: GroupParts, version: int) -> None:
-        """`version`: at which it is admitted."""
+    def __init__(self, parts: GroupParts, versions: VersionWatch) -> None:
+        """It is admitted at the reported version, which `version` keeps."""
         super().__init__(parts)
-        self.version = version
+        self._versions, self.version = versions, versions.reported
 
     @property
     def groups(self) -> list[ScoredGroup]:
@@ -88,8 +95,14 @@ class OpenBatch(GroupPool):
             return
         wanted = self._rules.num_groups + self._rules.num_extra_groups
         while self.error is None and len(self.finished) + len(self.running) < wanted:
-            if not self._begin_group(self.version):
+            if not self._begin_group(self._versions.reported):
                 return
+
+    def cancel_older_than(self, version: int) -> None:
+        """Give back the groups that began before `version`, finished or not, and refill."""
+        self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
+        self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
+        self.fill()
 
     def drop_older_than(self, version: int) -> int:
         """Give back the groups with a token sampled before `version`, and refill. Returns how many.
@@ -112,10 +125,10 @@ class AdmissionOrder(BatchOrder):
     def __init__(
         self, parts: GroupParts, versions: VersionWatch, max_staleness_versions: int
     ) -> None:
-        """Raises ConfigError for a bound below 0."""
         self._parts, self._versions = parts, versions
         self._gate = AdmissionGate(max_staleness_versions)
         self._open: deque[OpenBatch] = deque()
+        self._withdrawn: Counter[str] = Counter()  # fates in batches that were given up
 
     def begin(self) -> None:
         for batch in self._open:
@@ -123,9 +136,30 @@ class AdmissionOrder(BatchOrder):
         since_start = self._versions.since_start
         while not self._parts.ledger.is_exhausted and self._gate.may_admit(since_start):
             self._gate.admit(since_start)
-            batch = OpenBatch(self._parts, self._versions.reported)
+            batch = OpenBatch(self._parts, self._versions)
             self._open.append(batch)
             batch.fill()
+
+    def set_bound(self, max_staleness_versions: int) -> None:
+        """Of a lower bound: batches that the gate would not have admitted yet are given up, the
+        newest first; what has begun too early in the others is begun again.
+
+        Batch k, which is trained at version k, may have no token older than k - S. The batches that
+        stay have k <= version + S, so what begins now is young enough.
+        """
+        is_lower = max_staleness_versions < self._gate.max_staleness_versions
+        self._gate.max_staleness_versions = max_staleness_versions
+        if not is_lower:
+            return
+        since_start = self._versions.since_start
+        while self._open and self._gate.is_beyond(since_start):
+            batch = self._open.pop()
+            batch.give_up(STALE)
+            self._withdrawn += batch.counts
+            self._gate.withdraw()
+        start = self._versions.reported - since_start
+        for number, batch in enumerate(self._open, self._gate.num_handed_over):
+            batch.cancel_older_than(start + number - max_staleness_versions)
 
     def take_error(self) -> BaseException | None:
         for batch in self._open:
@@ -156,7 +190,8 @@ class AdmissionOrder(BatchOrder):
     def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
         batch = self._open.popleft()
         self._gate.hand_over()
-        return HandedOver(admitted_at_version=batch.version, counts=batch.counts)
+        counts, self._withdrawn = batch.counts + self._withdrawn, Counter()
+        return HandedOver(admitted_at_version=batch.version, counts=counts)
 
     @property
     def is_idle(self) -> bool:

@@ -11,6 +11,7 @@ from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollout
 from trainer_hooks.metrics.measure import rollout_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.rewards import reward_metrics
 
 
 class ProducerError(RolloutError):
@@ -28,11 +29,13 @@ _FATES = (
     "retried",
     "refilled",
 )
+# Before the reason of a group filter, in the counts of a pool and the names of metrics.
+FILTERED_PREFIX = "filtered/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """`rollouts`: the tensors, group by group in the order of `groups`, `group_size` rows each.
+    """`rollouts`: the tensors, group by group in the order of `groups`, `group_size` rollouts each.
 
     `index`: how many batches this producer handed over before. `version`: the weights version that
     it is to be trained at. `admitted_at_version`: the one at which it was begun; in ready order the
@@ -71,9 +74,31 @@ def collate_groups(
     return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode)
 
 
+def mean_lag(rollouts: RolloutBatch) -> float:
+    """Updates between the KV that a trained token attended to and its trainer, on average."""
+    lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
+    return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
+
+
 def _finish_reasons(groups: Sequence[ScoredGroup]) -> list[str | None]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return [rollout.requests[-1].finish_reason for rollout in rollouts]
+    return [rollout.finish_reason for rollout in rollouts]
+
+
+def _failure_counts(groups: Sequence[ScoredGroup]) -> Counter[str]:
+    """How many rollouts failed by a fault of their environment, by its kind."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return Counter(rollout.failure for rollout in rollouts if rollout.failure is not None)
+
+
+def _state_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """`environment/<name>`: the mean of each number in the states of the rollouts."""
+    values: dict[str, list[float]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for name, value in rollout.state.items():
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(float(value))
+    return {f"environment/{name}": sum(own) / len(own) for name, own in values.items()}
 
 
 def batch_metrics(
@@ -84,8 +109,8 @@ def batch_metrics(
     waited_s: float,
     num_waiting_batches: int,
 ) -> dict[str, float]:
-    """Metrics of the rollouts, where the time of their batch went, in seconds, and what became of
-    its prompts, in groups.
+    """Metrics of the rollouts and of the terms of their rewards, where the time of their batch
+    went, in seconds, and what became of its prompts, in groups.
 
     `timing_s/batch_wait` is how long the trainer waited; generation and rewards ran beside it.
     """
@@ -104,6 +129,14 @@ def batch_metrics(
         "rollouts/num_groups": len(groups),
         "rollouts/num_reissued_groups": sum(group.num_reissues > 0 for group in groups),
         "rollouts/num_failed_samples": num_samples - num_valid,
+        **{f"rollouts/num_failures/{k}": n for k, n in _failure_counts(groups).items()},
+        **reward_metrics([reward for group in groups for reward in group.rewards]),
+        **_state_means(groups),
         "rollouts/num_waiting_batches": num_waiting_batches,
         **{f"rollouts/num_{fate}_groups": counts[fate] for fate in _FATES},
+        **{
+            f"rollouts/{name}": count
+            for name, count in counts.items()
+            if name.startswith(FILTERED_PREFIX)
+        },
     }

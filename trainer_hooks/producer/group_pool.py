@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer_hooks.producer.batches import ProducerError
+from trainer_hooks.producer.batches import FILTERED_PREFIX, ProducerError
+from trainer_hooks.producer.filters import GroupFilter
 from trainer_hooks.producer.groups import GroupMaker, ScoredGroup
 from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
 
@@ -21,12 +22,13 @@ Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
 class BatchRules:
     """What a batch is. `num_extra_groups`: begun beside the `num_groups` of each batch.
 
-    `max_refills`: how many groups of a batch may be replaced.
+    `filters`: the first that gives a reason decides. `max_refills`: how many groups of a batch may
+    be replaced.
     """
 
     num_groups: int
     num_extra_groups: int
-    drop_zero_variance: bool
+    filters: Sequence[GroupFilter]
     max_refills: int
 
 
@@ -99,9 +101,14 @@ class GroupPool(ABC):
 
     async def _make(self, ticket: PromptTicket) -> ScoredGroup | None:
         item, num_reissues = self._ledger.item(ticket), self._ledger.num_reissues(ticket)
-        return await self._maker.make(
+        group = await self._maker.make(
             ticket, item, lambda fate: self.counts.update([fate]), num_reissues
         )
+        if group is None or not self._rules.filters:
+            return group
+        history = self._ledger.history(ticket.index)
+        reasons = (each(group, history) for each in self._rules.filters)
+        return replace(group, filter_reason=next(filter(None, reasons), None))
 
     def _take(self, task: Task) -> None:
         """Record how a task has ended."""
@@ -116,14 +123,20 @@ class GroupPool(ABC):
             if task.cancelled():
                 error = ProducerError("a rollout's task was cancelled from outside the producer")
             self.error = self.error or error
-        self.fill()
+        try:
+            self.fill()
+        except Exception as unissued:  # of the loop's callbacks it would only be logged
+            self.error = self.error or unissued
         self._on_change()
 
     def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
         if group is None:
-            self._consume(ticket, "failed")
-        elif self._rules.drop_zero_variance and not group.has_spread:
-            self._consume(ticket, "filtered")
+            self._ledger.consume(ticket, "failed")
+            self._count_consumed("failed")
+        elif group.filter_reason is not None:
+            group.consume(self._ledger, "filtered")
+            self.counts[f"{FILTERED_PREFIX}{group.filter_reason}"] += 1
+            self._count_consumed("filtered")
         else:
             self.finished[group] = group.version_range()
 
@@ -144,9 +157,8 @@ class GroupPool(ABC):
         self._ledger.give_back(ticket, reason)
         self.counts[reason] += 1
 
-    def _consume(self, ticket: PromptTicket, reason: str) -> None:
-        self._ledger.consume(ticket, reason)
-        self.counts[reason] += 1
+    def _count_consumed(self, fate: str) -> None:
+        self.counts[fate] += 1
         self._count_refill()
 
     def _count_refill(self) -> None:
@@ -155,15 +167,25 @@ class GroupPool(ABC):
         if self._num_refills > self._rules.max_refills and self.error is None:
             self.error = self._refill_error()
 
+    def _filter_reasons(self) -> str:
+        reasons = {
+            name.removeprefix(FILTERED_PREFIX): count
+            for name, count in self.counts.items()
+            if name.startswith(FILTERED_PREFIX)
+        }
+        return f" ({', '.join(f'{n} {reason}' for reason, n in reasons.items())})" * bool(reasons)
+
     def _refill_error(self) -> ProducerError:
-        cause, of_rewards = None, ""
+        cause, of_failed = self._maker.last_request_error, ""
         if self.counts["reward_failed"]:
             cause = self._maker.last_reward_error
-            of_rewards = f" (the reward function's last error was {cause!r})"
+            of_failed = f" (the reward function's last error was {cause!r})"
+        elif self.counts["failed"] and cause is not None:
+            of_failed = f" (the last request's error was {cause!r})"
         error = ProducerError(
             f"a batch of {self._rules.num_groups} groups needed more than max_refills="
             f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "
-            f"filtered for equal rewards, {self.counts['failed']} failed{of_rewards}, "
+            f"filtered{self._filter_reasons()}, {self.counts['failed']} failed{of_failed}, "
             f"{self.counts['stale']} grew too old"
         )
         error.__cause__ = cause

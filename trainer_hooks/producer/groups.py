@@ -13,7 +13,7 @@ from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer, as_tokenizer
-from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
+from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 
@@ -88,6 +88,7 @@ class ScoredGroup:
 
     `generate_s`, `reward_s`: seconds from the first request to the last, and for the rewards, of
     the attempt that succeeded. `num_reissues`: how often the prompt came back as too old before.
+    `filter_reason`: why a group filter leaves it out; None for a group to train on.
     """
 
     ticket: PromptTicket
@@ -97,6 +98,7 @@ class ScoredGroup:
     generate_s: float
     reward_s: float
     num_reissues: int = 0
+    filter_reason: str | None = None
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -108,9 +110,20 @@ class ScoredGroup:
         return [reward for reward in self.rewards if not math.isnan(reward)]
 
     @property
+    def mean_reward(self) -> float:
+        """Of the rollouts that did not fail; NaN if all did."""
+        valid = self.valid_rewards
+        return sum(valid) / len(valid) if valid else math.nan
+
+    @property
     def has_spread(self) -> bool:
         """Two rewards differ, so that the group has a gradient."""
         return len(set(self.valid_rewards)) > 1
+
+    def consume(self, ledger: PromptLedger, reason: str) -> None:
+        """Finish its prompt, with what its history keeps of the group."""
+        seen = self.version_range()
+        ledger.consume(self.ticket, reason, self.mean_reward, None if seen is None else seen[1])
 
     def version_range(self) -> tuple[int, int] | None:
         """The oldest and the newest version that sampled a token; None if there is no token."""
@@ -142,7 +155,7 @@ class GroupMaker:
     def __init__(
         self,
         llm: GeneratesAsync,
-        reward: RewardRunner,
+        reward: RewardRunner | None,
         *,
         group_size: int,
         sampling_params: SamplingParams,
@@ -156,11 +169,12 @@ class GroupMaker:
         self._group_size, self._params, self._seed = group_size, sampling_params, seed
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
+        self.last_request_error: BaseException | None = None  # of one that the engine failed
 
     @property
     def last_reward_error(self) -> BaseException | None:
         """The last error of the reward function."""
-        return self._reward.last_error
+        return None if self._reward is None else self._reward.last_error
 
     async def make(
         self,
@@ -194,6 +208,9 @@ class GroupMaker:
         seed = mix_seed(self._seed, ticket.epoch, ticket.index, attempt)
         start_s = loop.time()
         rollouts = await self._generate(item, replace(self._params, seed=seed))
+        failed = [request for each in rollouts for request in each.requests if request.failed()]
+        if failed:
+            self.last_request_error = failed[-1].last_error
         generated_s = loop.time()
         rewards = await score_rollouts(self._reward, item, rollouts, self._tokenizer)
         return ScoredGroup(
@@ -209,21 +226,28 @@ class GroupMaker:
     async def _generate(self, item: PromptItem, params: SamplingParams) -> list[Rollout]:
         prompt = encoded_for(self._llm, item.prompt, self._tokenizer)
         if self._rollout_fn is not None:
-            samples = [self._run_turns(prompt, item, params, i) for i in range(self._group_size)]
-            return await _all_or_none(samples)
+            scoped = [
+                ScopedLLM(self._llm, params, item, i, self._tokenizer)
+                for i in range(self._group_size)
+            ]
+            return await sample_turns(self._rollout_fn, scoped, prompt)
         requests = await self._llm.generate(prompt, params, self._group_size)
         # For one sample the llm returns a request, not a list.
         return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
 
-    async def _run_turns(
-        self, prompt: Any, item: PromptItem, params: SamplingParams, sample_index: int
-    ) -> Rollout:
-        assert self._rollout_fn is not None
-        scoped = ScopedLLM(self._llm, params, item, sample_index, self._tokenizer)
-        turns = await self._rollout_fn(scoped, prompt)
+
+async def sample_turns(
+    rollout_fn: RolloutFunction, scoped: Sequence[ScopedLLM], prompt: Any
+) -> list[Rollout]:
+    """A rollout of each scoped llm. If one raises, the others are cancelled."""
+
+    async def sample(llm: ScopedLLM) -> Rollout:
+        turns = await rollout_fn(llm, prompt)
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)
         return Rollout(list(turns))
+
+    return await _all_or_none([sample(llm) for llm in scoped])
 
 
 async def _all_or_none(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

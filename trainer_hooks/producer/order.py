@@ -26,6 +26,13 @@ class BatchOrder(ABC):
         """Begin all groups that the version allows and for which there are prompts."""
 
     @abstractmethod
+    def set_bound(self, max_staleness_versions: int) -> None:
+        """Let another bound hold from now on, also for what is under way.
+
+        A lower one gives back, as "stale", what would be too old at its turn.
+        """
+
+    @abstractmethod
     def take_error(self) -> BaseException | None:
         """Return and clear an error that stopped a group; the next `begin` goes on."""
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
+from trainer_hooks.curriculum import Curriculum
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
     TrainingBatch,
     batch_metrics,
     collate_groups,
+    mean_lag,
 )
+from trainer_hooks.producer.filters import GroupFilter, zero_variance
 from trainer_hooks.producer.group_pool import BatchRules, GroupParts, Task
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
@@ -28,10 +31,13 @@ from trainer_hooks.producer.groups import (
 )
 from trainer_hooks.producer.order import BatchOrder
 from trainer_hooks.producer.ready import ReadyOrder
+from trainer_hooks.producer.staleness import EssBound, StalenessBound
 from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
 from trainer_hooks.rewards import RewardRunner, as_runner
 from trainer_hooks.rewards.calling import RewardFunction
+
+logger = logging.getLogger(__name__)
 
 Order = Literal["admission", "ready"]
 
@@ -41,14 +47,14 @@ def check_options(
     group_size: int,
     batch_groups: int,
     max_attempts: int,
-    oversample_groups: int,
+    oversample_groups: int | None,
     sampling_params: SamplingParams,
 ) -> None:
     """Raise ConfigError for what could only fail later."""
     least = {"group_size": 1, "batch_groups": 1, "max_attempts": 1, "oversample_groups": 0}
     given = (group_size, batch_groups, max_attempts, oversample_groups)
     for (name, low), value in zip(least.items(), given, strict=True):
-        if value < low:
+        if value is not None and value < low:
             raise ConfigError(f"{name}={value} must be at least {low}")
     if not inspect.iscoroutinefunction(llm.generate):
         raise ConfigError(
@@ -57,6 +63,21 @@ def check_options(
         )
     if not sampling_params.return_prompt_tokens:
         raise ConfigError("return_prompt_tokens=False leaves nothing to train on; set it to True")
+
+
+def ledger_of(
+    prompts: PromptLedger | PromptRows | Iterable[Any],
+    seed: int,
+    shuffle: bool,
+    num_epochs: int | None,
+    curriculum: Curriculum | None,
+) -> PromptLedger:
+    """The ledger of `prompts`. Raises ConfigError for a curriculum beside a ledger."""
+    if not isinstance(prompts, PromptLedger):
+        return PromptLedger(prompts, seed, shuffle, num_epochs, curriculum)
+    if curriculum is not None:
+        raise ConfigError("prompts is a ledger; give the curriculum to the ledger")
+    return prompts
 
 
 def order_of(
@@ -68,6 +89,24 @@ def order_of(
     if order == "ready":
         return ReadyOrder(parts, versions, bound, max_reissues)
     raise ConfigError(f"order={order!r} is not known; choose 'admission' or 'ready'")
+
+
+def rules_of(
+    order: Order,
+    batch_groups: int,
+    oversample_groups: int | None,
+    filters: Sequence[GroupFilter],
+    max_refills: int | None,
+) -> BatchRules:
+    """What a batch is, with the defaults of the numbers that are None."""
+    if oversample_groups is None:
+        oversample_groups = batch_groups // 4 if order == "ready" else 0
+    return BatchRules(
+        num_groups=batch_groups,
+        num_extra_groups=oversample_groups,
+        filters=filters,
+        max_refills=10 * batch_groups if max_refills is None else max_refills,
+    )
 
 
 TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
@@ -85,7 +124,8 @@ class AsyncRolloutProducer:
     the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
     each token of a batch was sampled at most S versions before the one that trains on it, and S + 1
     batches are open at most. A rollout that is under way when weights change goes on under the new
-    ones.
+    ones. S = "ess", or an EssBound, follows the effective sample size that the trainer reports
+    (`observe_effective_sample_size`).
 
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
@@ -93,12 +133,16 @@ class AsyncRolloutProducer:
     slowest rollout of each. `ready` makes a batch of whatever groups are finished; groups that grow
     too old meanwhile are sampled again, with other seeds, and a prompt that grew too old
     `max_reissues` times is waited for. It favours short rollouts: see docs/producer.md.
-    `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each.
+    `reward_fn`: None where the rollouts of `rollout_fn` have rewards of their own.
+    `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each, or a
+    Rollout of them; an EnvironmentRollouts is one.
     `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
     `temperature` or `processed`, is what the batches have (`collate_rollouts`).
     `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
-    `oversample_groups`: begun beside each batch; the last ones to finish are aborted.
-    `drop_zero_variance`: replace groups whose rewards are all equal.
+    `oversample_groups`: begun beside each batch; the last ones to finish are aborted. None is a
+    quarter of a batch in ready order, which keeps the trainer busy, and else 0.
+    `group_filters`: say which groups to replace; `drop_zero_variance` is one more, of those whose
+    rewards are all equal. `curriculum`: draws the next prompts by their histories.
     `max_refills`: replacements per batch before an error; None is 10 * batch_groups.
     `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
     """
@@ -107,10 +151,10 @@ class AsyncRolloutProducer:
         self,
         llm: GeneratesAsync,
         prompts: PromptLedger | PromptRows | Iterable[Any],
-        reward_fn: RewardFunction | RewardRunner,
+        reward_fn: RewardFunction | RewardRunner | None,
         group_size: int,
         batch_groups: int,
-        max_staleness_versions: int,
+        max_staleness_versions: int | Literal["ess"] | EssBound,
         rollout_fn: RolloutFunction | None = None,
         *,
         sampling_params: SamplingParams = TRAINABLE,
@@ -118,25 +162,26 @@ class AsyncRolloutProducer:
         seed: int = 0,
         shuffle: bool = True,
         num_epochs: int | None = None,
+        curriculum: Curriculum | None = None,
         order: Order = "admission",
         max_reissues: int = 8,
         temperature: float | None = None,
         min_valid_samples: int = 2,
         max_attempts: int = 3,
-        oversample_groups: int = 0,
+        oversample_groups: int | None = None,
         drop_zero_variance: bool = False,
+        group_filters: Sequence[GroupFilter] = (),
         max_refills: int | None = None,
         version_timeout_s: float = 0.0,
         pad_id: int = 0,
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
-        numbers = (group_size, batch_groups, max_attempts, oversample_groups)
-        check_options(llm, *numbers, sampling_params)
+        check_options(
+            llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
+        )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
-        if not isinstance(prompts, PromptLedger):
-            prompts = PromptLedger(prompts, seed, shuffle, num_epochs)
-        self.ledger = prompts
+        self.ledger = ledger_of(prompts, seed, shuffle, num_epochs, curriculum)
         self._reward, self._owns_reward = as_runner(reward_fn)
         maker = GroupMaker(
             llm,
@@ -149,18 +194,17 @@ class AsyncRolloutProducer:
             min_valid_samples=min(min_valid_samples, group_size),
             max_attempts=max_attempts,
         )
-        rules = BatchRules(
-            num_groups=batch_groups,
-            num_extra_groups=oversample_groups,
-            drop_zero_variance=drop_zero_variance,
-            max_refills=10 * batch_groups if max_refills is None else max_refills,
-        )
+        filters = [*([zero_variance] if drop_zero_variance else ()), *group_filters]
+        rules = rules_of(order, batch_groups, oversample_groups, filters, max_refills)
         self._group_size, self._batch_groups, self._pad_id = group_size, batch_groups, pad_id
-        self._bound, self._version_timeout_s = max_staleness_versions, version_timeout_s
+        self._bound, self._version_timeout_s = (
+            StalenessBound(max_staleness_versions),
+            version_timeout_s,
+        )
         self._tasks: set[Task] = set()
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
-        parts = GroupParts(rules, prompts, maker, self._spawn, self._changed.set)
-        self._order = order_of(order, parts, self._versions, max_staleness_versions, max_reissues)
+        parts = GroupParts(rules, self.ledger, maker, self._spawn, self._changed.set)
+        self._order = order_of(order, parts, self._versions, self._bound.versions, max_reissues)
         self._was_entered, self._is_running, self._num_handed_over = False, False, 0
         self._last_tickets: list[PromptTicket] = []
 
@@ -174,12 +218,7 @@ class AsyncRolloutProducer:
         self.refresh_version()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -192,7 +231,7 @@ class AsyncRolloutProducer:
         self._changed.set()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._owns_reward:
+        if self._reward is not None and self._owns_reward:
             self._reward.close()
 
     def _spawn(self, work: Coroutine[Any, Any, ScoredGroup | None]) -> Task:
@@ -209,13 +248,39 @@ class AsyncRolloutProducer:
         Unfinished rollouts are not in it; their prompts are issued again after a load.
         `last_batch_trained`: whether the weights were trained on the batch handed over last.
         """
-        return self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
+        state = self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
+        return state | self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; before `async with`. Raises ConfigError for other prompts."""
         self.ledger.load_state_dict(state)
+        self._bound.load_state_dict(state)
+        self._order.set_bound(self._bound.versions)
 
     # ---- versions
+
+    @property
+    def max_staleness_versions(self) -> int:
+        """The bound in force."""
+        return self._bound.versions
+
+    def observe_effective_sample_size(self, ess: float) -> int:
+        """Report the ESS of the batch handed over last, once trained on; returns the bound.
+
+        It is that of the importance weights of its tokens, `eff_sample_size` of `policy_loss`. With
+        max_staleness_versions="ess" the bound follows it (EssBound): call it before the push. A
+        lower bound gives what would be too old back to the ledger, as "stale". With a number it
+        goes to the metrics only. Raises ConfigError for an ESS outside (0, 1].
+        """
+        before, bound = self._bound.versions, self._bound.observe(ess)
+        if bound != before:
+            logger.info("max_staleness_versions %d -> %d, ESS %.2f", before, bound, ess)
+            self._versions.refresh()
+            self._order.set_bound(bound)
+            if self._is_running:
+                self._order.begin()
+            self._changed.set()  # the batch that is waited for may have been given back
+        return bound
 
     @property
     def version(self) -> int:
@@ -275,8 +340,8 @@ class AsyncRolloutProducer:
         if left_s <= 0 and not self._versions.is_under_way:
             raise ProducerError(
                 f"no batch can come at version {self.version}: with max_staleness_versions="
-                f"{self._bound} no more prompts may be issued before newer weights are pushed, and "
-                "all batches were handed over; push weights after each batch, or raise "
+                f"{self._bound.versions} no more prompts may be issued before newer weights are "
+                "pushed, and all batches were handed over; push weights after each batch, or raise "
                 "max_staleness_versions"
             )
         # The llm sends no event for a new version, so it is polled.
@@ -290,8 +355,9 @@ class AsyncRolloutProducer:
         made = self._order.hand_over(groups)
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
         self._last_tickets = [group.ticket for group in groups]
-        for ticket in self._last_tickets:
-            self.ledger.consume(ticket, "trained")
+        self._bound.hand_over(mean_lag(rollouts))
+        for group in groups:
+            group.consume(self.ledger, "trained")
         return TrainingBatch(
             index=index,
             groups=groups,
@@ -299,11 +365,14 @@ class AsyncRolloutProducer:
             group_size=self._group_size,
             version=version,
             admitted_at_version=made.admitted_at_version,
-            metrics=batch_metrics(
-                groups,
-                rollouts,
-                made.counts,
-                waited_s=waited_s,
-                num_waiting_batches=self._order.num_waiting_batches,
-            ),
+            metrics={
+                **batch_metrics(
+                    groups,
+                    rollouts,
+                    made.counts,
+                    waited_s=waited_s,
+                    num_waiting_batches=self._order.num_waiting_batches,
+                ),
+                **self._bound.metrics(),
+            },
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from rollout.errors import ConfigError
-from trainer_hooks.producer.group_pool import GroupParts, GroupPool
+from trainer_hooks.producer.group_pool import GroupParts, GroupPool, Task
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.producer.order import BatchOrder, HandedOver
 from trainer_hooks.producer.versions import VersionWatch
@@ -24,6 +25,9 @@ class ReadyOrder(GroupPool, BatchOrder):
 
     So rollouts that take longer than S versions last are sampled again, until they are shorter.
     Where more groups are finished than a batch takes, prompts that came back are preferred.
+    No more groups are open than S + 1 batches of them with what is over-sampled, and no more than
+    the batches that they can join will probably need: `_usable_share` of the groups that were begun
+    lately were finished in time and passed the filters.
     A prompt that came back `max_reissues` times is waited for: the batch that is the last one for
     its group is handed over when that is finished.
     """
@@ -37,21 +41,31 @@ class ReadyOrder(GroupPool, BatchOrder):
     ) -> None:
         """Raises ConfigError for a negative number."""
         super().__init__(parts)
-        if max_staleness_versions < 0:
-            raise ConfigError(f"max_staleness_versions={max_staleness_versions} must be 0 or more")
         if max_reissues < 0:
             raise ConfigError(f"max_reissues={max_reissues} must be 0 or more")
         self._versions, self._bound = versions, max_staleness_versions
         self._max_reissues = max_reissues
-        per_batch = parts.rules.num_groups + parts.rules.num_extra_groups
-        self._max_open = (max_staleness_versions + 1) * per_batch
         self._next_version = 0
+        self._usable_share = 0.5  # as if half of them were late, until it is known
 
     def begin(self) -> None:
         self.fill()
 
+    def set_bound(self, max_staleness_versions: int) -> None:
+        self._bound = max_staleness_versions
+        self._give_back_stale()
+
     def fill(self) -> None:
         """Give back what can join no batch, then begin groups up to S + 1 batches of them."""
+        self._give_back_stale()
+        while (
+            self.error is None
+            and self._has_room(self._versions.reported)
+            and self._begin_group(self._versions.reported)
+        ):
+            pass
+
+    def _give_back_stale(self) -> None:
         self._versions.refresh()
         for seen in self.finished.values():
             if seen is not None:
@@ -60,21 +74,40 @@ class ReadyOrder(GroupPool, BatchOrder):
         oldest = self._next_version - self._bound
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < oldest], STALE)
         self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
-        while (
-            self.error is None
-            and len(self.running) + len(self.finished) < self._max_open
-            and self._has_room(self._versions.reported)
-            and self._begin_group(self._versions.reported)
-        ):
-            pass
 
     def _has_room(self, version: int) -> bool:
-        """Whether a group begun at `version` finds a place in a batch, besides the finished groups
-        that grow too old with it or before it.
+        """Whether a group begun at `version` is wanted, and finds a place in a batch besides the
+        finished groups that grow too old with it or before it.
         """
         num_batches = version + self._bound - self._next_version + 1
+        num_places = num_batches * self._rules.num_groups
         num_before = sum(seen is not None and seen[0] <= version for seen in self.finished.values())
-        return num_before < num_batches * self._rules.num_groups
+        num_open = len(self.running) + len(self.finished)
+        return num_before < num_places and num_open < self._num_wanted(num_places)
+
+    def _num_wanted(self, num_places: int) -> float:
+        """Open groups of which `num_places` become usable, with two standard deviations to spare.
+
+        One of them is always taken to be late.
+        """
+        share = min(max(self._usable_share, 0.05), 1.0 - 1.0 / max(num_places, 2))
+        spread = math.sqrt(num_places * (1.0 - share)) / share
+        max_open = (self._bound + 1) * (self._rules.num_groups + self._rules.num_extra_groups)
+        return min(num_places / share + 2.0 * spread, max_open)
+
+    def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
+        super()._judge(ticket, group)
+        self._count_usable(group in self.finished)
+
+    def _cancel(self, tasks: list[Task], reason: str) -> None:
+        super()._cancel(tasks, reason)
+        for _ in tasks:
+            self._count_usable(False)
+
+    def _count_usable(self, is_usable: bool) -> None:
+        """A running mean over about four batches."""
+        weight = 1.0 / (4 * self._rules.num_groups)
+        self._usable_share += weight * (is_usable - self._usable_share)
 
     def next_groups(self) -> Sequence[ScoredGroup]:
         self.fill()

@@ -99,6 +99,23 @@ def test_a_pool_that_nobody_takes_from_does_not_grow() -> None:
     run_virtually(work())
 
 
+def test_where_all_groups_are_in_time_few_are_begun_for_nothing() -> None:
+    async def reward(completion_ids: Any) -> list[float]:
+        return [0.0, 1.0]
+
+    async def work() -> None:
+        llm, prompts = FakeLLM(), [[i, i] for i in range(64)]
+        async with AsyncRolloutProducer(llm, prompts, reward, 2, 8, 1, order="ready") as producer:
+            await train(llm, producer, 8, step_s=10.0)
+            num_started = llm.num_started
+            batches = await train(llm, producer, 16, step_s=10.0)
+        assert all(batch.metrics["timing_s/batch_wait"] == 0.0 for batch in batches)
+        # Of 20 groups that may be open, 8 are used.
+        assert (llm.num_started - num_started) / (16 * 8 * 2) <= 1.5
+
+    run_virtually(work())
+
+
 def test_how_often_a_prompt_came_back_outlives_a_restart() -> None:
     async def state_of(num_batches: int) -> Any:
         llm = FakeLLM()

@@ -18,7 +18,7 @@ from tests.run_seed import run_seed
 from tests.tiny_models import BLOCK_SIZE, IS_LONG, prompt_of
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks import InProcessWeightSync
-from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
 from trainer_hooks.prompt_ledger import PromptLedger
 from trainer_hooks.threaded_llm import ThreadedLLM
 
@@ -89,6 +89,23 @@ def test_without_staleness_the_batches_are_those_of_a_plain_loop() -> None:
     assert asyncio.run(threaded()) == expected
     if IS_LONG:
         with_fleet(2, fleet)
+
+
+def test_a_batch_whose_requests_all_fail_says_why() -> None:
+    prompts = [prompt_of(600, seed=i) for i in range(2)]
+
+    async def work() -> None:
+        with LLM(directory(), inference_config=CONFIG) as llm:
+            async with (
+                ThreadedLLM(llm) as threaded,
+                AsyncRolloutProducer(
+                    threaded, prompts, parity, 2, 1, 0, sampling_params=PARAMS, max_refills=1
+                ) as producer,
+            ):
+                with pytest.raises(ProducerError, match=r"2 failed .*600.*max_sequence_length=512"):
+                    await anext(producer)
+
+    asyncio.run(work())
 
 
 async def train(

@@ -1,0 +1,145 @@
+"""How old a token may be: a number, or a number that follows the effective sample size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollout.errors import ConfigError
+
+_STATE = ("versions", "ess", "variance_per_version", "num_calm_batches")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EssBound:
+    """Settings of a bound that follows the effective sample size (ESS) of the trained batches.
+
+    ESS = (sum w)^2 / (n sum w^2) of w = trained policy / behaviour policy, in (0, 1]. Where it
+    collapses, training on old rollouts does too (Huang et al. 2026, Stable asynchrony, arXiv
+    2602.17616).
+
+    Each update adds a step of about equal size to log w, so its variance grows linearly with the
+    lag L, as r L; w of mean 1 is then log-normal, and ESS = 1 / E[w^2] = exp(-r L). A batch of mean
+    lag L shows r = -ln(ESS) / L; all that is not due to lag is counted as if it were. Where all
+    tokens are as old as a bound S allows, ESS is exp(-r S).
+
+    `least_ess`: the bound is lowered at once to the largest S with exp(-r S) >= least_ess. Half is
+    where sequential Monte Carlo resamples (Doucet and Johansen 2009, A tutorial on particle
+    filtering and smoothing, sec. 3.5).
+    `raising_ess`: the bound grows by 1 after `patience` batches in sequence with exp(-r (S + 1)) >=
+    raising_ess. Its default is sqrt(least_ess): half of the variance that least_ess allows. So
+    after a rise r must double before the bound falls again, and noise moves nothing.
+    `smoothing`: the weight of the newest r in its running mean.
+    `least`, `most`: limits of the bound. At 0 no token has a lag and no r can be measured, so the
+    bound tries 1 again after `patience` batches. 8 is as far as Fu et al. 2025 (AReaL, arXiv
+    2505.24298, sec. 7.3) trained without loss.
+    """
+
+    least: int = 1
+    most: int = 8
+    least_ess: float = 0.5
+    raising_ess: float = math.sqrt(0.5)
+    patience: int = 3
+    smoothing: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that make no bound."""
+        if not 0 <= self.least <= self.most:
+            raise ConfigError(f"least={self.least} and most={self.most} must be 0 <= least <= most")
+        if not 0.0 < self.least_ess < self.raising_ess < 1.0:
+            raise ConfigError(
+                f"least_ess={self.least_ess} and raising_ess={self.raising_ess} must be 0 < "
+                "least_ess < raising_ess < 1"
+            )
+        if self.patience < 1 or not 0.0 < self.smoothing <= 1.0:
+            raise ConfigError(
+                f"patience={self.patience} must be 1 or more, smoothing={self.smoothing} in (0, 1]"
+            )
+
+
+class StalenessBound:
+    """The bound in force, `versions`, and what it was told. A number stays what it is.
+
+    `ess`: the last effective sample size, None before the first. `variance_per_version`: the r of
+    EssBound, None before a batch with a lag. `num_calm_batches`: in sequence, of its patience.
+    """
+
+    def __init__(self, bound: int | Literal["ess"] | EssBound) -> None:
+        """Raises ConfigError for a number below 0 and for other text."""
+        if isinstance(bound, str):
+            if bound != "ess":
+                raise ConfigError(f"max_staleness_versions={bound!r} must be a number, or 'ess'")
+            bound = EssBound()
+        if isinstance(bound, int) and bound < 0:
+            raise ConfigError(f"max_staleness_versions={bound} must be 0 or more")
+        self._settings = bound if isinstance(bound, EssBound) else None
+        self.versions = bound.least if isinstance(bound, EssBound) else bound
+        self._mean_lag = 0.0
+        self.ess: float | None = None
+        self.variance_per_version: float | None = None
+        self.num_calm_batches = 0
+
+    def hand_over(self, mean_lag: float) -> None:
+        """A batch has gone to the trainer. `mean_lag`: updates between the KV that its tokens
+        attended to and its trainer.
+        """
+        self._mean_lag = mean_lag
+
+    def observe(self, ess: float) -> int:
+        """Take the ESS of the batch handed over last, once it is trained on; the new bound.
+
+        Raises ConfigError for an ESS outside (0, 1].
+        """
+        if not 0.0 < ess <= 1.0 + 1e-6:
+            raise ConfigError(f"effective sample size {ess} must be in (0, 1]")
+        self.ess = min(ess, 1.0)
+        settings = self._settings
+        if settings is not None:
+            self._measure(settings)
+            self._follow(settings)
+        return self.versions
+
+    def _measure(self, settings: EssBound) -> None:
+        assert self.ess is not None
+        if self._mean_lag <= 0.0:
+            return
+        newest, before = -math.log(self.ess) / self._mean_lag, self.variance_per_version
+        weight = 1.0 if before is None else settings.smoothing
+        self.variance_per_version = weight * newest + (1.0 - weight) * (before or 0.0)
+
+    def _follow(self, settings: EssBound) -> None:
+        """Lower the bound at once, raise it after some calm batches."""
+        rate, bound = self.variance_per_version, self.versions
+        if rate is not None and bound > 0 and rate * bound > -math.log(settings.least_ess):
+            self.versions = max(int(-math.log(settings.least_ess) / rate), settings.least)
+            self.num_calm_batches = 0
+            return
+        tries_again = bound == 0 and self._mean_lag <= 0.0
+        has_room = rate is not None and rate * (bound + 1) <= -math.log(settings.raising_ess)
+        self.num_calm_batches = self.num_calm_batches + 1 if has_room or tries_again else 0
+        if self.num_calm_batches >= settings.patience:
+            self.versions, self.num_calm_batches = min(bound + 1, settings.most), 0
+
+    def metrics(self) -> dict[str, float]:
+        """The bound in force and the last ESS, for MetricsLogger."""
+        metrics: dict[str, float] = {"producer/max_staleness_versions": self.versions}
+        return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON, under the one key `staleness`; {} for a number."""
+        if self._settings is None:
+            return {}
+        own = {name: getattr(self, name) for name in _STATE}
+        return {"staleness": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, within the limits of the settings.
+
+        A number stays what it is; a state of a run whose bound was a number changes nothing.
+        """
+        if self._settings is not None and "staleness" in state:
+            for name in _STATE:
+                setattr(self, name, state["staleness"][name])
+            self.versions = min(max(self.versions, self._settings.least), self._settings.most)
