@@ -3,7 +3,8 @@
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
 #   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
-#                         in an environment of its own; DOORS="trl verl" runs those
+#                         in an environment of its own, and adapters to verifiers and OpenEnv there;
+#                         DOORS="trl verl" runs those
 #   make test-long        full counts and the slow tests as well
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
@@ -20,7 +21,7 @@ LIVES ?= 2000
 # Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
 PRODUCTS ?= 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
-	$(addprefix tests/engine/test_,lockstep.py logprobs.py parity.py versions.py) \
+	$(addprefix tests/engine/test_,families.py lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=

@@ -1,83 +1,45 @@
-"""One training step on a batch of rollouts: GRPO and its kin, or PPO where there is a critic.
+"""One training step on a batch of rollouts: GRPO and its kin, REINFORCE++, or PPO with a critic.
 
-Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, E hidden size.
+Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
+per prompt.
 """
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.settings import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
+from examples.critic import Columns, Critic
+from examples.settings import AlgorithmSettings, JobSettings, TrainerSettings
 from rollout.errors import ConfigError
 from trainer_hooks import (
+    ReferencePolicy,
     RolloutBatch,
     TrainerState,
-    UpdateSettings,
     accumulate_gradients,
     fixed_logprobs,
-    gae_advantages,
     group_advantages,
     has_reward_spread,
     load_checkpoint,
+    read_own_state,
+    reinforce_plus_plus_advantages,
     token_rewards,
-    value_loss,
 )
-
-CRITIC_FILE = "critic.pt"
-Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
-
-
-class Critic(nn.Module):
-    """A trunk like the policy's, and a head that says what a prefix is worth."""
-
-    def __init__(self, policy: PreTrainedModel, settings: CriticSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.trunk = copy.deepcopy(policy.base_model)
-        self.head = nn.Linear(policy.config.hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Values [B, T]: column t is that of the prefix before token t, from which it is drawn."""
-        hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
-        values_BT = self.head(hidden_BTE).squeeze(-1)
-        return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
-
-    @torch.no_grad()
-    def columns(self, batch: RolloutBatch) -> Columns:
-        """Whitened advantages, and what the critic's own loss needs."""
-        old_values_BT = self(batch.tokens_BT)
-        logprobs_BT = batch.behaviour_logprobs_BT
-        # With a coefficient of 0 this is the reward on the last generated token, and 0 elsewhere.
-        rewards_BT = token_rewards(batch.rewards_B, logprobs_BT, logprobs_BT, batch.mask_BT, 0.0)
-        advantages_BT, returns_BT = gae_advantages(
-            rewards_BT,
-            old_values_BT,
-            batch.mask_BT,
-            gamma=self.settings.gamma,
-            lam=self.settings.lam,
-        )
-        trained = advantages_BT[batch.mask_BT]
-        whitened_BT = (advantages_BT - trained.mean()) / trained.std().clamp(min=1e-6)
-        return {
-            "advantages_BT": whitened_BT,
-            "old_values_BT": old_values_BT,
-            "returns_BT": returns_BT,
-        }
+from trainer_hooks.jobs.import_paths import import_object
 
 
 class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
-    `reference`: the policy that the KL term of the loss, if it has one, holds `policy` near.
-    `advantages_B`: of the rollouts of the last update, means over their tokens.
+    `reference`: the policy that a KL term, if there is one, holds `policy` near.
+    `advantages_B`: of the rows of the last update, means over their tokens.
     """
 
     def __init__(
@@ -85,13 +47,13 @@ class Learner:
         policy: PreTrainedModel,
         algorithm: AlgorithmSettings,
         trainer: TrainerSettings,
-        reference: PreTrainedModel | None = None,
+        reference: ReferencePolicy | None = None,
     ) -> None:
         self.policy, self.reference = policy, reference
         self._algorithm, self._trainer = algorithm, trainer
         self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
-        self._settings = UpdateSettings(temperature=algorithm.temperature)
+        self._settings = algorithm.update_settings
         groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
         self.critic = None
         if algorithm.critic is not None:
@@ -99,12 +61,13 @@ class Learner:
             rate = algorithm.critic.learning_rate
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
+        self.scheduler = scheduler_of(self.optimizer, trainer)
 
     @classmethod
     def load(cls, checkpoint: Path, settings: JobSettings) -> tuple[Learner, TrainerState]:
         """The learner and the state of a checkpoint. Restores the random states saved with it.
 
-        The reference policy is read from beside the checkpoints.
+        The reference policy is read from beside the checkpoints, and from this one if it moves.
         Raises ConfigError if the run of the checkpoint had another model, no reference policy or
         another optimizer.
         """
@@ -115,54 +78,63 @@ class Learner:
                     f"model.{name}={wanted}, but the policy in {checkpoint} has {saved}; resume "
                     "with the settings that the run began with, or start one with another run_name"
                 )
-        reference, coefficient = None, settings.algorithm.loss.kl_coefficient
-        if coefficient > 0.0:
-            path = checkpoint.parents[1] / "reference"
-            if not path.exists():
-                raise ConfigError(
-                    f"algorithm.loss.kl_coefficient={coefficient} needs the reference policy "
-                    f"{path}, which a run that began with 0 does not have; start over with "
-                    "resume=never"
-                )
-            reference = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+        reference, own = None, read_own_state(checkpoint) or {}
+        if settings.algorithm.needs_reference:
+            reference = _reference(checkpoint.parents[1] / "reference", settings.algorithm)
+            reference.load_state_dict(own.get("reference", {}))
         learner = cls(policy, settings.algorithm, settings.trainer, reference)
-        if learner.critic is not None and (checkpoint / CRITIC_FILE).exists():
-            weights = torch.load(checkpoint / CRITIC_FILE, weights_only=True)
-            learner.critic.load_state_dict(weights)
-        return learner, load_checkpoint(checkpoint, learner.optimizer)
+        if learner.critic is not None and "critic" in own:
+            learner.critic.load_state_dict(own["critic"])
+        return learner, load_checkpoint(checkpoint, learner.optimizer, learner.scheduler)
 
-    def save_pretrained(self, save_directory: str) -> None:
-        """A transformers directory of the policy, with the critic in a file of its own."""
-        self.policy.save_pretrained(save_directory)
-        if self.critic is not None:
-            torch.save(self.critic.state_dict(), Path(save_directory) / CRITIC_FILE)
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the policy, its optimizer and its scheduler."""
+        parts = {"critic": self.critic, "reference": self.reference}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Train in minibatches on the rollouts that have a gradient; returns `train/*` metrics.
 
-        The rows of `batch` are groups in turn; `step` counts from 1 and sets the learning rate.
+        The rollouts of `batch` are groups in turn; `step` counts from 1.
         """
-        rate, critic = learning_rate_at(step, self._trainer), self.critic
-        if critic is None:
-            columns, kept_B = self._groups(batch)
-        else:
-            columns, kept_B = critic.columns(batch), ~batch.rewards_B.isnan()
+        if self._algorithm.mask_truncated_completions:
+            batch = batch.without_truncated()
+        columns, kept_R = self._columns(batch)
         num_trained_B = batch.mask_BT.sum(dim=1).clamp(min=1)
         sums_B = columns["advantages_BT"].masked_fill(~batch.mask_BT, 0.0).sum(dim=1)
         self.advantages_B = sums_B / num_trained_B
-        trains_policy = critic is None or step > critic.settings.warmup_steps
-        self.optimizer.param_groups[0]["lr"] = rate if trains_policy else 0.0
-        order = kept_B.nonzero().flatten()
-        order = order[torch.randperm(len(order))]
         parts = []
-        for rows in order.chunk(self._algorithm.num_minibatches):
-            if len(rows):
-                part = batch.select(rows)
-                own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
-                # All of them before the first minibatch changes the policy.
-                parts.append((part, own, self._fixed_logprobs(part)))
-        reports = [self._minibatch_step(*part) for part in parts]
-        trained_BT = batch.mask_BT & kept_B[:, None]
+        for rows in batch.split_rollouts(self._algorithm.num_minibatches, kept_R):
+            part = batch.select(rows)
+            own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
+            # All of them before the first minibatch changes the policy.
+            parts.append((part, {**self._fixed_logprobs(part), **own}))
+        rates = self.scheduler.get_last_lr()
+        is_critics_alone = self.critic is not None and step <= self.critic.settings.warmup_steps
+        policy_group = self.optimizer.param_groups[0]
+        policy_group["lr"] = 0.0 if is_critics_alone else rates[0]
+        reports = [
+            self._minibatch_step(*part)
+            for _ in range(self._algorithm.num_iterations)
+            for part in parts
+        ]
+        policy_group["lr"] = rates[0]
+        if not parts:  # a step without gradients, which the scheduler wants to see
+            self.optimizer.zero_grad()
+            self.optimizer.step()
+        self.scheduler.step()
+        if self.reference is not None:
+            self.reference.follow(self.policy, step)
+        return self._metrics(batch, reports, kept_R, rates[0])
+
+    def _metrics(
+        self,
+        batch: RolloutBatch,
+        reports: list[dict[str, float]],
+        kept_R: torch.Tensor,
+        rate: float,
+    ) -> dict[str, float]:
+        trained_BT = batch.mask_BT & batch.per_row(kept_R)[:, None]
         names = dict.fromkeys(name for report in reports for name in report)
         metrics = {
             **{f"train/{name}": fmean(r[name] for r in reports if name in r) for name in names},
@@ -170,56 +142,97 @@ class Learner:
             "train/num_tokens": int(trained_BT.sum()),
             "train/num_stale_tokens": int((batch.policy_lag_BT[trained_BT] >= 1).sum()),
         }
-        if critic is None:
-            metrics["train/zero_variance_fraction"] = 1.0 - float(kept_B.float().mean())
+        if self.critic is None and self._algorithm.advantage_estimator == "group":
+            metrics["train/zero_variance_fraction"] = 1.0 - float(kept_R.float().mean())
         return metrics
 
-    def _groups(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
+    # ---- advantages
+
+    def _columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
+        """Advantages, and what else belongs to tokens; kept are rollouts that have a gradient."""
+        algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
+        if algorithm.reward_kl_coefficient > 0.0:
+            assert self.reference is not None, "the settings need it"
+            columns["reference_logprobs_BT"] = self.reference.logprobs(batch, self._settings)
+        if self.critic is None and algorithm.advantage_estimator == "group":
+            return self._of_groups(batch, rewards_R, columns)
+        if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
+            is_failed_R = rewards_R.isnan()
+            centred_PG = group_advantages(rewards_R.view(-1, algorithm.group_size), "none")
+            rewards_R = centred_PG.flatten().masked_fill(is_failed_R, torch.nan)
+        rewards_BT = self._token_rewards(batch, rewards_R, columns)
+        if self.critic is not None:
+            columns |= self.critic.columns(batch, rewards_BT, self._settings)
+        else:
+            advantages_BT = reinforce_plus_plus_advantages(rewards_BT, batch.mask_BT)
+            columns["advantages_BT"] = advantages_BT
+        return columns, ~rewards_R.isnan()
+
+    def _rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        """Those of the batch, or for the control the same on other rollouts."""
+        rewards_R = batch.rewards_R
+        if self._algorithm.shuffle_rewards:  # among the rollouts that did not fail
+            valid = (~rewards_R.isnan()).nonzero().flatten()
+            rewards_R = rewards_R.clone()
+            rewards_R[valid] = rewards_R[valid[torch.randperm(len(valid))]]
+        return rewards_R
+
+    def _token_rewards(
+        self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
+    ) -> torch.Tensor:
+        """The reward on the last token of each rollout, and the KL penalty on every token."""
+        logprobs_BT = batch.behaviour_logprobs_BT
+        # Without a reference there is no penalty, and any log-probs do.
+        reference_BT = columns.get("reference_logprobs_BT", logprobs_BT)
+        rewards_B = replace(batch, rewards_R=rewards_R).rewards_B
+        return token_rewards(
+            rewards_B, logprobs_BT, reference_BT, batch.mask_BT,
+            self._algorithm.reward_kl_coefficient,
+        )  # fmt: skip
+
+    def _of_groups(
+        self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
+    ) -> tuple[Columns, torch.Tensor]:
         """Advantages of each rollout within its group; kept are the groups whose rewards differ."""
-        algorithm, rewards_B = self._algorithm, batch.rewards_B
-        if algorithm.shuffle_rewards:  # among the rollouts that did not fail
-            valid = (~rewards_B.isnan()).nonzero().flatten()
-            rewards_B = rewards_B.clone()
-            rewards_B[valid] = rewards_B[valid[torch.randperm(len(valid))]]
-        rewards_PG = rewards_B.view(-1, algorithm.group_size)
+        algorithm = self._algorithm
+        if algorithm.reward_kl_coefficient > 0.0:
+            penalties_BT = token_rewards(
+                torch.zeros(len(batch)), batch.behaviour_logprobs_BT,
+                columns["reference_logprobs_BT"], batch.mask_BT, algorithm.reward_kl_coefficient,
+            )  # fmt: skip
+            rewards_R = rewards_R + batch.per_rollout(penalties_BT.sum(dim=1))
+        rewards_PG = rewards_R.view(-1, algorithm.group_size)
         how = algorithm.loss.advantages(
             algorithm.advantage_normalization, algorithm.advantage_baseline
         )
-        advantages_B1 = group_advantages(rewards_PG, *how).view(-1, 1)
-        kept_B = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
-        return {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_B
+        advantages_B1 = batch.per_row(group_advantages(rewards_PG, *how))[:, None]
+        kept_R = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
+        return {**columns, "advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_R
+
+    # ---- steps
 
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
         """Log-probs that the steps of an update share, by their names in `policy_loss`.
 
         The policy's own are left out where they equal those of the engine.
         """
-        algorithm, models = self._algorithm, {}
+        algorithm, columns = self._algorithm, Columns()
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
         is_stale = bool(is_stale_BT[batch.mask_BT].any())
         if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
-            models["proximal_logprobs_BT"] = self.policy
-        if self.reference is not None:
-            models["reference_logprobs_BT"] = self.reference
-        return {name: fixed_logprobs(m, batch, self._settings) for name, m in models.items()}
+            columns["proximal_logprobs_BT"] = fixed_logprobs(self.policy, batch, self._settings)
+        if algorithm.loss.kl_coefficient > 0.0 and not algorithm.reward_kl_coefficient > 0.0:
+            assert self.reference is not None, "the settings need it"
+            columns["reference_logprobs_BT"] = self.reference.logprobs(batch, self._settings)
+        return columns
 
-    def _minibatch_step(
-        self, batch: RolloutBatch, columns: Columns, fixed: Columns
-    ) -> dict[str, float]:
+    def _minibatch_step(self, batch: RolloutBatch, columns: Columns) -> dict[str, float]:
         self.optimizer.zero_grad()
-        own = {"advantages_BT": columns["advantages_BT"], **fixed}
+        own = {k: v for k, v in columns.items() if k not in ("old_values_BT", "returns_BT")}
         metrics = accumulate_gradients(self.policy, batch, own, self._loss, self._settings)
         trained: list[nn.Module] = [self.policy]
-        if self.critic is not None:
-            critic_loss, critic_metrics = value_loss(
-                self.critic(batch.tokens_BT),
-                columns["old_values_BT"],
-                columns["returns_BT"],
-                batch.mask_BT,
-                clip_range=self.critic.settings.clip_range,
-            )
-            critic_loss.backward()  # policy and critic share no parameter
-            metrics |= critic_metrics
+        if self.critic is not None:  # it shares no parameter with the policy
+            metrics |= self.critic.accumulate_gradients(batch, columns, self._settings)
             trained.append(self.critic)
         norms = [
             nn.utils.clip_grad_norm_(model.parameters(), self._trainer.max_grad_norm)
@@ -227,6 +240,34 @@ class Learner:
         ]
         self.optimizer.step()
         return {**metrics, "grad_norm": float(norms[0])}
+
+
+def _reference(path: Path, algorithm: AlgorithmSettings) -> ReferencePolicy:
+    if not path.exists():
+        coefficients = algorithm.loss.kl_coefficient, algorithm.reward_kl_coefficient
+        raise ConfigError(
+            f"algorithm.loss.kl_coefficient={coefficients[0]} and "
+            f"algorithm.reward_kl_coefficient={coefficients[1]} need the reference policy {path}, "
+            "which a run that began without a KL term does not have; start over with resume=never"
+        )
+    model = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+    return ReferencePolicy(model, settings=algorithm.reference)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
+    """The scheduler that the settings name, or linear warm-up and decay of the policy's rate.
+
+    Raises ConfigError for a path that names none, and for options that it does not take.
+    """
+    if (own := settings.scheduler) is not None:
+        kind = import_object(own.path, "trainer.scheduler.path")
+        try:
+            return kind(optimizer, **own.options)
+        except TypeError as error:
+            given = f"trainer.scheduler.options={dict(own.options)}"
+            raise ConfigError(f"{given}: {own.path}: {error}") from error
+    factors = [lambda done: learning_rate_at(done + 1, settings) / settings.learning_rate]
+    return LambdaLR(optimizer, factors + [lambda done: 1.0] * (len(optimizer.param_groups) - 1))
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from rollout import ConfigError, InferenceConfig, SamplingParams
-from trainer_hooks import PolicyLossConfig
+from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.jobs import (
     DataSettings,
+    EvaluationSettings,
+    FunctionSettings,
     LoggerSettings,
     ModelSettings,
     ProducerSettings,
@@ -17,6 +19,9 @@ from trainer_hooks.jobs import (
     WarmupSettings,
     WeightSyncSettings,
 )
+from trainer_hooks.jobs.environment import EnvironmentSettings
+
+AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,13 @@ class AlgorithmSettings:
     `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
     and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
     it was sampled on, is of another version.
-    `critic`: advantages come from a critic (PPO); None takes those of groups.
+    `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`: micro-batches,
+    see UpdateSettings. `mask_truncated_completions`: rollouts that the length limit cut are not
+    trained on.
+    `advantage_estimator`: of groups, or REINFORCE++'s, whitened over the batch, without or with the
+    group's mean as a baseline. `critic`: advantages come from a critic (PPO).
+    `reward_kl_coefficient`: of the KL to the reference in the rewards; that in the loss is
+    `loss.kl_coefficient`. `reference`: whether the reference follows the policy.
     `made_for`: the kind of loss from which these settings deviate on purpose; they are refused with
     another kind.
     """
@@ -57,6 +68,13 @@ class AlgorithmSettings:
     advantage_normalization: AdvantageNormalization | None = None
     advantage_baseline: AdvantageBaseline | None = None
     critic: CriticSettings | None = None
+    num_iterations: int = 1
+    max_tokens_per_forward: int | None = None
+    is_packed: bool = False
+    mask_truncated_completions: bool = False
+    advantage_estimator: AdvantageEstimator = "group"
+    reward_kl_coefficient: float = 0.0
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
     made_for: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +95,37 @@ class AlgorithmSettings:
                 f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
                 f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
             )
+        if self.critic is not None and self.advantage_estimator != "group":
+            raise ConfigError(
+                f"algorithm.advantage_estimator={self.advantage_estimator!r} beside a critic, "
+                "which gives advantages itself; leave one of them out"
+            )
+        if not self.reward_kl_coefficient >= 0.0:
+            raise ConfigError(
+                f"algorithm.reward_kl_coefficient={self.reward_kl_coefficient} must be 0 or more"
+            )
+        if self.reference.sync_interval is not None and not self.needs_reference:
+            raise ConfigError(
+                f"algorithm.reference.sync_interval={self.reference.sync_interval} without a KL "
+                "term; set algorithm.loss.kl_coefficient or algorithm.reward_kl_coefficient"
+            )
+        _ = self.update_settings  # checks its fields
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term, in the loss or in the rewards."""
+        return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
+
+    @property
+    def update_settings(self) -> UpdateSettings:
+        """How a batch is cut for the optimizer."""
+        return UpdateSettings(
+            num_iterations=self.num_iterations,
+            num_minibatches=self.num_minibatches,
+            max_tokens=self.max_tokens_per_forward,
+            is_packed=self.is_packed,
+            temperature=self.temperature,
+        )
 
     def sampling_params(self, termination_id: int) -> SamplingParams:
         """How rollouts are sampled, with the log-probs that the loss corrects by."""
@@ -93,7 +142,9 @@ class AlgorithmSettings:
 class TrainerSettings:
     """AdamW with linear warm-up and decay, and how often a run is saved and evaluated.
 
-    `eval_interval`: steps between two evaluations on held-out prompts; 0 for before and after only.
+    `scheduler`: of torch.optim.lr_scheduler, by its path and its options beside the optimizer, in
+    place of the warm-up and decay. `eval_interval`: steps between two evaluations on held-out
+    prompts; 0 for before and after only. `evaluation`: what is measured there.
     `num_threads`: of torch; None leaves them as they are.
     """
 
@@ -106,6 +157,8 @@ class TrainerSettings:
     checkpoint_interval: int
     eval_interval: int
     num_threads: int | None
+    scheduler: FunctionSettings | None = None
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +169,8 @@ class JobSettings:
     `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
     process. `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
     """
+
+    PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
 
     run_name: str
     num_engines: int
@@ -132,9 +187,19 @@ class JobSettings:
     logger: LoggerSettings
     producer: ProducerSettings
     weight_sync: WeightSyncSettings
+    environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009 - it is frozen
+
+    def __post_init__(self) -> None:
+        if not self.reward.terms and self.environment.path is None:
+            raise ConfigError(
+                "no reward is given; name a function, reward=package.module:function, set "
+                "reward.terms.<name>.path, or choose an environment that gives it"
+            )
 
     @property
     def title(self) -> str:
         """What is trained, for people."""
         kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
+        if self.algorithm.advantage_estimator != "group":
+            kind = "REINFORCE++"
         return f"{kind}, {self.data.shown_title}"

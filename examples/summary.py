@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import fsum
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +18,8 @@ TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     """The figures of a finished run from all its metric rows, by name.
 
-    Rewards are means in [0, 1]; `first` and `last` are over the first and last 10 steps.
+    Rewards are means, NaN where no rollout has one; `first` and `last` are over the first and last
+    10 steps.
     `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
     computed for them: the samples of a group share their prompt. Suspends are those after the first
     step, with what they gave back in all. Seconds are the trainer's; where engines work beside it,
@@ -27,15 +28,16 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "reward" in row]
     greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
+    greedy = [math.nan if reward is None else reward for reward in greedy]
 
     def total(name: str) -> float:
-        return fsum(row[name] for row in steps)
+        return math.fsum(row[name] for row in steps)
 
     def seconds(name: str) -> float:  # not every way to run spends time on each
-        return fsum(row.get(f"timing_s/{name}", 0.0) for row in steps)
+        return math.fsum(row.get(f"timing_s/{name}", 0.0) for row in steps)
 
-    first = fmean(row["reward"] for row in steps[:WINDOW_STEPS])
-    last = fmean(row["reward"] for row in steps[-WINDOW_STEPS:])
+    first = mean_reward(steps[:WINDOW_STEPS])
+    last = mean_reward(steps[-WINDOW_STEPS:])
     generate_s = seconds("generate") or seconds("step")
     warmed_up, evaluated = {}, {}
     if warmup:
@@ -70,6 +72,12 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
         **{f"{name}_s": seconds(name) for name in TIMES},
         "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
     }
+
+
+def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
+    """The mean over the steps that have a reward; NaN if none has."""
+    rewards = [row["reward"] for row in steps if row["reward"] is not None]
+    return fmean(rewards) if rewards else math.nan
 
 
 def growth(counts: Sequence[int]) -> int:

@@ -5,15 +5,16 @@
     python examples/train_grpo.py resume=auto                       # go on after a kill or Ctrl-C
     python examples/train_grpo.py run_name=seeds seeds=3            # seeds 0, 1, 2, then a table
     python examples/train_grpo.py run_name=shuffled algorithm.shuffle_rewards=true     # the control
-    python examples/train_grpo.py run_name=async num_engines=1 weight_sync=in_flight
+    python examples/train_grpo.py run_name=async mode=async       # engines of their own
     python examples/train_grpo.py run_name=ppo algorithm=ppo        # with a critic
     python examples/train_grpo.py run_name=sizes --multirun algorithm.group_size=4,8
 
 The demo shows that GRPO climbs on the verifier of a third-party library, not that it beats more
 supervision. Results are in outputs/train_grpo/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl
-(the prompts of each step, as [epoch, index]), completions.jsonl (samples), checkpoints,
-report.html, reward_curve.png, summary.json, and reference/ where the loss has a KL term. A run that
-starts over renames the folder of the one before to seed_<seed>.previous.
+(the prompts of each step, as [epoch, index], and how often each was sampled again because its
+rollouts grew too old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png,
+summary.json, and reference/ where the loss has a KL term. A run that starts over renames the folder
+of the one before to seed_<seed>.previous.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from examples.summary import answers_table, summarise, summary_table
 from rollout import LLM, AsyncLLM
 from trainer_hooks import (
     AsyncRolloutProducer,
+    ReferencePolicy,
     ThreadedLLM,
     TrainerState,
     TrainingBatch,
@@ -49,12 +51,14 @@ from trainer_hooks import (
     generation_phase,
     jobs,
     metrics,
+    read_trainer_state,
     save_checkpoint,
 )
-from trainer_hooks.jobs.report import write_report
+from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.jobs.report import REPORT_NAME, write_report
+from trainer_hooks.jobs.selection import producer_options
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.jobs.warm_up import warm_up
-from trainer_hooks.rewards import reward_metrics
 
 INTERRUPTED_EXIT_CODE = 130
 NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
@@ -81,6 +85,7 @@ def run_job(settings: JobSettings) -> None:
             console.print(answers_table(answers))
         policy = find_checkpoint(run_directory / "checkpoints")
         console.print(f"policy in {policy}", highlight=False)
+        console.print(f"report in {run_directory / REPORT_NAME}", highlight=False)
     if len(summaries) > 1:
         console.print(summary_table(summaries, settings.title))
 
@@ -90,13 +95,16 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, flo
 
     Raises KeyboardInterrupt at a step edge after Ctrl-C, with a checkpoint once training has begun.
     """
-    asyncio.run(Run(directory, settings, seed).train())
+    title = f"{settings.title}, seed {seed}"
+    try:
+        asyncio.run(Run(directory, settings, seed).run())
+    finally:  # of a run that failed, too
+        if (directory / "metrics.jsonl").exists():
+            write_report(directory, title)
     rows = metrics.read_jsonl(directory / "metrics.jsonl")
     summary = summarise(rows, seed)
-    title = f"{settings.title}, seed {seed}"
     jobs.write_run_picture(directory / "reward_curve.png", rows, title)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_report(directory, title)
     return summary
 
 
@@ -107,23 +115,51 @@ class Run:
         self.directory, self.settings, self.seed = directory, settings, seed
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
-        self.task = Task(settings.model, settings.data, settings.reward, settings.warmup.source)
+        self.task = Task(
+            settings.model, settings.data, settings.reward, settings.warmup.source,
+            settings.environment, settings.engine.max_sequence_length,
+        )  # fmt: skip
         self.params = settings.algorithm.sampling_params(self.task.tokenizer.eos_token_id)
         torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
         torch.manual_seed(seed)
+
+    async def run(self) -> None:
+        """`train`, and close the environments that it used."""
+        async with self.task.rollout_fn or nullcontext():
+            await self.train()
 
     async def train(self) -> None:
         """From the newest checkpoint, if the run may go on, to the last step and evaluation."""
         settings, view = self.settings, jobs.Dashboard(self.console)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None:
-            checkpoint = await self.begin()
+            jobs.set_aside(self.directory)
+        step = None if checkpoint is None else read_trainer_state(checkpoint).step
+        with (
+            jobs.stop_on_interrupt() as stop,
+            jobs.open_logger(self.directory, settings, view, step) as logger,
+        ):
+            if checkpoint is None:
+                checkpoint = await self.begin(logger, stop)
+            else:
+                view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
+            await self.train_from(checkpoint, view, logger, stop)
+
+    async def train_from(
+        self,
+        checkpoint: Path,
+        view: jobs.Dashboard,
+        logger: metrics.MetricsLogger,
+        stop: threading.Event,
+    ) -> None:
+        """From `checkpoint` to the last step and evaluation."""
+        settings = self.settings
         # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
         learner, state = Learner.load(checkpoint, settings)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
+        interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
+        batch_files = BatchFiles(self.directory, temperature, interval)
         with (
-            jobs.stop_on_interrupt() as stop,
-            jobs.open_logger(self.directory, settings, view, state.step) as logger,
             closing(metrics.JsonlWriter(self.directory / "batches.jsonl", state.step)) as batches,
             jobs.SampleLog(
                 self.directory, self.task.tokenizer, settings.logger, view, logger, state.step
@@ -133,49 +169,62 @@ class Run:
             async with self.engines(learner, versions.reserve()) as llm:
                 if state.step == 0:
                     logger.log(await self.evaluate(llm, step=0), step=0, version=0)
+                account = metrics.TimeAccount()
                 async with (
                     self.producer(llm, state) as producer,
-                    jobs.watch_step(view, llm, producer),
+                    jobs.watch_step(view, llm, producer, account),
                 ):
-                    steps = self.steps(learner, llm, producer, versions, state.step, stop)
-                    async for step, batch, row in steps:
+                    training = Training(
+                        run=self,
+                        learner=learner,
+                        llm=llm,
+                        producer=producer,
+                        versions=versions,
+                        account=account,
+                    )
+                    async for step, batch, row in training.steps(state.step, stop):
                         logger.log(row, step=step, version=batch.version)
                         prompts = [[g.ticket.epoch, g.ticket.index] for g in batch.groups]
-                        batches.log({"trainer/step": step, "prompts": prompts})
+                        reissues = [g.num_reissues for g in batch.groups]
+                        batches.log(
+                            {"trainer/step": step, "prompts": prompts, "num_reissues": reissues}
+                        )
                         samples.log(step, batch, learner.advantages_B)
+                        if settings.logger.save_batches:
+                            batch_files.log(step, batch)
                 last = settings.trainer.num_steps
                 logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
 
     async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
-        """The greedy reward of the weights after `step`; some answers go to answers.jsonl."""
+        """Rewards of the weights after `step` on held-out prompts; some answers go to a file."""
         sync = self.settings.weight_sync
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
         async with nullcontext() if sync.mode == "in_flight" else phase:
-            reward = await self.task.greedy_reward(llm, self.params)
+            reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
             answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
         with closing(metrics.JsonlWriter(self.directory / "answers.jsonl", step - 1)) as file:
             file.log({"trainer/step": step, "answers": answers})
         return reward
 
-    async def begin(self) -> Path:
+    async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
         """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
         settings = self.settings
-        jobs.set_aside(self.directory)
         policy = self.task.new_policy()
         if settings.warmup.max_steps:
-            await self.warm_up(policy)
-        if settings.algorithm.loss.kl_coefficient > 0.0:
+            await self.warm_up(policy, logger, stop)
+        algorithm, reference = settings.algorithm, None
+        if algorithm.needs_reference:
             # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
             policy.save_pretrained(self.directory / "reference")
-        learner = Learner(policy, settings.algorithm, settings.trainer)
+            reference = ReferencePolicy.copy_of(policy, algorithm.reference)
+        learner = Learner(policy, algorithm, settings.trainer, reference)
         return self.save(learner, TrainerState(step=0, weights_version=0))
 
-    async def warm_up(self, policy: PreTrainedModel) -> None:
+    async def warm_up(
+        self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
+    ) -> None:
         settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
-        with (
-            jobs.stop_on_interrupt() as stop,
-            jobs.open_logger(self.directory, settings, view) as logger,
-        ):
+        with logger.shown_by(view):
             view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
             stage = settings.warmup, self.params, settings.engine
             async for row in warm_up(policy, self.task, self.seed, *stage):
@@ -185,7 +234,13 @@ class Run:
 
     def save(self, learner: Learner, state: TrainerState) -> Path:
         return save_checkpoint(
-            self.checkpoints, state, learner, learner.optimizer, self.task.tokenizer
+            self.checkpoints,
+            state,
+            learner.policy,
+            learner.optimizer,
+            self.task.tokenizer,
+            scheduler=learner.scheduler,
+            own_state=learner.own_state(),
         )
 
     @asynccontextmanager
@@ -217,24 +272,31 @@ class Run:
             self.task.reward,
             algorithm.group_size,
             algorithm.groups_per_step,
+            rollout_fn=self.task.rollout_fn,
             sampling_params=self.params,
             tokenizer=tokenizer,
             seed=self.seed,
             pad_id=tokenizer.pad_token_id,
-            **asdict(self.settings.producer),
+            **producer_options(self.settings.producer),
         )
         if state.prompts:
             producer.load_state_dict(state.prompts)
         return producer
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The steps of a run, and what they share."""
+
+    run: Run
+    learner: Learner
+    llm: ThreadedLLM | AsyncLLM
+    producer: AsyncRolloutProducer
+    versions: WeightsVersionCounter
+    account: metrics.TimeAccount
+
     async def steps(
-        self,
-        learner: Learner,
-        llm: ThreadedLLM | AsyncLLM,
-        producer: AsyncRolloutProducer,
-        versions: WeightsVersionCounter,
-        step: int,
-        stop: threading.Event,
+        self, step: int, stop: threading.Event
     ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
         """Train from `step` to the last one; yields each step with its batch and metrics.
 
@@ -242,65 +304,65 @@ class Run:
         suspended while the trainer trains; rollouts that are unfinished go on under new weights.
         On `stop` it saves and raises KeyboardInterrupt.
         """
-        trainer = self.settings.trainer
-        weight_sync = WeightSync(llm, in_flight=self.settings.weight_sync.mode == "in_flight")
-        account, use = metrics.TimeAccount(), metrics.EngineUse(max(self.settings.num_engines, 1))
-
-        def save() -> None:
-            state = TrainerState(
-                step=step, weights_version=versions.highest, prompts=producer.state_dict()
-            )
-            self.save(learner, state)
-
+        settings, account = self.run.settings, self.account
+        trainer = settings.trainer
+        weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
+        use = metrics.EngineUse(max(settings.num_engines, 1))
         while step < trainer.num_steps:
             if stop.is_set():
-                save()
+                self.save(step)
                 raise KeyboardInterrupt
-            batch = await self.next_batch(llm, producer, account)
+            batch = await self.next_batch()
             step += 1
-            with account.spend("train"):
-                # In a thread of its own: this one receives what the engines send meanwhile.
-                trained = await asyncio.to_thread(learner.update, batch.rollouts, step)
+            trained = await self.train(batch, step)
             with account.spend("update"):
-                await weight_sync.apush(learner.policy, versions.reserve())
-            producer.refresh_version()  # the engines begin the batches that it allows
+                await weight_sync.apush(self.learner.policy, self.versions.reserve())
+            self.producer.refresh_version()  # the engines begin the batches that it allows
             evaluated: dict[str, float] = {}
             interval = trainer.eval_interval
             if interval and step % interval == 0 and step < trainer.num_steps:
                 with account.spend("evaluate"):
-                    evaluated = await self.evaluate(llm, step)
-            stats = await llm.stats()
+                    evaluated = await self.run.evaluate(self.llm, step)
+            stats = await self.llm.stats()
             rates = metrics.step_metrics(
                 account.take(),
                 num_generated_tokens=int(batch.rollouts.completion_lengths_B.sum()),
                 num_trained_tokens=int(trained["train/num_tokens"]),
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
-            rewards = reward_metrics([r for group in batch.groups for r in group.rewards])
-            row = {**batch.metrics, **rewards, **trained, **evaluated, **engine, **rates}
-            yield step, batch, row
+            yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
             # After its row is written, so that a resumed run finds one for each step it has done.
             # The time is the next step's.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
-                    save()
+                    self.save(step)
 
-    async def next_batch(
-        self,
-        llm: ThreadedLLM | AsyncLLM,
-        producer: AsyncRolloutProducer,
-        account: metrics.TimeAccount,
-    ) -> TrainingBatch:
+    async def next_batch(self) -> TrainingBatch:
         """Wait for a batch; in flight the engines generate anyway, else for as long as it takes."""
-        sync = self.settings.weight_sync
+        sync = self.run.settings.weight_sync
         if sync.mode == "in_flight":
-            with account.spend("wait"):
-                return await anext(producer)
-        with account.spend("generate"):
-            async with generation_phase(llm, release=sync.release) as phase:
-                batch = await anext(producer)
-        account.reassign_phase(phase.timings())
+            with self.account.spend("wait"):
+                return await anext(self.producer)
+        with self.account.spend("generate"):
+            async with generation_phase(self.llm, release=sync.release) as phase:
+                batch = await anext(self.producer)
+        self.account.reassign_phase(phase.timings())
         return batch
+
+    async def train(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """Train on the batch; tell the producer how well its rollouts fitted the policy."""
+        with self.account.spend("train"):
+            # In a thread of its own: this one receives what the engines send meanwhile.
+            trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
+        if "train/eff_sample_size" in trained:  # not where no group had a spread
+            self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
+        return trained
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after `step`."""
+        prompts = self.producer.state_dict()
+        state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
+        self.run.save(self.learner, state)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_without_a_longest_sequence_it_is_the_longest_that_the_pool_holds(
 def test_a_long_context_takes_no_memory_before_it_is_used() -> None:
     engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=2**14 + 1)
     assert engine.build.sizes.max_sequence_length == 131_072
-    assert engine.build.model.rotary.num_positions < 10_000
+    assert engine.build.model.rotary[0].num_positions < 10_000
 
 
 def test_tokens_are_right_on_both_sides_of_where_the_positions_grow() -> None:
@@ -194,10 +194,10 @@ def test_tokens_are_right_on_both_sides_of_where_the_positions_grow() -> None:
         tiny_engine(long_model(), max_sequence_length=None, num_blocks=1024),
         Margins(),
     )
-    reserved = engine.build.model.rotary.num_positions
+    reserved = engine.build.model.rotary[0].num_positions
     for request in generate_all(engine, [(prompt_of(reserved - 3), params(8, seed=1))]):
         margins.compare_with_oracle(long_model(), request)
-    assert engine.build.model.rotary.num_positions > reserved
+    assert engine.build.model.rotary[0].num_positions > reserved
     margins.check()
 
 

@@ -1,6 +1,6 @@
 """What a training loop calls, in the order of a loop.
 
-    prompts    PromptItem, PromptLedger; files and datasets: trainer_hooks.prompt_sources
+    prompts    PromptItem, PromptLedger, Curriculum; files: trainer_hooks.prompt_sources
     generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
                makes batches beside the training; ThreadedLLM for an LLM in this process
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
@@ -28,10 +28,12 @@ from trainer_hooks.checkpoint import (
     WeightsVersionCounter,
     find_checkpoint,
     load_checkpoint,
+    read_own_state,
     read_trainer_state,
     save_checkpoint,
 )
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
+from trainer_hooks.curriculum import Curriculum, learnability
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import (
@@ -45,7 +47,6 @@ from trainer_hooks.losses import (
 )
 from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.micro_batches import (
-    ReferencePolicy,
     UpdateSettings,
     accumulate_gradients,
     fixed_logprobs,
@@ -60,7 +61,10 @@ from trainer_hooks.producer import (
     ScoredGroup,
     TrainingBatch,
 )
+from trainer_hooks.producer.filters import RewardBounds
+from trainer_hooks.prompt_history import PromptHistory
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
+from trainer_hooks.reference import ReferencePolicy, ReferenceSettings
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.threaded_llm import ThreadedLLM
@@ -76,6 +80,9 @@ __all__ = [
     "PromptItem",
     "PromptLedger",
     "PromptTicket",
+    "PromptHistory",
+    "Curriculum",
+    "learnability",
     # generate
     "GenerationPhase",
     "generation_phase",
@@ -84,6 +91,7 @@ __all__ = [
     "ScoredGroup",
     "Rollout",
     "ScopedLLM",
+    "RewardBounds",
     "ProducerError",
     "ThreadedLLM",
     # reward
@@ -115,6 +123,7 @@ __all__ = [
     "accumulate_gradients",
     "fixed_logprobs",
     "ReferencePolicy",
+    "ReferenceSettings",
     "split_by_tokens",
     # push
     "WeightSync",
@@ -129,6 +138,7 @@ __all__ = [
     "WeightsVersionCounter",
     "find_checkpoint",
     "load_checkpoint",
+    "read_own_state",
     "read_trainer_state",
     "save_checkpoint",
 ]

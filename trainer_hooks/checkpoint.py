@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 import shutil
@@ -18,9 +19,12 @@ from rollout.errors import ConfigError
 from trainer_hooks.files import replace_directory, replace_text
 
 _DIRECTORY_NAME = re.compile(r"step_(\d+)")
+NUM_KEPT = 2  # checkpoints that stay, unless the caller says otherwise
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"
 _RNG_FILE = "rng_state.pt"
+_SCHEDULER_FILE = "scheduler.pt"
+_OWN_FILE = "own_state.pt"
 
 
 class SavesPretrained(Protocol):
@@ -29,6 +33,14 @@ class SavesPretrained(Protocol):
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the files that `from_pretrained` reads."""
         ...
+
+
+class Stateful(Protocol):
+    """A scheduler of torch.optim.lr_scheduler, or anything else with a state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +62,19 @@ def save_checkpoint(
     policy: SavesPretrained,
     optimizer: torch.optim.Optimizer,
     tokenizer: SavesPretrained | None = None,
-    keep: int = 2,
+    keep: int = NUM_KEPT,
+    *,
+    scheduler: Stateful | None = None,
+    own_state: Any = None,
 ) -> Path:
     """Write `root`/step_<step>: a Hugging Face directory with the trainer's state beside it.
 
     It is complete or absent: everything is written to a hidden directory that is then renamed.
-    The random states of torch, numpy and Python are saved too. Of the checkpoints up to this step
-    the `keep` newest stay, this one among them; those of later steps are left alone. Returns the
-    checkpoint's directory. Raises ConfigError for `keep` below 1.
+    The random states of torch, with those of accelerators, of numpy and of Python are saved too.
+    `own_state`: what else a run needs, in tensors, numbers, text, lists and dicts; see
+    `read_own_state`. Of the checkpoints up to this step the `keep` newest stay, this one among
+    them; those of later steps are left alone. Returns the checkpoint's directory.
+    Raises ConfigError for `keep` below 1, and for an `own_state` that could not be read again.
     """
     if keep < 1:
         raise ConfigError(f"keep={keep} must be at least 1, for the checkpoint that is written")
@@ -72,6 +89,11 @@ def save_checkpoint(
         tokenizer.save_pretrained(str(staging))
     torch.save(optimizer.state_dict(), staging / _OPTIMIZER_FILE)
     torch.save(_random_states(), staging / _RNG_FILE)
+    if scheduler is not None:
+        torch.save(scheduler.state_dict(), staging / _SCHEDULER_FILE)
+    if own_state is not None:
+        torch.save(own_state, staging / _OWN_FILE)
+        read_own_state(staging)
     (staging / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
     replace_directory(staging, target)
     older = [path for path in _checkpoints(root) if _step_of(path) < state.step]
@@ -93,11 +115,30 @@ def read_trainer_state(checkpoint: Path | str) -> TrainerState:
     return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Restore `optimizer` and the random states of torch, numpy and Python; returns the state.
+def read_own_state(checkpoint: Path | str) -> Any:
+    """The `own_state` saved in a checkpoint; None if there is none.
+
+    Raises ConfigError for objects of classes of their own, which are never unpickled.
+    """
+    path = Path(checkpoint) / _OWN_FILE
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"own_state holds more than tensors, numbers, text, lists and dicts: {error}"
+        ) from error
+
+
+def load_checkpoint(
+    checkpoint: Path | str, optimizer: torch.optim.Optimizer, scheduler: Stateful | None = None
+) -> TrainerState:
+    """Restore `optimizer`, `scheduler` and all random states; returns the state.
 
     The policy is loaded by `from_pretrained(checkpoint)`, before its optimizer is made.
-    Raises ConfigError if the directory is no checkpoint, or one of a run with other parameters.
+    Raises ConfigError if the directory is no checkpoint, one of a run with other parameters, or one
+    without a scheduler.
     """
     state = read_trainer_state(checkpoint)
     saved = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True)
@@ -112,6 +153,11 @@ def load_checkpoint(checkpoint: Path | str, optimizer: torch.optim.Optimizer) ->
             f"{checkpoint} has an optimizer of {theirs} parameters per group, this run one of "
             f"{own}; resume with the settings that the run began with, or start a run of its own"
         ) from error
+    if scheduler is not None:
+        path = Path(checkpoint) / _SCHEDULER_FILE
+        if not path.exists():
+            raise ConfigError(f"{checkpoint} was saved without a scheduler; load it without one")
+        scheduler.load_state_dict(torch.load(path, weights_only=True))
     _restore_random_states(torch.load(Path(checkpoint) / _RNG_FILE, weights_only=True))
     return state
 
@@ -154,8 +200,12 @@ def _step_of(checkpoint: Path) -> int:
 def _random_states() -> dict[str, Any]:
     """Tensors, numbers and tuples only, so that they load with `weights_only`."""
     algorithm, keys, *rest = np.random.get_state()
+    devices = torch.get_device_module()  # torch.cpu where there is no accelerator
+    # A process that has not used its accelerator has drawn nothing there; asking would begin to.
+    has_states = hasattr(devices, "get_rng_state_all") and devices.is_initialized()
     return {
         "torch": torch.get_rng_state(),
+        "accelerators": devices.get_rng_state_all() if has_states else [],
         "python": random.getstate(),
         "numpy": (algorithm, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }
@@ -163,6 +213,10 @@ def _random_states() -> dict[str, Any]:
 
 def _restore_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
+    devices = torch.get_device_module()
+    if hasattr(devices, "set_rng_state"):
+        for device, state in enumerate(states.get("accelerators", ())[: devices.device_count()]):
+            devices.set_rng_state(state, device)
     random.setstate(states["python"])
     algorithm, keys, *rest = states["numpy"]
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))

@@ -13,7 +13,14 @@ from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer
-from trainer_hooks.producer.groups import GeneratesAsync, encoded_for, tokenizer_for
+from trainer_hooks.producer.groups import (
+    GeneratesAsync,
+    RolloutFunction,
+    ScopedLLM,
+    encoded_for,
+    sample_turns,
+    tokenizer_for,
+)
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
@@ -38,10 +45,11 @@ class _Scored:
 async def evaluate(
     llm: GeneratesAsync,
     prompts: PromptRows | Iterable[Any],
-    reward_fn: RewardFunction | RewardRunner,
+    reward_fn: RewardFunction | RewardRunner | None,
     sampling_params: SamplingParams = GREEDY,
     n: int = 1,
     *,
+    rollout_fn: RolloutFunction | None = None,
     tokenizer: Any | None = None,
     max_concurrent: int = 64,
     timeout_s: float | None = None,
@@ -57,7 +65,7 @@ async def evaluate(
     continue after pauses. `version_min` and `version_max` are the versions that sampled its tokens;
     they are equal if the weights did not change meanwhile. `reward`: mean over all samples that did
     not fail. `reward_best_of_n`: mean over prompts of the best sample. `sampling_params` with a
-    seed give each prompt a seed of its own.
+    seed give each prompt a seed of its own. `reward_fn`, `rollout_fn`: as a producer's.
     `pass_at`: `pass@k` for each of these k, the chance that one of k samples has a reward of at
     least `success_reward`. `answer_fn`: what a completion answers, None for nothing; `maj@n` is the
     reward of the answer that most of the n samples gave. Where rows have the column
@@ -72,11 +80,10 @@ async def evaluate(
     text, places = tokenizer_for(llm, tokenizer), asyncio.Semaphore(max_concurrent)
 
     async def score(index: int, item: PromptItem) -> _Scored:
-        params, seed = sampling_params, sampling_params.seed
-        if seed is not None:
-            params = replace(params, seed=mix_seed(seed, index))
+        params = _seeded(sampling_params, index, rollout_fn is not None)
+        scoped = [ScopedLLM(llm, params, item, i, text) for i in range(n)]
         async with places:
-            rollouts = await _sample(llm, encoded_for(llm, item.prompt, text), params, n)
+            rollouts = await _sample(llm, scoped, rollout_fn)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
         rewards = await _rewards_or_nan(reward, item, rollouts, text)
         return _Scored(item=item, rollouts=rollouts, rewards=rewards, answers=answers)
@@ -90,11 +97,20 @@ async def evaluate(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if owns_reward:
+        if reward is not None and owns_reward:
             reward.close()
     metrics = _metrics_by_source(scored, pass_at, success_reward, source_column)
     metrics |= {**_versions(scored), "seconds": loop.time() - start_s}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+
+
+def _seeded(params: SamplingParams, index: int, has_turns: bool) -> SamplingParams:
+    """With a seed of the prompt's own, if `params` have one, or if a ScopedLLM is to make the seeds
+    of turns from it.
+    """
+    if params.seed is None and not has_turns:
+        return params
+    return replace(params, seed=mix_seed(params.seed or 0, index))
 
 
 def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
@@ -113,15 +129,22 @@ def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
 
 
 async def _sample(
-    llm: GeneratesAsync, prompt: Any, params: SamplingParams, n: int
+    llm: GeneratesAsync, scoped: Sequence[ScopedLLM], rollout_fn: RolloutFunction | None
 ) -> list[Rollout]:
-    requests = await llm.generate(prompt, params, n)
+    first = scoped[0]
+    prompt = encoded_for(llm, first.item.prompt, first.tokenizer)
+    if rollout_fn is not None:
+        return await sample_turns(rollout_fn, scoped, prompt)
+    requests = await llm.generate(prompt, first.sampling_params, len(scoped))
     # For one sample the llm returns a request, not a list.
     return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
 
 
 async def _rewards_or_nan(
-    reward: RewardRunner, item: PromptItem, rollouts: Sequence[Rollout], text: Tokenizer | None
+    reward: RewardRunner | None,
+    item: PromptItem,
+    rollouts: Sequence[Rollout],
+    text: Tokenizer | None,
 ) -> list[float]:
     try:
         return await score_rollouts(reward, item, rollouts, text)

@@ -1,14 +1,12 @@
 """Micro-batches by a budget of tokens, padded or packed, and the update of a policy by them.
 
-Shape letters: B rollouts, T positions, N tokens of all rollouts without padding.
+Shape letters: B rows, each a rollout or one of its token sequences, T positions, N tokens of all
+rows without padding.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
+from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.terms import aggregation_denominator
 
 
@@ -51,13 +50,16 @@ def split_by_tokens(
 ) -> list[torch.Tensor]:
     """Row indices of micro-batches: all rows, or with `max_tokens` the longest rollouts first.
 
+    Rows without a token, of rollouts that failed before their first turn, are in none.
     Padded, rows times the longest of them are at most `max_tokens`; packed, the sum of lengths is
     (best fit, longest first). Raises ConfigError for a rollout that is longer.
     """
     if max_tokens is None:
-        return [torch.arange(len(lengths_B))] if len(lengths_B) else []
-    order = lengths_B.argsort(descending=True, stable=True).tolist()
+        rows = lengths_B.nonzero().flatten()
+        return [rows] if len(rows) else []
     lengths = lengths_B.tolist()
+    longest_first = lengths_B.argsort(descending=True, stable=True).tolist()
+    order = [row for row in longest_first if lengths[row]]
     if order and lengths[order[0]] > max_tokens:
         raise ConfigError(
             f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout"
@@ -116,29 +118,6 @@ def fixed_logprobs(
     return logprobs_BT
 
 
-class ReferencePolicy:
-    """The policy that a KL term holds the trained one near: a copy, or the policy without LoRA."""
-
-    def __init__(self, model: nn.Module, adapter_off: Callable[[], AbstractContextManager[Any]]):
-        """See `copy_of` and `without_adapter`."""
-        self._model, self._adapter_off = model, adapter_off
-
-    @classmethod
-    def copy_of(cls, policy: nn.Module) -> ReferencePolicy:
-        """The weights as they are now, in memory of their own."""
-        return cls(copy.deepcopy(policy).eval().requires_grad_(False), nullcontext)
-
-    @classmethod
-    def without_adapter(cls, policy: Any) -> ReferencePolicy:
-        """The base model of a PEFT model, by its `disable_adapter()`; needs no memory."""
-        return cls(policy, policy.disable_adapter)
-
-    def logprobs(self, batch: RolloutBatch, settings: UpdateSettings) -> torch.Tensor:
-        """Log-probs [B, T], for `reference_logprobs_BT`."""
-        with self._adapter_off():
-            return fixed_logprobs(self._model, batch, settings)
-
-
 def accumulate_gradients(
     policy: Callable[..., Any],
     batch: RolloutBatch,
@@ -148,12 +127,14 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Add the gradient of the loss on `batch` to the parameters, micro-batch by micro-batch.
 
-    `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics:
-    the loss of the batch, and means of the others weighted by tokens.
+    `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics,
+    of the whole batch (`merged_metrics`).
     """
-    denominator = float(aggregation_denominator(batch.mask_BT, config.resolved_aggregation))
-    totals: dict[str, float] = defaultdict(float)
-    num_tokens: dict[str, int] = defaultdict(int)
+    rollout_tokens_B = batch.rollout_tokens_B
+    denominator = float(
+        aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
+    )
+    reports = []
     for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
         part = batch.select(rows)
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
@@ -168,17 +149,12 @@ def accumulate_gradients(
             kv_lag_BT=part.kv_lag_BT,
             entropies_BT=entropies_BT,
             aggregation_denominator=denominator,
+            rollout_tokens_B=rollout_tokens_B[rows],
             **own,
         )
         loss.backward()
-        count = int(part.mask_BT.sum())
-        for name, value in metrics.items():
-            totals[name] += value if name == "loss" else value * count
-            num_tokens[name] += count
-    return {
-        name: total if name == "loss" else total / max(num_tokens[name], 1)
-        for name, total in totals.items()
-    }
+        reports.append((metrics, int(part.mask_BT.sum())))
+    return merged_metrics(reports)
 
 
 def _logprobs_and_entropies(
@@ -209,6 +185,7 @@ def update_policy(
 ) -> list[dict[str, float]]:
     """All optimizer steps on `batch`; the metrics of each, with `grad_norm` before clipping.
 
+    There is none on a batch without a trained token.
     `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
     same in all steps: proximal ones (of `fixed_logprobs`, before the first step) if they are among
     the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300,
@@ -216,7 +193,7 @@ def update_policy(
     """
     reports = []
     for _ in range(settings.num_iterations):
-        for rows in torch.randperm(len(batch)).chunk(settings.num_minibatches):
+        for rows in batch.split_rollouts(settings.num_minibatches):
             part = batch.select(rows)
             width = part.tokens_BT.shape[1]
             own = {name: column[rows, :width] for name, column in columns.items()}

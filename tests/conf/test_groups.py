@@ -19,6 +19,7 @@ from tests.processes import run_program
 from trainer_hooks.jobs import (
     ProducerSettings,
     WeightSyncSettings,
+    checked_overrides,
     load_dataclass,
     wandb_names,
 )
@@ -52,9 +53,18 @@ OWN_WORK = ["++model.path=DIR", "data.path=FILE", REWARD]
 LEFT_OPEN = {
     "data": OWN_WORK,
     "data=palindrome": [],
+    "data=store": [],
     "data=mixture": [*OWN_WORK[::2], "data.sources={one: {kind: jsonl, path: FILE}}"],
     "model=checkpoint": ["++model.path=DIR"],
     "reward=terms": [REWARD],
+    "data=environment": ["++model.path=DIR", "environment.options.name=NAME"],
+    "environment=python": ["++environment.path=mine:Shop"],
+    "environment=verifiers": ["environment.options.name=NAME"],
+    "environment=verifiers_v1": ["environment.options.name=NAME"],
+    "environment=openenv": [
+        "environment.options.base_url=URL",
+        "environment.options.action_field=text",
+    ],
 }
 
 
@@ -73,7 +83,27 @@ def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option:
 
 def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
     groups = {group for group, _ in OPTIONS}
-    assert groups == set(JOB_GROUPS)
+    assert groups == {*JOB_GROUPS, *JobSettings.PRESETS}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_engines", "mode", "bound"),
+    [
+        (["mode=colocated"], 0, "suspend", 1),
+        (["mode=sync"], 0, "suspend", 0),
+        (["mode=async"], 1, "in_flight", 1),
+        (["mode=async", "num_engines=3", "weight_sync=suspend"], 3, "suspend", 1),
+        (["mode=sync", "producer=dynamic_sampling"], 0, "suspend", 1),
+        (["mode=async", "data=jsonl", *OWN_WORK], 1, "in_flight", 1),
+    ],
+)
+def test_a_mode_chooses_keys_of_other_groups_which_still_can_be_given(
+    overrides: list[str], num_engines: int, mode: str, bound: int
+) -> None:
+    settings = load_dataclass(JobSettings, composed(*checked_overrides(overrides, JobSettings)))
+    assert settings.num_engines == num_engines
+    assert settings.weight_sync.mode == mode
+    assert settings.producer.max_staleness_versions == bound
 
 
 @pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
@@ -113,6 +143,7 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 JOB = """
 from examples.settings import JobSettings
 from rollout.errors import ConfigError
+from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.jobs import run_hydra_job, wandb_names
 
 def report(settings):
@@ -120,6 +151,8 @@ def report(settings):
     print("wandb", *wandb_names(settings.run_name, "seed_0"))
     if settings.run_name == "unfit":
         raise ConfigError("the checkpoint is of another model")
+    if settings.run_name == "unlucky":
+        raise EnvironmentFailed("no rollout of store has succeeded")
 
 run_hydra_job(report, JobSettings, config_path="pkg://conf", config_name="train_grpo")
 """
@@ -143,6 +176,12 @@ def test_a_config_error_of_the_job_itself_ends_it_with_its_message(tmp_path: Pat
     job = run_job(tmp_path, "run_name=unfit")
     assert job.returncode == 1
     assert job.stderr.strip() == "error: the checkpoint is of another model"
+
+
+def test_an_environment_that_never_succeeds_ends_a_job_with_its_message(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "run_name=unlucky")
+    assert job.returncode == 1
+    assert job.stderr.strip() == "error: no rollout of store has succeeded"
 
 
 def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:

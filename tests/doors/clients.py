@@ -36,6 +36,7 @@ _AREAL = (
 class Client:
     """`script` runs in the client's environment, as SCRIPT URL MODEL_DIRECTORY ROOT.
 
+    tests: run there by pytest instead of a script, without a server.
     requirements: what pip installs into it. alone: the same without their own requirements; "." is
         the project.
     is_layered: whether it also has the packages of the environment that runs `make test-doors`.
@@ -45,7 +46,8 @@ class Client:
         that both sides see.
     """
 
-    script: str
+    script: str | None = None
+    tests: str | None = None
     requirements: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     is_layered: bool = False
@@ -71,6 +73,22 @@ CLIENTS = {
         script="verifiers_client.py",
         requirements=("verifiers==0.4.0", "renderers[transformers]==0.1.12"),
         server=_KEYED,
+    ),
+    "verifiers_classes": Client(
+        tests="tests/trainer_hooks/environments/test_verifiers.py",
+        # The job's omegaconf needs this version of antlr4, which pip cannot see in the layer below.
+        requirements=("verifiers[rg]>=0.3,<0.4", "antlr4-python3-runtime==4.9.*"),
+        is_layered=True,
+    ),
+    "verifiers_v1": Client(
+        tests="tests/trainer_hooks/environments/test_verifiers_v1.py",
+        requirements=("verifiers==0.4.0", "antlr4-python3-runtime==4.9.*"),
+        is_layered=True,
+    ),
+    "openenv": Client(
+        tests="tests/trainer_hooks/environments/test_openenv.py",
+        requirements=("openenv",),
+        is_layered=True,
     ),
     "prime_rl": Client(
         script="prime_rl_requests.py", requirements=("httpx", "safetensors", "numpy"), server=_FILES

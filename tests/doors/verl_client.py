@@ -1,7 +1,7 @@
 """verl's registries, Ray actor and client over this engine: python verl_client.py URL DIRECTORY.
 
 The plug-in is loaded by `import verl` alone. Its server must give the tokens and log-probs of the
-HTTP server at URL.
+HTTP server at URL. verl's losses are compared with those of trainer_hooks, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import torch
 import verl  # noqa: F401  (its plug-ins are loaded by this)
+import verl_losses  # beside this script
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl.workers.config import RolloutConfig
@@ -115,6 +116,7 @@ def over_http(url: str, max_tokens: int) -> tuple[list[int], list[float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    verl_losses.main()
     # Ray would leave a token in the home directory, and a busy machine starts it slowly.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "600"}
     ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)

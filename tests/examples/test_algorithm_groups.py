@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ GROUPS: dict[str, tuple[Any, ...]] = {
     "dr_grpo": ("seq-mean-token-sum", 0.2, 0.2, 10, "none", "mean"),
     "gspo": ("seq-mean-token-mean", 3e-4, 4e-4, None, "std", "mean"),
     "cispo": ("token-mean", 1.0, 4.0, None, "std", "mean"),  # no floor, a cap of 5
+    "sapo": ("seq-mean-token-mean", 1.0, math.inf, None, "std", "mean"),  # no clip at all
     "rloo": ("seq-mean-token-mean", 0.2, 0.2, None, "none", "leave_one_out"),
     "ppo": ("token-mean", 0.2, 0.2, None, "none", "mean"),
 }

@@ -12,7 +12,7 @@ from examples.learner import Learner, learning_rate_at
 from examples.settings import JobSettings
 from tests.examples.grpo_settings import tiny_settings
 from tests.trainer_hooks.fakes import finished_request
-from trainer_hooks import RolloutBatch, collate_rollouts
+from trainer_hooks import ReferencePolicy, RolloutBatch, collate_rollouts
 
 
 class Bigram(torch.nn.Module):
@@ -129,7 +129,7 @@ def test_the_kl_term_is_towards_the_reference_policy() -> None:
     policy, reference = learner(Bigram(), settings), Bigram()
     with torch.no_grad():  # it answers 1 with 2 at 1/2, with 3 at 1/6; the policy both at 1/4
         reference.table.weight[1, 2] = math.log(3.0)
-    policy.reference = reference  # type: ignore[assignment]
+    policy.reference = ReferencePolicy(reference)
     metrics = policy.update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
     by_token = [ratio - 1 - math.log(ratio) for ratio in (2.0, 2.0 / 3.0)]
     assert metrics["train/kl"] == pytest.approx(sum(by_token) / 2, rel=1e-5)

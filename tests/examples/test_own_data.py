@@ -15,15 +15,16 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from examples.arithmetic import SYSTEM_PROMPT, all_sums, write_checkpoint, write_questions
 from examples.settings import JobSettings
 from examples.train_grpo import run_seed
 from rollout import ConfigError
-from tests.examples.arithmetic import SYSTEM_PROMPT, write_checkpoint, write_questions
 from trainer_hooks.jobs import RewardSettings, RewardTerm, checked_overrides, load_dataclass
 from trainer_hooks.jobs.task import Task, reward_runner
 from trainer_hooks.metrics import read_jsonl
 
-REWARD = "reward=tests.examples.arithmetic:is_right"
+REWARD = "reward=examples.arithmetic:is_right"
+REWARD_MODEL = "trainer_hooks.rewards:RewardModel"
 SMALL = [
     "algorithm.groups_per_step=2", "algorithm.group_size=2", "algorithm.num_minibatches=1",
     "algorithm.max_new_tokens=4", "engine.max_requests=8", "trainer.num_threads=1", "logger=quiet",
@@ -35,7 +36,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with model/ and questions.jsonl."""
     directory = tmp_path_factory.mktemp("own")
     write_checkpoint(directory / "model", hidden_size=16, num_layers=1)
-    write_questions(directory / "questions.jsonl", largest=3)
+    write_questions(directory / "questions.jsonl", all_sums(range(10, 16)))
     return directory
 
 
@@ -79,7 +80,8 @@ def test_a_job_on_own_model_data_and_reward_runs_by_overrides_alone(
 def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
     settings = own_settings(
         own, REWARD, "reward.terms.is_right.weight=2",
-        "reward.terms.verl={path: 'tests.examples.arithmetic:compute_score', convention: verl}",
+        "reward.terms.verl.path=tests.trainer_hooks.reward_functions:compute_score",
+        "reward.terms.verl.convention=verl",
     )  # fmt: skip
     columns = {"answer": ["12", "7"], "ground_truth": ["12", "7"]}
     rewards = task_of(settings).reward.score(["?"] * 2, ["12", "3"], [[1], [1]], columns)
@@ -89,8 +91,8 @@ def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
 def test_text_goes_through_the_chat_template_unless_that_is_left_out(own: Path) -> None:
     task = task_of(own_settings(own, REWARD, f"data.system_prompt='{SYSTEM_PROMPT}'"))
     prompt = str(task.prompts(0)[0].prompt)
-    assert prompt.startswith(f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n")
-    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.startswith(f"<|system|>{SYSTEM_PROMPT}<|end|><|user|>What is")
+    assert prompt.endswith("?<|end|><|assistant|>")
     plain = task_of(own_settings(own, REWARD, "data.chat=false"))
     assert str(plain.prompts(0)[0].prompt).startswith("What is")
     with pytest.raises(ConfigError, match=r"data\.chat=false leaves out"):
@@ -101,8 +103,8 @@ def test_held_out_rows_are_left_out_of_training(own: Path) -> None:
     task = task_of(own_settings(own, REWARD, "data.num_held_out=3"))
     train = [task.prompts(0)[i].prompt for i in range(len(task.prompts(0)))]
     held_out = [item.prompt for item in task.held_out]
-    assert (len(train), len(held_out)) == (29, 3)
-    assert len({*train, *held_out}) == 32
+    assert (len(train), len(held_out)) == (33, 3)
+    assert len({*train, *held_out}) == 36
     assert sorted(train) == sorted(
         task.warmup_prompts(0)[i].prompt for i in range(len(task.warmup_prompts(0)))
     )
@@ -120,17 +122,26 @@ def test_a_mixture_and_a_warm_up_have_sources_of_their_own(own: Path) -> None:
     task = task_of(settings)
     names = [task.prompts(0)[i].columns["data_source"] for i in range(20)]
     assert 12 <= names.count("chains") <= 14
-    assert len(task.warmup_prompts(0)) == 32
+    assert len(task.warmup_prompts(0)) == 36
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["reward=nowhere:score"], r"reward\.terms\.score\.path=nowhere:score: there is no module"),
-        (["reward=tests.examples.arithmetic:scor"], "has no scor"),
+        (["reward=examples.arithmetic:scor"], "has no scor"),
         ([REWARD, "reward.terms.is_right.options.wrong=1"], r"options=\{'wrong': 1\}"),
         ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
         ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),
+        ([REWARD, "model.path=tests"], "model.path=tests: AutoTokenizer cannot load it"),
+        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is no directory, nor a model"),
+        (
+            [
+                "reward=trainer_hooks.rewards:RewardModel",
+                "reward.terms.RewardModel.options.path=/no",
+            ],
+            "path of the reward model=/no is no directory",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str) -> None:
@@ -145,6 +156,10 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
         (["data=jsonl", "model.path=a", REWARD], r"data needs kind and path; data\.path is None"),
         (["data=jsonl", "model.path=a", "data.path=a"], "no reward is given"),
         (["model.path=a"], "beside a shape for random weights"),
+        (
+            ["data=jsonl", "model.path=a", "data.path=a", REWARD, "model.initializer_range=0.1"],
+            "beside a shape for random weights",
+        ),
         (["data=mixture", "model.path=a", REWARD, "data.sources.x.kind=jsonl"], "sources.x needs"),
     ],
 )
@@ -159,7 +174,7 @@ def test_a_reward_model_scores_in_batches_what_it_scores_alone(own: Path, tmp_pa
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "rm")
     AutoTokenizer.from_pretrained(own / "model").save_pretrained(tmp_path / "rm")
     term = RewardTerm(
-        path="trainer_hooks.rewards:RewardModel",
+        path=REWARD_MODEL,
         options={"path": str(tmp_path / "rm"), "batch_size": 4},
     )
     runner = reward_runner(RewardSettings(terms={"rm": term}))

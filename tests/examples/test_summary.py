@@ -1,6 +1,7 @@
 """The summary of a run, from rows made by hand."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -81,3 +82,13 @@ def test_answers_are_shown_first_and_last() -> None:
     assert "[bold]" in shown, "it is text, not markup"
     assert "right" in shown
     assert "middle" not in shown
+
+
+def test_steps_and_evaluations_without_any_reward_are_left_out_or_nan() -> None:
+    with_gaps = rows(12)
+    with_gaps[2]["eval/greedy_reward"] = None  # type: ignore[assignment]
+    with_gaps[4]["reward"] = None  # type: ignore[assignment]
+    summary = summarise(with_gaps, seed=0)
+    assert math.isnan(summary["greedy_gain"])
+    assert summary["sampled_reward_first"] == pytest.approx(0.05)
+    assert summary["num_steps"] == 12

@@ -21,6 +21,7 @@ from examples.learner import Learner
 from examples.train_grpo import run_seed
 from rollout import ConfigError, RolloutError
 from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
 from trainer_hooks.jobs import warm_up
 from trainer_hooks.metrics import read_jsonl
@@ -196,6 +197,7 @@ def test_ctrl_c_amid_the_warm_up_leaves_no_checkpoint_and_the_next_run_begins_an
         with pytest.raises(KeyboardInterrupt):
             run_seed(directory, tiny_settings(), seed=0)
     assert [row["warmup/step"] for row in read_jsonl(directory / "metrics.jsonl")] == [1]
+    assert "warm-up: loss" in (directory / "report.html").read_text()
     assert find_checkpoint(directory / "checkpoints") is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     summary = run_seed(directory, tiny_settings(trainer__num_steps=1, resume="auto"), seed=0)
@@ -218,7 +220,26 @@ def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(
     checkpoint = find_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
     assert read_trainer_state(checkpoint).step == 1
+    assert "Curves" in (tmp_path / "report.html").read_text()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_warm_up_and_training_are_one_wandb_run_whose_tables_hold_the_samples(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("wandb")
+    run_seed(tmp_path, tiny_settings(logger__wandb="offline", trainer__num_steps=1), seed=0)
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    rows = read_history(tmp_path)
+    assert any("warmup/step" in row for row in rows)
+    assert any("reward" in row for row in rows)
+    (drawn,) = [row for row in rows if "completions/path" in row]
+    files = next(tmp_path.glob("wandb/offline-run-*/files"))
+    table = json.loads((files / drawn["completions/path"]).read_text())
+    written = {row["completion"] for row in read_jsonl(tmp_path / "completions.jsonl")}
+    shown = {cells[table["columns"].index("completion")] for cells in table["data"]}
+    assert shown
+    assert shown <= written
 
 
 def test_a_run_that_starts_over_sets_the_earlier_one_aside(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """Checkpoints: whole or absent, exact, and loadable by transformers."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from rollout.errors import ConfigError
 from trainer_hooks import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
-from trainer_hooks.checkpoint import read_trainer_state
+from trainer_hooks.checkpoint import read_own_state, read_trainer_state
 
 
 class SavedPolicy(torch.nn.Linear):
@@ -131,3 +134,64 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
     tokens = torch.arange(5)[None]
     assert torch.equal(loaded(tokens).logits, policy(tokens).logits)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0 / (step + 1)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=9),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=20),
+    "chain": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+    def rates(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+            found.append(scheduler.get_last_lr()[0])
+        return found
+
+    policy = SavedPolicy()
+    optimizer = trained(policy)
+    scheduler = SCHEDULERS[kind](optimizer)
+    rates(scheduler, optimizer)
+    state = TrainerState(step=1, weights_version=1)
+    saved = save_checkpoint(tmp_path, state, policy, optimizer, scheduler=scheduler)
+    restored = torch.optim.AdamW(policy.parameters())
+    scheduler_again = SCHEDULERS[kind](restored)
+    load_checkpoint(saved, restored, scheduler_again)
+    assert rates(scheduler_again, restored) == rates(scheduler, optimizer)
+    assert len(set(rates(scheduler, optimizer))) > 1 or kind == "milestones"
+
+
+def test_a_checkpoint_without_a_scheduler_is_refused_by_one(tmp_path: Path) -> None:
+    saved, policy = save(tmp_path, 1), SavedPolicy()
+    optimizer = trained(policy)
+    with pytest.raises(ConfigError, match="step_000001 was saved without a scheduler"):
+        load_checkpoint(saved, optimizer, SCHEDULERS["cosine"](optimizer))
+
+
+def test_a_runs_own_state_comes_back(tmp_path: Path) -> None:
+    policy = SavedPolicy()
+    optimizer, state = trained(policy), TrainerState(step=1, weights_version=1)
+    own = {"average": torch.arange(3.0), "best": 0.5, "names": ["a", None], "at": {2: (1, 2)}}
+    saved = save_checkpoint(tmp_path, state, policy, optimizer, own_state=own)
+    again = read_own_state(saved)
+    assert torch.equal(again.pop("average"), own.pop("average"))
+    assert again == own
+    assert read_own_state(save(tmp_path, 2)) is None
+
+
+def test_objects_of_ones_own_classes_are_refused_before_the_checkpoint_is_there(
+    tmp_path: Path,
+) -> None:
+    policy, state = SavedPolicy(), TrainerState(step=1, weights_version=1)
+    with pytest.raises(ConfigError, match="own_state holds more than tensors"):
+        save_checkpoint(tmp_path, state, policy, trained(policy), own_state={"path": tmp_path})
+    assert find_checkpoint(tmp_path) is None

@@ -97,6 +97,7 @@ def test_flags_and_keys_of_hydra_pass() -> None:
     [
         ("engine.enable_prefix_cachin=true", "did you mean engine.enable_prefix_caching"),
         ("engin.device=cpu", "unknown config key engin; did you mean engine"),
+        ("enable_prefix_caching=1", "did you mean engine.enable_prefix_caching?"),
     ],
 )
 def test_unknown_keys_are_refused_before_hydra_sees_them(argument: str, message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from rollout.engine.state import EngineState
@@ -15,8 +16,8 @@ from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import MetricsLogger
 from trainer_hooks.jobs import Dashboard, write_run_picture
 from trainer_hooks.jobs.charts import curve_lines, share_bar
-from trainer_hooks.jobs.dashboard import minutes
-from trainer_hooks.jobs.dashboard_picture import main, write_dashboard_picture
+from trainer_hooks.jobs.dashboard_picture import main
+from trainer_hooks.metrics.stage_clock import minutes
 
 NUM_STEPS = 200
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"
@@ -62,9 +63,9 @@ def made_up_engines() -> dict[str, Any]:
     }
 
 
-def text_of(dashboard: Dashboard) -> str:
-    console = Console(file=io.StringIO(), width=110)
-    console.print(dashboard.render())
+def text_of(dashboard: Dashboard, width: int = 110, height: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(dashboard.render(width, height))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -85,8 +86,8 @@ def test_a_terminal_shows_reward_staleness_time_engines_producer_and_rates() -> 
     dashboard.close()
     shown = text_of(dashboard)
     for part in (
-        "step 3/200", "weights version 2", "now 0.2", "12,750 tokens/s", "engines idle 3%",
-        "57%", "train 75", "wait 7", "running", "paused", "118", "num waiting batches", "96",
+        "step 3/200", "weights version 2", "now 0.2", "12,750 tokens/s", "engines, 3% idle",
+        "57%", "train 75%", "wait 8%", "running", "paused", "118", "1 waiting batches", "96 groups",
     ):  # fmt: skip
         assert part in shown, part
     assert "weights version 2" in output.getvalue()
@@ -113,6 +114,35 @@ def test_a_histogram_that_got_shorter_leaves_no_old_bins() -> None:
     assert "100%" in text_of(dashboard)
 
 
+def test_a_count_that_a_row_lacks_is_zero_again() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    dashboard.show({"rollouts/num_groups": 8, "rollouts/filtered/too_long": 3})
+    assert "8 groups, 3 filtered: too long" in text_of(dashboard)
+    dashboard.show({"producer/max_staleness_versions": 3, "producer/ess": 0.875})
+    assert "3 filtered: too long, bound 3 versions (effective sample size 88%)" in text_of(
+        dashboard
+    )
+    dashboard.show({"rollouts/num_groups": 8})
+    assert "filtered" not in text_of(dashboard)
+
+
+def test_a_batch_whose_rollouts_all_failed_has_no_reward_to_draw() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
+    dashboard.show({"trainer/step": 1, "reward": math.nan})
+    assert "no step yet" in text_of(dashboard)
+    dashboard.show({"trainer/step": 2, "reward": 0.25})
+    dashboard.show({"trainer/step": 3, "reward": math.nan})
+    dashboard.close()
+    assert "now 0.250" in text_of(dashboard)
+
+
+def test_the_curve_of_a_resumed_run_goes_on() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    dashboard.recall([{"reward": 0.75}, {"reward": None}, {"eval/greedy_reward": 0.5}])
+    dashboard.show({"trainer/step": 7, "reward": 0.25})
+    assert "now 0.250   best 0.750   held out 0.500" in text_of(dashboard)
+
+
 def test_values_that_are_missing_or_none_are_left_out() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.show({"trainer/step": 1, "reward": None, "timing_share/train": None})
@@ -121,6 +151,72 @@ def test_values_that_are_missing_or_none_are_left_out() -> None:
     assert "no step yet" in shown
     assert "no tokens yet" in shown
     assert "5" in shown
+
+
+def long_samples() -> list[dict[str, Any]]:
+    return [
+        {
+            "trainer/step": 3,
+            "prompt": "想一想 " * 200,
+            "reward": 0.5,
+            "rewards": {"right": 1.0, "length": None},
+            "advantage": 0.25,
+            "spans": [[2, "word " * 300], [None, "\x1b[2Jcleared"], [3, f"end{i}"]],
+            "num_tokens": 312,
+            "mean_lag": 0.5,
+            "finish_reason": "stop",
+        }
+        for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "num_samples"), [(80, 23, 1), (80, 30, 2), (120, 39, 3), (200, 49, 3)]
+)
+def test_it_fits_the_terminal_and_gives_samples_the_lines_that_are_left(
+    width: int, height: int, num_samples: int
+) -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()), num_steps=NUM_STEPS)
+    for row in made_up_rows(30):
+        dashboard.show(row)
+    dashboard.show_engines({"own": made_up_engines()["0"]})
+    dashboard.show_progress(312, 512)
+    dashboard.show_samples(long_samples())
+    lines = text_of(dashboard, width, height).splitlines()
+    assert len(lines) <= height
+    assert {cell_len(line) for line in lines} == {width}
+    shown = "\n".join(lines)
+    for part in ("312 of 512 rollouts", "tokens/s trained on", "running", "■ train"):
+        assert part in shown, part
+    assert shown.count("reward 0.500  (right 1.000, length -)") == num_samples
+    assert "\x1b" not in shown, "a completion cannot steer the terminal"
+    assert ("␛[2Jcleared" in shown) == (num_samples == 3), "the middle is left out"
+
+
+def test_many_engines_and_bins_are_counted_together_where_lines_are_few() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    dashboard.show({"reward": 0.5, **{f"policy_staleness/hist/{age}": 10 for age in range(10)}})
+    engine = made_up_engines()["0"]
+    dashboard.show_engines({str(rank): engine for rank in range(40)})
+    shown = text_of(dashboard, 80, 24)
+    assert "and 36 more" in shown
+    assert "3+" in shown
+    assert "70%" in shown, "ages 3 to 9"
+    assert "and" not in text_of(dashboard).split("and producer")[1]
+
+
+def test_an_engine_shows_its_rate_and_how_full_its_cache_is() -> None:
+    now = [0.0]
+    dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
+    first = replace(made_up_engines()["0"], num_blocks_used=30, num_blocks_total=40)
+    dashboard.show_engines({"0": first})
+    assert " 75% " in text_of(dashboard)
+    for total in (1_000, 3_000, 500):  # the last is a new engine's, which counts from 0
+        dashboard.show_engines({"0": replace(first, num_sampled_tokens=total)})
+        now[0] += 2.0
+    assert "1,000" not in text_of(dashboard)
+    dashboard.show_engines({"0": replace(first, num_sampled_tokens=1_500)})
+    assert " 500 " in text_of(dashboard), "1,000 tokens in two seconds"
 
 
 def test_a_curve_is_as_wide_as_asked_and_labelled_with_its_range() -> None:
@@ -135,22 +231,18 @@ def test_a_curve_is_as_wide_as_asked_and_labelled_with_its_range() -> None:
 def test_a_bar_of_shares_has_one_width_whatever_the_shares() -> None:
     console = Console(file=io.StringIO(), width=200)
     for shares in ({"train": 1.0}, {"train": 1 / 3, "wait": 1 / 3, "other": 1 / 3}):
-        console.print(share_bar(shares))
+        console.print(share_bar(shares, 72))
     bars = [line for line in console.file.getvalue().splitlines() if "█" in line]  # type: ignore[attr-defined]
     assert [bar.count("█") for bar in bars] == [72, 72]
 
 
-def test_the_picture_of_the_docs_is_what_the_dashboard_draws(tmp_path: Path) -> None:
-    path = tmp_path / "dashboard.svg"
-    write_dashboard_picture(
-        path,
-        made_up_rows(),
-        title="GRPO, made-up numbers",
-        num_steps=NUM_STEPS,
-        engines=made_up_engines(),
-    )
-    assert words_of(path) == words_of(PICTURE)
-    assert "reward" in words_of(PICTURE)
+def test_the_pictures_of_the_docs_are_of_this_dashboard_and_small() -> None:
+    # `scripts/run_pictures.py` draws them again.
+    panels = "reward policy staleness, tokens time of a step engines, and producer samples"
+    assert set(panels.split()) <= set(words_of(PICTURE))
+    assert {"training", "generating", "evaluating"} & set(words_of(PICTURE))
+    for name in ("dashboard.svg", "report.png", "report-samples.png", "run.png"):
+        assert PICTURE.with_name(name).stat().st_size < 300_000, name
 
 
 def test_a_picture_can_be_drawn_from_a_file_of_metrics(tmp_path: Path, monkeypatch: Any) -> None:
@@ -167,13 +259,14 @@ def test_a_stage_shows_the_rollouts_of_the_next_batch_and_how_long_the_rest_take
     dashboard.start_stage("GRPO", 20)
     dashboard.show({"trainer/step": 11})  # a resumed run's first step
     dashboard.show({"trainer/step": 12, "reward": 0.5})
-    dashboard.show_progress(312, 512)
+    dashboard.show_progress(312, 512, "train")
     now[0] += 130.0
     shown = text_of(dashboard)
     assert "312 of 512 rollouts" in shown
-    assert "elapsed 2:10, left about 8:40" in shown  # 2 steps took 130 s, 8 are left
+    assert "training" in shown
+    assert "elapsed 2:10, left 8:40" in shown  # 2 steps took 130 s, 8 are left
     dashboard.show({"trainer/step": 13})
-    assert "rollouts" not in text_of(dashboard).splitlines()[0], "a new step begins"
+    assert " 0 of 512 rollouts" in text_of(dashboard), "a new step begins"
     assert (minutes(7), minutes(3787)) == ("0:07", "1:03:07")
 
 

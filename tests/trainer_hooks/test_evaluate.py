@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +19,9 @@ from tests.tiny_models import IS_LONG, prompt_of
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.producer import AsyncRolloutProducer, ScopedLLM
 from trainer_hooks.rewards import RewardFunctionError
+from trainer_hooks.rollouts import Rollout
 
 PROMPTS = [{"prompt": [i, i], "level": i} for i in range(4)]
 
@@ -198,3 +200,41 @@ def test_pass_at_k_and_the_majority_are_of_the_samples_of_each_prompt() -> None:
 def test_more_samples_than_are_drawn_cannot_pass() -> None:
     with pytest.raises(ConfigError, match=r"pass_at=\[8\] must be from 1 to n=4"):
         run_virtually(evaluate(FakeLLM(), PROMPTS, by_level, n=4, pass_at=(8,)))
+
+
+def test_turns_of_different_prompts_have_different_seeds() -> None:
+    async def two_turns(llm: ScopedLLM, prompt: Any) -> Rollout:
+        first = await llm.generate(prompt)
+        second = await llm.generate([*prompt, *first.generated_tokens])
+        return Rollout([first, second], reward=float(len(prompt)))
+
+    llm = FakeLLM()
+    metrics = run_virtually(evaluate(llm, PROMPTS, None, n=2, rollout_fn=two_turns))
+    assert len(set(llm.seeds)) == len(llm.seeds) == len(PROMPTS) * 2 * 2
+    assert metrics["eval/reward"] == sum(len(row["prompt"]) for row in PROMPTS) / len(PROMPTS)
+
+
+@pytest.mark.parametrize("num_right", range(7))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
+    num_right: int,
+) -> None:
+    """The unbiased estimator, beside the product that its source computes it by.
+
+    Chen et al. 2021, arXiv 2107.03374, eq. 1 and fig. 3.
+    """
+    num_samples, ks = 6, (1, 2, 3, 5, 6)
+
+    async def first_ones_right(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [float(i < num_right) for i in range(len(completion_ids))]
+
+    found = run_virtually(
+        evaluate(FakeLLM(), PROMPTS[:1], first_ones_right, n=num_samples, pass_at=ks)
+    )
+    for k in ks:
+        choices = list(itertools.combinations(range(num_samples), k))
+        share = sum(min(chosen) < num_right for chosen in choices) / len(choices)
+        num_wrong = num_samples - num_right
+        product = math.prod(1 - k / i for i in range(num_wrong + 1, num_samples + 1))
+        by_source = 1.0 - product if num_wrong >= k else 1.0
+        assert found[f"eval/pass@{k}"] == pytest.approx(share, abs=1e-12)
+        assert found[f"eval/pass@{k}"] == pytest.approx(by_source, abs=1e-12)

@@ -83,6 +83,13 @@ def test_failed_rollouts_are_in_no_group_statistics() -> None:
     assert metrics["completions/clipped_ratio"] == 0.0
 
 
+def test_a_batch_in_which_no_rollout_has_a_turn_has_metrics() -> None:
+    rollouts = [Rollout([], failure="reset_error") for _ in range(2)]
+    metrics = rollout_metrics(collate_rollouts(rollouts, [None, None], 3), 2)
+    assert metrics["failed_fraction"] == 1.0
+    assert metrics["policy_staleness/num_mixed_rollouts"] == 0
+
+
 def test_equal_rewards_that_floats_cannot_hold_are_flat_all_the_same() -> None:
     requests = [finished_request([1], [2], versions=[0]) for _ in range(7)]
     metrics = rollout_metrics(collate_rollouts(requests, [0.1] * 7, train_version=0), 7)

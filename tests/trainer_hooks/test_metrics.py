@@ -16,6 +16,7 @@ from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.jobs.curve import running_mean, write_reward_curve
 from trainer_hooks.metrics import (
+    JsonlWriter,
     ProgressView,
     read_jsonl,
     rollout_metrics,
@@ -71,15 +72,41 @@ def test_rows_that_are_not_whole_groups_are_refused() -> None:
         rollout_metrics(batch, group_size=2)
 
 
+def test_a_stage_has_a_view_of_its_own_and_the_same_files(tmp_path: Path) -> None:
+    outputs = {name: io.StringIO() for name in ("run", "stage")}
+    views = {
+        name: ProgressView(Console(file=output, width=100), line_interval=1)
+        for name, output in outputs.items()
+    }
+    with MetricsLogger(jsonl=tmp_path / "m.jsonl", console=views["run"]) as logger:
+        with logger.shown_by(views["stage"]):
+            views["stage"].start_stage("warm-up", 2)
+            logger.log({"loss": 1.0}, step=1)
+        views["run"].start_stage("GRPO", 2)
+        logger.log({"loss": 2.0}, step=2)
+    assert [row["loss"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1.0, 2.0]
+    assert outputs["stage"].getvalue().startswith("warm-up 1/2")
+    assert outputs["run"].getvalue().startswith("GRPO 2/2")
+
+
+def test_numbers_that_are_not_finite_and_what_json_lacks_leave_a_row_readable(
+    tmp_path: Path,
+) -> None:
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    writer.log({"a": math.inf, "b": {"c": [math.nan, 1.0]}, "d": Path("x")})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"a": None, "b": {"c": [None, 1.0]}, "d": "x"}]
+
+
 def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:
     run, output = FakeWandbRun(), io.StringIO()
-    view = ProgressView(Console(file=output, width=100), line_interval=1)
+    view = ProgressView(Console(file=output, width=100), line_interval=1, clock=lambda: 0.0)
     view.start_stage("GRPO", 2)
     with MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run, console=view) as logger:
         logger.log({"reward": 0.25, "policy_staleness/mean": 0.5}, step=1, version=3)
     row = {"trainer/step": 1, "rollout/version": 3, "reward": 0.25, "policy_staleness/mean": 0.5}
     assert read_jsonl(tmp_path / "m.jsonl") == run.rows == [row]
-    assert output.getvalue().strip() == "GRPO 1/2  reward 0.250  staleness 0.50"
+    line = "GRPO 1/2  reward 0.250  staleness 0.50  elapsed 0:00, left 0:00"
+    assert output.getvalue().strip() == line
     assert run.exit_code == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,16 @@ from rollout.errors import ConfigError
 from tests.run_seed import run_seed
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.trainer_hooks.fakes import finished_request
-from trainer_hooks import PolicyLossConfig, RolloutBatch, collate_rollouts, policy_loss
+from trainer_hooks import PolicyLossConfig, Rollout, RolloutBatch, collate_rollouts, policy_loss
 from trainer_hooks.logprobs import token_logprobs
 from trainer_hooks.micro_batches import (
-    ReferencePolicy,
     UpdateSettings,
     accumulate_gradients,
     fixed_logprobs,
     split_by_tokens,
     update_policy,
 )
+from trainer_hooks.reference import ReferencePolicy
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -99,6 +100,28 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(
     for ours, theirs in zip(gradients(policy), expected, strict=True):
         assert_close(ours, theirs, **EXACT)
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_metrics_are_those_of_the_whole_batch(policy: Any, is_packed: bool) -> None:
+    batch, columns = random_batch().without_truncated(), columns_of(random_batch())
+    generator = torch.Generator().manual_seed(run_seed() + 2)
+    shape = batch.tokens_BT.shape
+    columns["proximal_logprobs_BT"] = -torch.rand(shape, generator=generator) - 4.0
+    batch = replace(
+        batch,
+        policy_lag_BT=torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
+        kv_lag_BT=torch.rand(shape, generator=generator),
+    )
+    config = PolicyLossConfig(kind="dapo", kl_coefficient=0.1, max_sequence_kl=0.3)
+    found = []
+    for max_tokens in (None, 33):
+        settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed)
+        metrics = accumulate_gradients(policy, batch, dict(columns), config, settings)
+        found.append({k: v for k, v in metrics.items() if "eff_sample_size" not in k})
+    assert found[0].keys() == found[1].keys()
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+    assert any(name.startswith("by_lag/policy_2-3") for name in found[0])
 
 
 def test_iterations_are_passes_over_the_batch_around_the_same_old_log_probs(policy: Any) -> None:
@@ -178,3 +201,25 @@ def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
 def test_a_rollout_that_is_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens=8 is less than the 9 tokens of a rollout"):
         split_by_tokens(torch.tensor([3, 9]), 8)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rollouts_without_a_turn_cost_no_pass(policy: Any, is_packed: bool) -> None:
+    failed = Rollout([], failure="step_timeout")
+    turn = finished_request([1, 2], [3, 4, 5], versions=[0] * 3, logprobs=[-4.0] * 3)
+    batch = collate_rollouts([failed, turn, failed], [None, 1.0, None], train_version=0)
+    settings = UpdateSettings(max_tokens=5, is_packed=is_packed)
+    logprobs_BT = fixed_logprobs(policy, batch, settings)
+    assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 4, 0]
+
+
+def test_minibatches_are_of_rollouts_with_a_trained_token(policy: Any) -> None:
+    """The others have no gradient: their steps would be of the optimizer's momentum alone."""
+    batch = random_batch().without_truncated()  # the first failed, the last was cut
+    parts = batch.split_rollouts(3)
+    assert sorted(torch.cat(parts).tolist()) == [1, 2, 3, 4, 5, 6]
+    assert [len(rows) for rows in parts] == [2, 2, 2]
+    nothing = replace(batch, mask_BT=torch.zeros_like(batch.mask_BT))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
+    config, settings = PolicyLossConfig(kind="dapo"), UpdateSettings()
+    assert update_policy(policy, optimizer, nothing, columns_of(batch), config, settings) == []

@@ -1,4 +1,4 @@
-"""Samples of a run: which are shown, what is written, and the report that is made of them."""
+"""Samples of a run: which are shown, and what is written."""
 
 import io
 import math
@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from rich.console import Console
 
-from rollout.errors import ConfigError
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import (
     MetricsLogger,
@@ -23,9 +21,9 @@ from trainer_hooks import (
     TrainingBatch,
     collate_rollouts,
 )
-from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog, report
-from trainer_hooks.jobs.report import write_report
-from trainer_hooks.jobs.samples import chosen_rows, sample_of
+from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog
+from trainer_hooks.jobs.sample_text import visible
+from trainer_hooks.jobs.samples import chosen_rows, sample_of, texts_of
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.rewards import WeightedReward
 
@@ -110,7 +108,8 @@ def test_samples_go_to_the_file_each_step_and_to_people_at_the_interval(
     rows = read_jsonl(tmp_path / "completions.jsonl")
     assert [row["trainer/step"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     lines = output.getvalue().splitlines()
-    assert lines[0] == "step 1  reward 1.000  advantage +1.000  versions 1-2  lag 0.50"
+    figures = "step 1  reward 1.000  advantage +1.000  versions 1-2  lag 0.50  2 tokens, None"
+    assert lines[0] == figures
     assert [line.strip() for line in lines[1:3]] == ["ab", "> cd"]
     assert sum(line.startswith("step") for line in lines) == 2
     table = run.rows[-1]["completions"]
@@ -131,41 +130,16 @@ def test_a_file_that_gets_too_large_is_renamed_and_a_resume_cuts_both(tmp_path: 
     assert read_jsonl(path) == []
 
 
-def write_run(directory: Path) -> None:
-    with MetricsLogger(jsonl=directory / "metrics.jsonl") as logger:
-        logger.log({"eval/greedy_reward": 0.1}, step=0, version=0)
-        for step in (1, 2):
-            row = {"reward": step / 4, "rewards/a<b/mean": 0.5, "timing_share/train": 0.75}
-            shares = {"timing_share/wait": 0.25, "timing_s/step": 2.0, "train/loss": math.nan}
-            ages = {"policy_staleness/hist/0": 3, "policy_staleness/hist/1": 1}
-            logger.log({**row, **shares, **ages}, step=step, version=step)
-    file = JsonlWriter(directory / "completions.jsonl")
-    batch = batch_of([1.0, math.nan], train_version=5)
-    for row in (0, 1):
-        file.log(sample_of(2, batch, row, torch.tensor([0.5, math.nan]), Letters()))
-    file.close()
+def test_a_character_whose_bytes_two_versions_sampled_is_whole_in_the_later_span() -> None:
+    class Bytes:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    tokens = list("a é🎉".encode())
+    assert texts_of(tokens, [1, 2, 3, 2], Bytes()) == ["a", " ", "é", "🎉"]
+    assert texts_of(tokens[:-1], [3, 4], Bytes()) == ["a ", "é\ufffd"], "it was cut"
+    assert texts_of(tokens[:1], [1], Bytes()) == ["a"], "nothing was generated"
 
 
-def test_a_report_has_curves_ages_times_and_samples_and_is_well_formed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path)
-    monkeypatch.setattr("sys.argv", ["report", str(tmp_path), "--title", "GRPO & <own>"])
-    report.main()
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "GRPO &amp; &lt;own&gt;" in page
-    assert "rewards/a&lt;b/mean" in page
-    charts = [part.partition("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
-    for chart in charts:
-        ElementTree.fromstring(f"<svg{chart}")
-    assert len(charts) == 4, "reward with its evaluation, terms, ages, times; no loss was finite"
-    assert "title='version 1' style='background:#ffc2c2'>c</span>" in page
-    assert "reward 1.000" in page
-    assert "failed" in page
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
-
-
-def test_a_report_of_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no metrics"):
-        write_report(tmp_path)
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert visible("a\tb\n\x1b[2J\x00\x7f\x9b\ud800") == "a\tb\n␛[2J␀␡\ufffd\ufffd"

@@ -5,10 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from tests.trainer_hooks.fakes import finished_request
+from tests.trainer_hooks.test_samples import Letters, batch_of
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import MetricsLogger, collate_rollouts
+from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog
 from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
 from trainer_hooks.metrics.time_account import TimeAccount
 from trainer_hooks.metrics.wandb_run import where_to_look
@@ -59,17 +63,33 @@ def test_an_offline_run_read_back_holds_every_metric_of_the_jsonl(tmp_path: Path
     assert parts == {"values": [2, 0, 2], "bins": [-0.5, 0.5, 1.5, 2.5]}
 
 
-def test_a_table_of_an_offline_run_is_read_back_whole_and_tags_are_kept(tmp_path: Path) -> None:
+def test_samples_of_an_offline_run_are_read_back_from_its_tables_and_tags_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = start_wandb_run(
         project="test", name="table", directory=tmp_path / "run", config={}, tags=["sums"]
     )
     assert run.tags == ("sums",)
     assert where_to_look(run).startswith("W&B, offline: wandb sync ")
-    with MetricsLogger(wandb=run) as logger:
-        logger.log({"reward": 0.5}, step=3, version=2)
-        logger.log_table("completions", ["prompt", "reward"], [["2 + 2", 1.0], ["é", 0.0]])
-    (drawn,) = [row for row in read_history(tmp_path / "run") if "completions/path" in row]
-    assert drawn["trainer/step"] == 3
+    assert "WARNING" not in capsys.readouterr().err
+    settings = LoggerSettings(num_samples=2, sample_interval=2, num_completions=4)
+    with (
+        MetricsLogger(wandb=run) as logger,
+        SampleLog(tmp_path, Letters(), settings, Dashboard(Console(quiet=True)), logger) as samples,
+    ):
+        for step in (1, 2, 3, 4):
+            logger.log({"reward": 0.5}, step=step, version=step)
+            samples.log(step, batch_of([1.0, 0.0, 0.5, 0.25]), torch.ones(4))
+    drawn = [row for row in read_history(tmp_path / "run") if "completions/path" in row]
+    assert [row["trainer/step"] for row in drawn] == [1, 2, 4]
     files = next((tmp_path / "run").glob("wandb/offline-run-*/files"))
-    table = json.loads((files / drawn["completions/path"]).read_text())
-    assert table == {"columns": ["prompt", "reward"], "data": [["2 + 2", 1.0], ["é", 0.0]]}
+    table = json.loads((files / drawn[-1]["completions/path"]).read_text())
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert [(row["completion"], row["reward"], row["versions"]) for row in rows] == [
+        ("cd", 1.0, "1-2"),
+        ("cd", 0.25, "1-2"),
+    ]
+    written = read_jsonl(tmp_path / "completions.jsonl")[-4:]
+    for row, index in zip(rows, (0, 3), strict=True):
+        shared = {name: row[name] for name in ("trainer/step", "prompt", "advantage", "mean_lag")}
+        assert shared == {name: written[index][name] for name in shared}

@@ -14,6 +14,8 @@ from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interru
 from trainer_hooks.jobs.samples import SampleLog
 from trainer_hooks.jobs.settings import (
     DataSettings,
+    EvaluationSettings,
+    FunctionSettings,
     LoggerSettings,
     ModelSettings,
     ProducerSettings,
@@ -27,6 +29,8 @@ from trainer_hooks.jobs.settings import (
 __all__ = [
     "Dashboard",
     "DataSettings",
+    "EvaluationSettings",
+    "FunctionSettings",
     "LoggerSettings",
     "ModelSettings",
     "ProducerSettings",

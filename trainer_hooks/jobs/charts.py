@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -10,10 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollout.engine.reports import EngineStats
+from rollout.engine.state import EngineState
 from trainer_hooks.metrics.histogram import NUM_BINS
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_SHARE_BAR_WIDTH = 72
+_RATE_WINDOW = 8  # reports of an engine, over which its tokens per second are taken
+_KV_BAR_WIDTH = 10
 _SHARE_STYLES = {
     "generate": "green",
     "train": "blue",
@@ -26,12 +30,14 @@ _SHARE_STYLES = {
     "evaluate": "bright_green",
 }
 _OTHER_STYLE = "bright_black"
+_GAP = "   "
 
 
 def curve_lines(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`values` as columns of eighths, `height` lines of up to `width` cells, with the scale.
+    """`values` as columns of eighths, `height` lines of `width` cells, with the scale.
 
-    More values than cells: each cell is the mean of those it stands for.
+    More values than cells: each cell is the mean of those it stands for. Fewer: a value takes
+    several cells.
     """
     cells = _resample(values, width)
     low, high = min(cells), max(cells)
@@ -49,46 +55,122 @@ def curve_lines(values: Sequence[float], width: int, height: int) -> list[str]:
 
 def _resample(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
-        return list(values)
+        return [values[i * len(values) // width] for i in range(width)]
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     parts = [values[start:end] for start, end in pairwise(edges)]
     return [sum(part) / len(part) for part in parts]
 
 
-def histogram_table(counts: Mapping[int, int]) -> Table:
-    """One line per bin: its value, a bar, its share and its count."""
+def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
+    """One line per bin: its value, a bar and its share; the last stands for all that follow."""
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(justify="right")
     table.add_column(ratio=1)
     table.add_column(justify="right")
-    total, largest = sum(counts.values()), max(counts.values())
-    for value, count in sorted(counts.items()):
+    bins = sorted(counts.items())
+    if len(bins) > num_lines:
+        rest = bins[num_lines - 1 :]
+        bins = [*bins[: num_lines - 1], (rest[0][0], sum(count for _, count in rest))]
+    is_open = len(bins) < len(counts) or bins[-1][0] == NUM_BINS
+    total, largest = sum(counts.values()), max(count for _, count in bins)
+    for value, count in bins:
         table.add_row(
-            f"{value}+" if value == NUM_BINS else str(value),
-            ProgressBar(total=max(largest, 1), completed=count, complete_style="cyan"),
+            f"{value}+" if is_open and value == bins[-1][0] else str(value),
+            ProgressBar(
+                total=max(largest, 1), completed=count, complete_style="cyan", finished_style="cyan"
+            ),
             f"{count / max(total, 1):.0%}",
         )
     return table
 
 
-def share_bar(shares: Mapping[str, float]) -> RenderableType:
-    """Shares side by side in one bar, and what each colour means; largest first."""
-    present = [(name, share) for name, share in shares.items() if share >= 0.001]
+def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
+    """Shares in one bar of `width` cells, and what each colour means; largest first."""
+    present = [(name, share) for name, share in shares.items() if share >= 0.005]
     ordered = sorted(present, key=lambda item: -item[1])
-    bar, legend = Text(no_wrap=True, overflow="crop"), Text()
-    for (name, share), width in zip(ordered, _cell_counts([s for _, s in ordered]), strict=True):
+    bar, pieces = Text(no_wrap=True, overflow="crop"), []
+    counts = _cell_counts([share for _, share in ordered], width)
+    for (name, share), num_cells in zip(ordered, counts, strict=True):
         style = _SHARE_STYLES.get(name, _OTHER_STYLE)
-        bar.append("█" * width, style=style)
-        legend.append("■ ", style=style)
-        legend.append(f"{name} {share:.1%}   ")
-    return Group(bar, legend)
+        bar.append("█" * num_cells, style=style)
+        pieces.append(Text.assemble(("■ ", style), f"{name} {share:.0%}"))
+    return Group(bar, flowed(pieces, width))
 
 
-def _cell_counts(shares: Sequence[float]) -> list[int]:
+def flowed(pieces: Sequence[Text], width: int) -> Text:
+    """Pieces side by side, three spaces apart, in lines of up to `width` cells; none is parted."""
+    lines: list[Text] = []
+    for piece in pieces:
+        if lines and lines[-1].cell_len + len(_GAP) + piece.cell_len <= width:
+            lines[-1].append(_GAP).append_text(piece)
+        else:
+            lines.append(piece.copy())
+    return Text("\n").join(lines)
+
+
+def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
     """Cells of each share, by rounding the running sum: they sum to the sum of all shares."""
     counts, running, drawn = [], 0.0, 0
     for share in shares:
         running += share
-        counts.append(round(running * _SHARE_BAR_WIDTH) - drawn)
+        counts.append(round(running * width) - drawn)
         drawn += counts[-1]
     return counts
+
+
+class EngineRates:
+    """Tokens per second of each engine, over its latest reports."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, deque[tuple[float, int]]] = {}
+
+    def add(self, name: str, stats: EngineStats, now_s: float) -> None:
+        """Take one report of an engine. One that was started again counts from 0."""
+        reports = self._reports.setdefault(name, deque(maxlen=_RATE_WINDOW))
+        if reports and reports[-1][1] > stats.num_sampled_tokens:
+            reports.clear()
+        reports.append((now_s, stats.num_sampled_tokens))
+
+    def tokens_per_s(self, name: str) -> float | None:
+        """Sampled tokens per second; None before the second report."""
+        reports = self._reports.get(name)
+        if not reports or reports[-1][0] == reports[0][0]:
+            return None
+        (start_s, before), (end_s, after) = reports[0], reports[-1]
+        return (after - before) / (end_s - start_s)
+
+
+def engine_table(
+    engines: Mapping[str, EngineStats], rates: EngineRates, num_lines: int | None = None
+) -> Table:
+    """One line per engine: its state, its requests, how full its KV cache is, its rate.
+
+    `num_lines`: how many engines are shown at most, before a line that counts the others.
+    """
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for column in ("engine", "state", "requests", "waiting", "KV cache", "tokens/s", "version"):
+        is_text = column in ("engine", "state", "KV cache")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    for name, stats in list(engines.items())[:num_lines]:
+        is_running = stats.state is EngineState.RUNNING
+        rate = rates.tokens_per_s(name) if is_running else None
+        table.add_row(
+            name,
+            Text(stats.state.value, style="green" if is_running else "yellow"),
+            f"{stats.num_running + stats.num_paused:,}",
+            f"{stats.num_waiting:,}",
+            _kv_bar(stats),
+            "-" if rate is None else f"{rate:,.0f}",
+            str(stats.weights_version),
+        )
+    if num_lines is not None and len(engines) > num_lines:
+        table.add_row(f"and {len(engines) - num_lines:,} more", style="dim")
+    return table
+
+
+def _kv_bar(stats: EngineStats) -> Text:
+    share = stats.num_blocks_used / max(stats.num_blocks_total, 1)
+    num_cells = min(round(share * _KV_BAR_WIDTH), _KV_BAR_WIDTH)
+    bar = Text("█" * num_cells, style="cyan")
+    bar.append("░" * (_KV_BAR_WIDTH - num_cells), style="dim")
+    return bar.append(f" {share:4.0%}", style="default")

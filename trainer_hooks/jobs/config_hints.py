@@ -8,7 +8,7 @@ _NUM_MINIBATCHES = "algorithm.num_minibatches"
 _MAX_NEW_TOKENS = "algorithm.max_new_tokens"
 _TEMPERATURE = "algorithm.temperature"
 _NORMALIZATION = "algorithm.advantage_normalization"
-_KIND = "the kind of loss, chosen with its group: algorithm=grpo, dapo, dr_grpo, gspo, cispo, rloo"
+_KIND = "the kind of loss, chosen with its group: algorithm=grpo, dapo, dr_grpo, gspo, cispo, ..."
 _EPSILON = "algorithm.loss.epsilon_low and algorithm.loss.epsilon_high"
 _EPSILON_HIGH = "algorithm.loss.epsilon_high"
 _KL = "algorithm.loss.kl_coefficient"
@@ -17,6 +17,11 @@ _LEARNING_RATE = "trainer.learning_rate"
 _WARMUP_STEPS = "trainer.warmup_steps"
 _NUM_STEPS = "trainer.num_steps"
 _GRAD_NORM = "trainer.max_grad_norm"
+_NUM_ITERATIONS = "algorithm.num_iterations"
+_ENTROPY = "algorithm.loss.entropy_coefficient"
+_REWARD_KL = "algorithm.reward_kl_coefficient"
+_SYNC_INTERVAL = "algorithm.reference.sync_interval"
+_SCHEDULER = "trainer.scheduler.path, with trainer.scheduler.options,"
 _CHECKPOINTS = "trainer.checkpoint_interval"
 
 _TRL = {
@@ -30,6 +35,14 @@ _TRL = {
     "epsilon": _EPSILON,
     "epsilon_high": f"{_EPSILON_HIGH} (for cispo the cap less 1)",
     "delta": _DUAL_CLIP,
+    "num_iterations": _NUM_ITERATIONS,
+    "mask_truncated_completions": "algorithm.mask_truncated_completions",
+    "entropy_coef": _ENTROPY,
+    "off_policy_mask_threshold": "algorithm.loss.max_sequence_kl",
+    "sync_ref_model": f"set by {_SYNC_INTERVAL}",
+    "ref_model_sync_steps": _SYNC_INTERVAL,
+    "ref_model_mixup_alpha": "algorithm.reference.sync_weight",
+    "lr_scheduler_type": _SCHEDULER,
     "beta": _KL,
     "temperature": _TEMPERATURE,
     "max_completion_length": _MAX_NEW_TOKENS,
@@ -53,10 +66,19 @@ _VERL = {
     "actor.loss_agg_mode": "algorithm.loss.aggregation, which the kind of loss chooses,",
     "actor.loss_scale_factor": "algorithm.loss.max_completion_length",
     "actor.grad_clip": _GRAD_NORM,
+    "actor.entropy_coeff": _ENTROPY,
+    "actor.ppo_epochs": _NUM_ITERATIONS,
+    "actor.ppo_max_token_len_per_gpu": "algorithm.max_tokens_per_forward",
+    "actor.optim.lr_scheduler_type": _SCHEDULER,
+    "model.use_remove_padding": "algorithm.is_packed",
+    "algorithm.use_kl_in_reward": f"set by {_REWARD_KL}",
+    "algorithm.kl_ctrl.kl_coef": _REWARD_KL,
     "actor.optim.lr": _LEARNING_RATE,
     "actor.optim.lr_warmup_steps": _WARMUP_STEPS,
     "actor.ppo_mini_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
-    "algorithm.adv_estimator": f"{_NORMALIZATION} and algorithm.advantage_baseline",
+    "algorithm.adv_estimator": (
+        f"{_NORMALIZATION}, algorithm.advantage_baseline and algorithm.advantage_estimator"
+    ),
     "algorithm.norm_adv_by_std_in_grpo": f"{_NORMALIZATION}=std or none",
     "data.train_batch_size": _GROUPS_PER_STEP,
     "data.max_response_length": _MAX_NEW_TOKENS,

@@ -7,7 +7,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -76,16 +76,24 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     )
 
 
-def unknown_key_error(key: str, known: Iterable[str], path: str = "") -> ConfigError:
-    """The error for a key that does not exist below `path`, where the keys `known` do.
+def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
+    """The error for a key that does not exist below `path`, where `known` keys of these types do.
 
-    It names our key for one of another system, or else the nearest key, or all keys.
+    It names our key for one of another system, or else where that key is one level below, the
+    nearest key, or all keys.
     """
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
-    known, name = sorted(known), key.partition(".")[0]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    remedy = f"did you mean {_join(path, nearest[0])}?" if nearest else f"known: {', '.join(known)}"
+    parts = {name: dataclass_of(inner) for name, inner in known.items()}
+    below = [n for n, part in parts.items() if part and key in init_field_types(part)]
+    if below:
+        places = " or ".join(_join(path, f"{name}.{key}") for name in below)
+        return ConfigError(f"unknown config key {_join(path, key)}; did you mean {places}?")
+    name = key.partition(".")[0]
+    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    remedy = f"known: {', '.join(sorted(known))}"
+    if nearest:
+        remedy = f"did you mean {_join(path, nearest[0])}?"
     return ConfigError(f"unknown config key {_join(path, name)}; {remedy}")
 
 

@@ -25,7 +25,7 @@ def write_reward_curve(
     axes = figure.add_subplot()
     _draw_rewards(axes, list(range(1, len(rewards) + 1)), rewards)
     axes.set(title=title, ylabel=ylabel)
-    axes.legend(loc="lower right")
+    _legend_below(axes)
     figure.savefig(path, dpi=150)
 
 
@@ -49,7 +49,7 @@ def write_run_picture(path: Path | str, rows: Sequence[Mapping[str, Any]], title
         label="held out, greedy",
     )
     reward.set(title="reward", ylabel="mean reward")
-    reward.legend(loc="lower right")
+    _legend_below(reward)
     ages: Counter[int] = Counter()
     for row in steps:
         ages.update(read_histogram(row, "policy_staleness"))
@@ -87,9 +87,15 @@ def _draw_seconds(axes: Any, numbers: Sequence[int], steps: Sequence[Mapping[str
     shown = [name for name in names if sum(seconds[name]) >= 0.01 * total]
     shown.sort(key=lambda name: -sum(seconds[name]))
     if shown:
-        axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown)
-        axes.legend(loc="upper right")
+        axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown, step="mid")
     axes.set(title="seconds of a step, by part", xlabel="training step", ylabel="seconds")
+    if shown:
+        _legend_below(axes)
+
+
+def _legend_below(axes: Any) -> None:
+    """Beside the curves, which a legend between them would hide."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
 
 
 def running_mean(values: Sequence[float], window: int = SMOOTHING_STEPS) -> list[float]:

@@ -35,7 +35,7 @@ def write_dashboard_picture(
         dashboard.show(row)
     dashboard.show_engines(engines or {})
     recorder = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    recorder.print(dashboard.render())
+    recorder.print(dashboard.render(WIDTH))
     # A fixed id: the same rows give the same file.
     recorder.save_svg(str(path), title=title, unique_id="dashboard")
 

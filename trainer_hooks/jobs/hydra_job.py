@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.syntax import Syntax
 
 from rollout.errors import ConfigError
+from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.jobs.config_loading import (
     as_plain,
     dataclass_by_name,
@@ -22,6 +23,7 @@ from trainer_hooks.jobs.config_loading import (
     load_dataclass,
     unknown_key_error,
 )
+from trainer_hooks.rewards import RewardFunctionError
 
 T = TypeVar("T")
 
@@ -37,7 +39,9 @@ def run_hydra_job(
 
     `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
     `shows_config`: whether a loaded config is printed at the start.
-    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
+    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message,
+    and so does a reward function or an environment that never succeeds, whose traceback is in
+    the log.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -46,7 +50,7 @@ def run_hydra_job(
             if shows_config(settings):
                 Console().print(config_report(settings))
             job(settings)
-        except ConfigError as error:
+        except (ConfigError, EnvironmentFailed, RewardFunctionError) as error:
             # For any other exception Hydra prints a traceback below the message.
             raise SystemExit(f"error: {error}") from error
 
@@ -81,9 +85,10 @@ def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
 
     Hydra knows only the keys that the YAML lists: a field left at its default there becomes
     `++key=value`, which Hydra takes. Where a group may be named by an import path, as in
-    reward=package.module:function, its dataclass says which overrides that stands for. Flags, other
-    `+`, `++` and `~` overrides, and Hydra's own keys pass. Raises ConfigError for a key that `kind`
-    does not have, as `load_dataclass` does.
+    reward=package.module:function, its dataclass says which overrides that stands for. `kind` may
+    name, in `PRESETS`, config groups that only choose keys of others: they pass, as do flags, other
+    `+`, `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for a key that `kind` does
+    not have, as `load_dataclass` does.
     """
     return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 
@@ -94,6 +99,8 @@ def _checked_override(argument: str, kind: type) -> list[str]:
         return [argument]
     part: type | None = kind
     by_name: type | None = None  # the dataclass of the entries, where the next name is free
+    if key in getattr(kind, "PRESETS", ()):
+        return [argument]
     names = key.split(".")
     for position, name in enumerate(names):
         if by_name is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import ConfigError
@@ -38,3 +41,23 @@ def import_object(path: str, setting: str) -> Any:
             raise ConfigError(f"{setting}={path}: {module.__name__} has no {name}")
         found = getattr(found, part)
     return found
+
+
+def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
+    """The function at `path` with the arguments `options`, or what a class makes of them.
+
+    `setting`: where both were given, as <setting>.path and <setting>.options. Raises ConfigError
+    for a path that names no function, and for options that it does not take.
+    """
+    function = import_object(path, f"{setting}.path")
+    try:
+        inspect.signature(function).bind_partial(**options)
+        if inspect.isclass(function):
+            function = function(**options)
+        elif options:
+            function = functools.partial(function, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{setting}.path={path} is no function")
+    return function

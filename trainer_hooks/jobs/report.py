@@ -7,104 +7,167 @@ from __future__ import annotations
 
 import argparse
 import html
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rollout.errors import ConfigError
-from trainer_hooks.jobs.samples import FILE_NAME, Sample, terms_text, versions_text
-from trainer_hooks.jobs.svg_charts import line_chart, stacked_chart
+from trainer_hooks.jobs.report_samples import NUM_STEPS, SAMPLE_STYLE, samples_section, spread
+from trainer_hooks.jobs.samples import FILE_NAME
+from trainer_hooks.jobs.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 from trainer_hooks.metrics.axes import TRAINER_STEP
-from trainer_hooks.metrics.histogram import read_histogram
-from trainer_hooks.metrics.jsonl import read_jsonl, rotated_path
+from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
+from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
+from trainer_hooks.metrics.stage_clock import minutes
 
 REPORT_NAME = "report.html"
-NUM_SAMPLES = 24
+WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
 # Title -> metrics of one chart, in the order of the page; a chart without values is left out.
 CURVES = {
     "reward": ("reward", "eval/greedy_reward"),
     "reward within a group, deviation": ("reward_std",),
     "rewards by term": ("rewards/*/mean",),
     "completion length, tokens": ("completions/mean_length", "completions/max_length"),
+    "share of completions cut": ("completions/clipped_ratio",),
     "entropy, nats": ("train/entropy",),
     "loss": ("train/loss",),
     "gradient norm": ("train/grad_norm",),
     "KL to the reference, nats": ("train/kl",),
     "share of tokens clipped": ("train/clip_ratio/region_mean",),
     "staleness, versions": ("policy_staleness/mean", "policy_staleness/max"),
+    "bound on staleness, versions": ("producer/max_staleness_versions",),
+    "effective sample size of a batch, share": ("producer/ess",),
+    "groups that were dropped or made again": ("rollouts/num_*_groups",),
+    "groups that were filtered, by reason": ("rollouts/filtered/*",),
+    "rollouts that failed, by fault": ("rollouts/num_failures/*",),
     "tokens per second": ("completions/tokens_per_s", "train/tokens_per_s"),
+    "warm-up: reward": ("warmup/reward",),
+    "warm-up: loss": ("warmup/loss",),
 }
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem;
-  color: #1b1b1b; background: #fff; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; font-size: .9rem; }
-svg { width: 100%; height: auto; }
-table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; }
-.sample { border-left: 3px solid #bbb; padding-left: .8rem; margin: 1rem 0; }
-.sample pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; }
-.prompt { color: #666; } .head { font-size: .85rem; }
-.span { border-radius: 3px; }
+WARMUP_STEP = "warmup/step"
+# Metrics of held-out prompts; those of a source are eval/<source>/<name>.
+EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
+_PAGE_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444; } }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
+  padding: 0 1rem; color: var(--text); background: var(--page); }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+nav a { margin-right: 1rem; color: inherit; }
+.charts { display: grid; gap: 1.4rem 1.2rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
+figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; font-size: .9rem; }
+.legend { font-size: .8rem; }
+table { border-collapse: collapse; }
+td, th { padding: .15rem .8rem .15rem 0; text-align: left; font-weight: 400; vertical-align: top; }
+th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
+.note { color: var(--quiet); }
 """
-# Ages 0, 1, 2, 3 and more of the weights that sampled; the last colour is of text of no version.
-_AGE_COLOURS = ("#d7efd7", "#fff1b8", "#ffd8a8", "#ffc2c2")
-_NO_VERSION_COLOUR = "#e3e3e3"
 
 
 def write_report(directory: Path | str, title: str | None = None) -> Path:
     """Write report.html from the metrics.jsonl and completions.jsonl of a run; returns its path.
 
+    A run that goes on, or was killed, has them as well.
     Raises ConfigError for a directory without metrics.
     """
     directory = Path(directory)
     if not (directory / "metrics.jsonl").exists():
         raise ConfigError(f"{directory} holds no metrics.jsonl; name the directory of a run")
     rows = read_jsonl(directory / "metrics.jsonl")
-    samples = _chosen(_read_samples(directory / FILE_NAME), NUM_SAMPLES)
+    samples = _samples_of_shown_steps(directory / FILE_NAME)
     path = directory / REPORT_NAME
     path.write_text(report_page(rows, samples, title or str(directory)), encoding="utf-8")
     return path
 
 
-def report_page(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample], title: str) -> str:
-    """The page. `rows`: of metrics.jsonl. It needs no other file and no network."""
+def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
+    """Those that the page chooses from: all of a long run would take gigabytes of memory."""
+    parts = [part for part in (rotated_path(path), path) if part.exists()]
+    steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
+    shown = set(spread(sorted(steps), NUM_STEPS))
+    return [s for part in parts for s in iterate_jsonl(part) if s[TRAINER_STEP] in shown]
+
+
+def report_page(
+    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
+) -> str:
+    """The page. `rows`: of metrics.jsonl; `samples`: of completions.jsonl. It needs no other file
+    and no network, and is well-formed XML as well.
+    """
     steps = [row for row in rows if row.get("reward") is not None]
+    sections = {
+        "Curves": _charts(_curves(rows)),
+        "Evaluation": _charts(_evaluations(rows)),
+        "Age of tokens and time": _charts(_lags_and_times(steps)),
+        "Samples": samples_section(samples),
+    }
+    present = {name: text for name, text in sections.items() if text}
+    links = " ".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in present)
     parts = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width'>",
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>",
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f"<title>{html.escape(title)}</title>",
+        f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        _summary_table(steps),
-        "<h2>Curves</h2><p>Over training steps.</p><div class='charts'>",
-        *_curves(rows),
-        "</div><h2>Age of the tokens trained on</h2>",
-        "<p>Shares of tokens by how many versions older than the trained weights those are that "
-        "sampled them.</p><div class='charts'>",
-        _figure("tokens by age", stacked_chart(*_lag_shares(steps))),
-        "</div><h2>Time of a step</h2><div class='charts'>",
-        _figure("share of the step", stacked_chart(*_time_shares(steps))),
-        "</div><h2>Samples</h2>",
-        _legend(),
-        *(_sample(sample) for sample in samples),
-        "</html>\n",
+        _summary_table(rows, steps),
+        f"<nav>{links}</nav>",
+        *(f'<h2 id="{_anchor(name)}">{name}</h2>{text}' for name, text in present.items()),
+        "</body></html>\n",
     ]
     return "\n".join(parts)
 
 
-def _summary_table(steps: Sequence[Mapping[str, Any]]) -> str:
-    if not steps:
-        return "<p>No step was trained.</p>"
-    first, last = steps[0], steps[-1]
-    seconds = sum(row.get("timing_s/step") or 0.0 for row in steps)
-    cells = {
-        "steps": str(last.get(TRAINER_STEP)),
-        "reward, first and last step": f"{first['reward']:.3f}, {last['reward']:.3f}",
-        "hours": f"{seconds / 3600:.2f}",
-        "tokens generated": f"{sum(row.get('completions/num_tokens') or 0 for row in steps):,.0f}",
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
+    cells = {}
+    if steps:
+        num_steps = max(min(WINDOW_STEPS, len(steps) // 2), 1)
+        first, last = steps[:num_steps], steps[-num_steps:]
+        seconds = sum(row.get("timing_s/step") or 0.0 for row in steps)
+        tokens = sum(row.get("completions/num_tokens") or 0 for row in steps)
+        rewards = (fmean(row["reward"] for row in part) for part in (first, last))
+        cells = {
+            "steps": f"{steps[-1].get(TRAINER_STEP, len(steps)):,}",
+            f"reward, first and last {num_steps} steps, means": _arrow(rewards),
+            "time": minutes(seconds),
+            "tokens generated": f"{tokens:,.0f}",
+        }
+    held_out = [v for row in rows if (v := row.get("eval/greedy_reward")) is not None]
+    if held_out:
+        cells["held-out reward, greedy"] = _arrow(dict.fromkeys([held_out[0], held_out[-1]]))
+    shares = {
+        "tokens older than the weights they train": "policy_staleness/stale_fraction",
+        "rollouts that failed": "failed_fraction",
+        "engines idle": "engine/idle_share",
     }
-    rows = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in cells.items())
-    return f"<table>{rows}</table>"
+    for label, name in shares.items():
+        if values := [row[name] for row in steps if row.get(name) is not None]:
+            cells[label] = f"{fmean(values):.1%}"
+    text = "" if steps else '<p class="note">No training step is in the metrics.</p>'
+    lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells.items())
+    return text + (f"<table>{lines}</table>" if lines else "")
+
+
+def _arrow(values: Any) -> str:
+    return " → ".join(f"{value:.3f}" for value in values)
+
+
+# ---- charts
+
+
+def _charts(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def _figure(title: str, names: Sequence[str], chart: str) -> str:
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{chart}{legend(names)}</figure>"
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,108 +180,95 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             for name in names
             if _fits(name, pattern) and (points := _points(rows, name))
         }
+        if any("*" in pattern for pattern in wanted):
+            series = _short_names(series)
+        if title == "rewards by term" and len(series) == 1:
+            continue  # it is the reward
         if series:
-            figures.append(_figure(title, line_chart(series)))
+            figures.append(_figure(title, list(series), line_chart(series)))
     return figures
+
+
+def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
+    """Series by the part of their names that differs, without counts that are 0 throughout."""
+    short = {}
+    for name, points in series.items():
+        prefix, _, own = name.partition("/")
+        if prefix == "rewards":
+            short[own.removesuffix("/mean")] = points
+        elif any(count for _, count in points):
+            own = own.rpartition("/")[2].removeprefix("num_").removesuffix("_groups")
+            short[own.replace("_", " ")] = points
+    return short
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A chart for each metric of evaluations, with a line per source."""
+    charts: dict[str, dict[str, list[Point]]] = defaultdict(dict)
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
+        source, _, metric = name.removeprefix("eval/").rpartition("/")
+        if metric.startswith(EVALUATED) and (points := _points(rows, name)):
+            charts[metric][source or "all"] = points
+    return [
+        _figure(f"held out: {metric}", list(series), line_chart(series))
+        for metric, series in charts.items()
+        if metric != "greedy_reward" or len(series) > 1  # else it is in the chart of the reward
+    ]
 
 
 def _fits(name: str, pattern: str) -> bool:
     start, star, end = pattern.partition("*")
-    return name.startswith(start) and name.endswith(end) if star else name == pattern
+    if not star:
+        return name == pattern
+    is_long = len(name) > len(start) + len(end)
+    return is_long and name.startswith(start) and name.endswith(end)
 
 
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    axis = WARMUP_STEP if name.startswith("warmup/") else TRAINER_STEP
+    if name.startswith("rollouts/"):  # a count that is missing is 0
+        return [(row.get(axis, 0), row.get(name) or 0) for row in rows if "reward" in row]
     return [
-        (row.get(TRAINER_STEP, 0), row[name])
+        (row.get(axis, 0), row[name])
         for row in rows
-        if isinstance(row.get(name), int | float)
+        if isinstance(row.get(name), int | float) and abs(row[name]) < 1e300
     ]
 
 
-def _lag_shares(
-    steps: Sequence[Mapping[str, Any]],
-) -> tuple[list[float], dict[str, list[float]]]:
-    counts = [read_histogram(row, "policy_staleness") for row in steps]
-    ages = sorted({age for own in counts for age in own})
-    totals = [max(sum(own.values()), 1) for own in counts]
-    shares = {
-        str(age): [own.get(age, 0) / total for own, total in zip(counts, totals, strict=True)]
-        for age in ages
+def _lags_and_times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not steps:
+        return []
+    xs = [row.get(TRAINER_STEP, 0) for row in steps]
+    parts = {
+        "tokens trained on, by age in versions": _lag_shares(steps),
+        "time of a step, shares": _time_shares(steps),
     }
-    return [row.get(TRAINER_STEP, 0) for row in steps], shares
+    return [_figure(name, list(own), stacked_chart(xs, own)) for name, own in parts.items() if own]
 
 
-def _time_shares(
-    steps: Sequence[Mapping[str, Any]],
-) -> tuple[list[float], dict[str, list[float]]]:
+def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    counts = [read_histogram(row, "policy_staleness") for row in steps]
+    totals = [max(sum(own.values()), 1) for own in counts]
+    return {
+        f"{age}+" if age == NUM_BINS else str(age): [
+            own.get(age, 0) / total for own, total in zip(counts, totals, strict=True)
+        ]
+        for age in sorted({age for own in counts for age in own})
+    }
+
+
+def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The largest share first, at the bottom; what is never 1% is left out."""
     prefix = "timing_share/"
     names = dict.fromkeys(name for row in steps for name in row if name.startswith(prefix))
     shares = {name.removeprefix(prefix): [row.get(name) or 0.0 for row in steps] for name in names}
-    shown = {name: values for name, values in shares.items() if max(values) >= 0.005}
-    return [row.get(TRAINER_STEP, 0) for row in steps], shown
-
-
-def _figure(title: str, chart: str) -> str:
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{chart}</figure>"
-
-
-# ---- samples
-
-
-def _read_samples(path: Path) -> list[Sample]:
-    parts = [part for part in (rotated_path(path), path) if part.exists()]
-    return [sample for part in parts for sample in read_jsonl(part)]
-
-
-def _chosen(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Samples evenly spread over the run, the last step's among them."""
-    if len(samples) <= count:
-        return list(samples)
-    return [samples[i * (len(samples) - 1) // (count - 1)] for i in range(count)]
-
-
-def _legend() -> str:
-    names = ("those trained", "1 version old", "2 versions", "3 or more", "no version (tools)")
-    shown = zip(names, (*_AGE_COLOURS, _NO_VERSION_COLOUR), strict=True)
-    boxes = " ".join(f"<span class='span' style='background:{c}'>{n}</span>" for n, c in shown)
-    return f"<p>Colours are the age of the weights that sampled a token: {boxes}</p>"
-
-
-def _sample(sample: Sample) -> str:
-    train_version = sample["train_version"]
-    spans = "".join(
-        f"<span class='span' title='{_version_title(version)}' "
-        f"style='background:{_colour(version, train_version)}'>{html.escape(text)}</span>"
-        for version, text in sample["spans"]
-    )
-    advantage = sample["advantage"]
-    head = [
-        f"step {sample[TRAINER_STEP]}",
-        "failed" if sample["reward"] is None else f"<b>reward {sample['reward']:.3f}</b>",
-        html.escape(terms_text(sample)),
-        "" if advantage is None else f"advantage {advantage:+.3f}",
-        f"versions {versions_text(sample)}, trained at {train_version}",
-        f"{sample['num_tokens']} tokens, {html.escape(str(sample['finish_reason']))}",
-    ]
-    return (
-        f"<div class='sample'><div class='head'>{' &middot; '.join(filter(None, head))}</div>"
-        f"<pre class='prompt'>{html.escape(sample['prompt'])}</pre><pre>{spans}</pre></div>"
-    )
-
-
-def _version_title(version: int | None) -> str:
-    return "no version" if version is None else f"version {version}"
-
-
-def _colour(version: int | None, train_version: int) -> str:
-    if version is None:
-        return _NO_VERSION_COLOUR
-    return _AGE_COLOURS[min(train_version - version, len(_AGE_COLOURS) - 1)]
+    ordered = sorted(shares, key=lambda name: -sum(shares[name]))
+    return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
 
 
 def main() -> None:
     """Write the report of the run named on the command line."""
-    parser = argparse.ArgumentParser(description="the HTML report of a finished run")
+    parser = argparse.ArgumentParser(description="the HTML report of a run")
     parser.add_argument("directory", type=Path, help="the run's, with metrics.jsonl in it")
     parser.add_argument("--title")
     arguments = parser.parse_args()

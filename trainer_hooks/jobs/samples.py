@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.console import Group, RenderableType
-from rich.text import Text
 
+from rollout.text import IncrementalDetokenizer
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.jobs.sample_text import (
+    Sample,
+    best_worst_or_middle,
+    terms_text,
+    versions_text,
+)
 from trainer_hooks.jobs.settings import LoggerSettings
 from trainer_hooks.metrics import JsonlWriter
 from trainer_hooks.metrics.axes import TRAINER_STEP
@@ -19,12 +25,10 @@ from trainer_hooks.producer import TrainingBatch
 
 FILE_NAME = "completions.jsonl"
 TABLE_COLUMNS = (
-    TRAINER_STEP, "prompt", "completion", "reward", "rewards", "advantage", "versions", "mean_lag",
-    "finish_reason",
+    TRAINER_STEP, "data_source", "prompt", "completion", "reward", "rewards", "advantage",
+    "versions", "mean_lag", "num_tokens", "finish_reason",
 )  # fmt: skip
-_SHOWN_CHARACTERS = 320
-
-Sample = Mapping[str, Any]
+_NEXT_SEQUENCE = "\n[the next token sequence]\n"
 
 
 class ShowsSamples(Protocol):
@@ -60,7 +64,7 @@ class SampleLog:
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
         """Record samples of the `batch` that was trained on in `step`, with their advantages."""
         settings = self._settings
-        rows = range(min(len(batch.rollouts), settings.num_completions))
+        rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}
         for sample in written.values():
             self._file.log(sample)
@@ -68,7 +72,7 @@ class SampleLog:
             return
         chosen = [
             written.get(i) or sample_of(step, batch, i, advantages_B, self._tokenizer)
-            for i in chosen_rows(batch.rollouts.rewards_B, batch.group_size, settings.num_samples)
+            for i in chosen_rows(batch.rollouts.rewards_R, batch.group_size, settings.num_samples)
         ]
         if chosen:
             self._view.show_samples(chosen)
@@ -83,55 +87,97 @@ class SampleLog:
 
 
 def sample_of(
-    step: int, batch: TrainingBatch, row: int, advantages_B: torch.Tensor, tokenizer: Any
+    step: int, batch: TrainingBatch, index: int, advantages_B: torch.Tensor, tokenizer: Any
 ) -> dict[str, Any]:
-    """Rollout `row` of the batch as a row of completions.jsonl.
+    """Rollout `index` of the batch as a row of completions.jsonl; `advantages_B`: one per row.
 
     `spans`: the text after the prompt in runs of tokens of one version; the version of what no
-    version sampled, such as tool output, is None. Lags are versions that the sampling weights are
-    behind those that the step trained.
+    version sampled, such as tool output, is None. A further token sequence of the rollout follows
+    whole, with its own prompt. Lags are versions that the sampling weights are behind those that
+    the step trained.
     """
     rollouts = batch.rollouts
-    group, sample = divmod(row, batch.group_size)
-    scored, start = batch.groups[group], int(rollouts.prompt_lengths_B[row])
-    end = int(rollouts.lengths_B[row])
-    tokens_T = rollouts.tokens_BT[row, :end].tolist()
-    lags = rollouts.policy_lag_BT[row, :end].tolist()
-    mask = rollouts.mask_BT[row, :end].tolist()
-    versions = [
-        rollouts.train_version - lag if trained else None
-        for lag, trained in zip(lags, mask, strict=True)
-    ]
-    own_lags = [lag for lag, trained in zip(lags, mask, strict=True) if trained]
-    reward = scored.rewards[sample]
+    group, sample = divmod(index, batch.group_size)
+    scored = batch.groups[group]
+    rollout, reward = scored.rollouts[sample], scored.rewards[sample]
+    rows = (rollouts.rollout_index_B == index).nonzero().flatten()
+    first, start = int(rows[0]), int(rollouts.prompt_lengths_B[rows[0]])
+    prompt, spans = _texts(rollouts, first, start, tokenizer)
+    for row in rows[1:].tolist():
+        spans += [[None, _NEXT_SEQUENCE], *_texts(rollouts, row, 0, tokenizer)[1]]
+    own_lags = rollouts.policy_lag_BT[rows][rollouts.mask_BT[rows]].tolist()
     return {
         TRAINER_STEP: step,
         "group": group,
         "sample": sample,
         "prompt_index": scored.ticket.index,
         "data_source": scored.item.columns.get("data_source"),
-        "prompt": tokenizer.decode(tokens_T[:start], skip_special_tokens=False),
-        "completion": tokenizer.decode(tokens_T[start:], skip_special_tokens=False),
-        "spans": [
-            [version, tokenizer.decode([tokens_T[i] for i in run], skip_special_tokens=False)]
-            for version, run in groupby(range(start, end), key=versions.__getitem__)
-        ],
+        "prompt": prompt,
+        "completion": "".join(text for _, text in spans),
+        "spans": spans,
         "reward": float(reward),
         "rewards": dict(getattr(reward, "terms", {})),
-        "advantage": float(advantages_B[row]),
-        "num_tokens": int(rollouts.completion_lengths_B[row]),
+        "advantage": float(advantages_B[first]),
+        "num_tokens": rollout.num_generated_tokens,
         "mean_lag": sum(own_lags) / len(own_lags) if own_lags else None,
         "max_lag": max(own_lags, default=None),
         "train_version": rollouts.train_version,
-        "finish_reason": scored.rollouts[sample].requests[-1].finish_reason,
+        "finish_reason": rollout.finish_reason,
+        "failure": rollout.failure,
+        "state": dict(rollout.state),
     }
 
 
-def chosen_rows(rewards_B: torch.Tensor, group_size: int, count: int) -> list[int]:
+def _texts(
+    rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
+) -> tuple[str, list[list[Any]]]:
+    """The text of the row's tokens before `start`, and [version, text] of the runs of tokens of one
+    version from there on.
+    """
+    end = int(rollouts.lengths_B[row])
+    tokens_T = rollouts.tokens_BT[row, :end].tolist()
+    versions_T = (rollouts.train_version - rollouts.policy_lag_BT[row, :end]).tolist()
+    mask_T = rollouts.mask_BT[row, :end].tolist()
+    runs = groupby(range(start, end), key=lambda i: versions_T[i] if mask_T[i] else None)
+    lengths = [(version, len(list(run))) for version, run in runs]
+    before, *texts = texts_of(tokens_T, [start, *(length for _, length in lengths)], tokenizer)
+    return before, [[version, text] for (version, _), text in zip(lengths, texts, strict=True)]
+
+
+class _Verbatim:
+    """A transformers tokenizer that decodes special tokens as well."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id = self.bos_id = None
+        self.vocab_size = 0  # only texts are asked for
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) -> list[str]:
+    """The texts of consecutive runs of tokens, whose `lengths` sum to that of all.
+
+    Together they are the text of all tokens: a character whose bytes are in two runs is in the
+    later one, and the space before a word stays.
+    """
+    detokenizer, texts, end = IncrementalDetokenizer(_Verbatim(tokenizer)), [], 0
+    for length in lengths:
+        texts.append(detokenizer.push(tokens_T[end : end + length]))
+        end += length
+    texts[-1] += detokenizer.finish()
+    return texts
+
+
+def chosen_rows(rewards_R: torch.Tensor, group_size: int, count: int) -> list[int]:
     """`count` rollouts worth a look, of groups evenly spread: in turn the best of its group, the
     worst, and one between. Failed rollouts are left out.
     """
-    rewards_PG = rewards_B.view(-1, group_size)
+    rewards_PG = rewards_R.view(-1, group_size)
     num_groups = len(rewards_PG)
     chosen = []
     for i in range(min(count, num_groups)):
@@ -139,55 +185,13 @@ def chosen_rows(rewards_B: torch.Tensor, group_size: int, count: int) -> list[in
         order = rewards_PG[group].argsort(descending=True).tolist()
         order = [j for j in order if not rewards_PG[group, j].isnan()]
         if order:
-            place = (0, len(order) - 1, len(order) // 2)[i % 3]
-            chosen.append(group * group_size + order[place])
+            chosen.append(group * group_size + best_worst_or_middle(order, i))
     return chosen
-
-
-def samples_text(samples: Sequence[Sample]) -> RenderableType:
-    """The samples for a terminal: figures in one line, then the end of the prompt and the text."""
-    parts = []
-    for sample in samples:
-        head = Text(f"step {sample[TRAINER_STEP]}  reward {sample['reward']:.3f}", style="bold")
-        head.append(f"  {terms_text(sample)}" if terms_text(sample) else "", style="not bold")
-        head.append(f"  advantage {sample['advantage']:+.3f}", style="not bold")
-        head.append(f"  versions {versions_text(sample)}", style="not bold")
-        if sample["mean_lag"] is not None:
-            head.append(f"  lag {sample['mean_lag']:.2f}", style="not bold")
-        parts.append(head)
-        parts.append(Text(f"  {_one_line(sample['prompt'], keeps_end=True)}", style="dim"))
-        parts.append(Text(f"  > {_one_line(sample['completion'])}"))
-    return Group(*parts)
-
-
-def terms_text(sample: Sample) -> str:
-    """The parts of the reward, as "(right 1.000, length -0.250)"; "" for a single one."""
-    terms = [f"{name} {value:.3f}" for name, value in sample["rewards"].items()]
-    return f"({', '.join(terms)})" if len(terms) > 1 else ""
-
-
-def versions_text(sample: Sample) -> str:
-    """The versions that sampled the text, as "7" or "6-7"; "-" if none did."""
-    versions = [version for version, _ in sample["spans"] if version is not None]
-    if not versions:
-        return "-"
-    low, high = min(versions), max(versions)
-    return str(low) if low == high else f"{low}-{high}"
-
-
-def _one_line(text: str, keeps_end: bool = False) -> str:
-    line = text.replace("\n", "\u23ce")
-    if len(line) <= _SHOWN_CHARACTERS:
-        return line
-    if keeps_end:
-        return "..." + line[-_SHOWN_CHARACTERS:]
-    half = _SHOWN_CHARACTERS // 2
-    return f"{line[:half]} ... {line[-half:]}"
 
 
 def _cell(sample: Sample, name: str) -> Any:
     if name == "versions":
         return versions_text(sample)
     if name == "rewards":
-        return ", ".join(f"{term}={value:g}" for term, value in sample[name].items())
+        return terms_text(sample)
     return sample[name]

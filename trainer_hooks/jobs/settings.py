@@ -18,7 +18,8 @@ class ModelSettings:
 
     `path`: a directory with config.json, weights and tokenizer.
     `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
-    A shape has all of its fields, and tied embeddings.
+    A shape has all of its fields but `initializer_range`, whose None is Qwen3Config's, and tied
+    embeddings.
     """
 
     path: str | None = None
@@ -30,6 +31,7 @@ class ModelSettings:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int | None = None
+    initializer_range: float | None = None
 
     def __post_init__(self) -> None:
         missing = [name for name, value in self.shape.items() if value is None]
@@ -48,7 +50,10 @@ class ModelSettings:
     def shape(self) -> dict[str, Any]:
         """The shape of a random policy, by Qwen3Config's names; all None where `path` has it."""
         names = (f.name for f in fields(self) if f.name not in ("path", "tokenizer"))
-        return {name: getattr(self, name) for name in names}
+        shape = {name: getattr(self, name) for name in names}
+        if self.initializer_range is None:
+            del shape["initializer_range"]
+        return shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +62,15 @@ class SourceSettings:
 
     `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
     of a `reasoning_gym` dataset; for `python` the "package.module:function" that returns rows,
-    called as function(part, seed, **options) with part "train", "warmup" or "held_out".
+    called as function(part, seed, **options) with part "train", "warmup" or "held_out"; for
+    `environment` the name of one that brings its prompts.
     `options`: those of the reasoning-gym dataset (size, seed, its own), of the function, or the
     `split` of a dataset. `weight`: how often its rows come, beside other sources.
     """
 
-    kind: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python"] | None = None
+    kind: (
+        Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python", "environment"] | None
+    ) = None
     path: str | tuple[str, ...] | None = None
     prompt_column: str = "prompt"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +135,8 @@ class RewardTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """The reward of a completion: the weighted sum of `terms`, by name.
+    """The reward of a completion: the weighted sum of `terms`, by name; none where an environment
+    gives it.
 
     `workers`: processes that compute it; 0 for a thread of this one. `timeout_s`: of a call.
     """
@@ -135,13 +144,6 @@ class RewardSettings:
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
     workers: int = 0
     timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.terms:
-            raise ConfigError(
-                "no reward is given; name a function, reward=package.module:function, or set "
-                "reward.terms.<name>.path"
-            )
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
@@ -177,26 +179,48 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSettings:
+    """A function of the user's own: "package.module:name", and the arguments in `options`.
+
+    A class is made with them.
+    """
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSettings(FunctionSettings):
+    """The weight function of a Curriculum, and whether it draws with replacement."""
+
+    with_replacement: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:
     """Settings of AsyncRolloutProducer, under its names.
 
     `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
-    after each update.
+    after each update; "ess" follows the effective sample size of the batches.
     `order`: `admission` hands batches over as they were begun, `ready` as their groups finish;
     a prompt whose rollouts grew too old `max_reissues` times is then waited for.
-    `oversample_groups`: groups begun in addition; the last ones to finish are aborted.
-    `drop_zero_variance`: replace groups whose rewards are all equal, at most `max_refills` of a
-    batch (None: ten times its groups).
+    `oversample_groups`: groups begun in addition; the last ones to finish are aborted. None: a
+    quarter of a batch in ready order, else 0.
+    `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace what
+    these functions give a reason for. At most `max_refills` of a batch (None: ten times its
+    groups). `curriculum`: draws the next prompts by their histories.
     `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
     `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
     `num_epochs`: passes over the prompts; None goes on for ever.
     """
 
-    max_staleness_versions: int = 1
+    max_staleness_versions: int | Literal["ess"] = 1
     order: Literal["admission", "ready"] = "admission"
     max_reissues: int = 8
-    oversample_groups: int = 0
+    oversample_groups: int | None = None
     drop_zero_variance: bool = False
+    group_filters: Mapping[str, FunctionSettings] = field(default_factory=dict)
+    curriculum: CurriculumSettings | None = None
     max_refills: int | None = None
     min_valid_samples: int = 2
     max_attempts: int = 3
@@ -205,8 +229,9 @@ class ProducerSettings:
     num_epochs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_staleness_versions != "ess":
+            _check_at_least("max_staleness_versions", self.max_staleness_versions, 0)
         for name in (
-            "max_staleness_versions",
             "max_reissues",
             "oversample_groups",
             "version_timeout_s",
@@ -215,10 +240,11 @@ class ProducerSettings:
         for name in ("min_valid_samples", "max_attempts", "num_epochs"):
             _check_at_least(name, getattr(self, name), 1)
         _check_at_least("max_refills", self.max_refills, 0)
-        if self.max_refills is not None and not self.drop_zero_variance:
+        filters = self.drop_zero_variance or self.group_filters
+        if self.max_refills is not None and not filters:
             raise ConfigError(
-                f"max_refills={self.max_refills} bounds what drop_zero_variance replaces; set "
-                "drop_zero_variance=true, or leave max_refills out"
+                f"max_refills={self.max_refills} bounds what drop_zero_variance and group_filters "
+                "replace; set drop_zero_variance=true, or leave max_refills out"
             )
 
 
@@ -244,11 +270,35 @@ class WeightSyncSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """What is measured on held-out prompts beside the reward of their greedy answers.
+
+    `n`: samples of each prompt at `temperature`; 0 for greedy answers alone. `pass_at`,
+    `success_reward`: for pass@k of each k. `answer`: what a completion answers, for maj@n; a
+    function of the completion. See `evaluate`.
+    """
+
+    n: int = 0
+    temperature: float = 1.0
+    pass_at: tuple[int, ...] = ()
+    success_reward: float = 1.0
+    answer: FunctionSettings | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least("n", self.n, 0)
+        if any(not 1 <= k <= self.n for k in self.pass_at):
+            raise ConfigError(f"pass_at={list(self.pass_at)} must be from 1 to n={self.n}")
+        if self.answer is not None and not self.n:
+            raise ConfigError(f"answer={self.answer.path} with n=0, which samples nothing; set n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerSettings:
     """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
 
     `num_samples`: how many are shown every `sample_interval` steps. `num_completions`: how many of
     each step go to completions.jsonl, which is renamed at `completions_file_bytes`.
+    `save_batches`: keep a batch for each checkpoint that sampled it, for trainer_hooks.doctor.
     """
 
     console: bool = True
@@ -259,6 +309,7 @@ class LoggerSettings:
     sample_interval: int = 10
     num_completions: int = 64
     completions_file_bytes: int = 64 * 2**20
+    save_batches: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sample_interval", "completions_file_bytes"):

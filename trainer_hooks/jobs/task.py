@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,17 +18,22 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
+from rollout.text import as_tokenizer
 from trainer_hooks.chat_format import ChatFormat
+from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.jobs.import_paths import import_object
+from trainer_hooks.jobs.environment import EnvironmentSettings, environment_rollouts
+from trainer_hooks.jobs.import_paths import import_function, import_object
 from trainer_hooks.jobs.settings import (
     DataSettings,
+    EvaluationSettings,
     ModelSettings,
     RewardSettings,
     RewardTerm,
     SourceSettings,
 )
-from trainer_hooks.producer.groups import GeneratesAsync
+from trainer_hooks.pretrained import load_pretrained
+from trainer_hooks.producer.groups import GeneratesAsync, ScopedLLM
 from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.prompt_sources import (
     DatasetPrompts,
@@ -46,7 +49,8 @@ class Task:
     """What a job trains on. The tokenizer is one of transformers.
 
     `held_out`: prompts that the training never sees; empty where the settings ask for none.
-    `reward`: scores completions; close it at the end, which ends its processes.
+    `reward`: scores completions; close it at the end, which ends its processes. None where the
+    environment alone does. `rollout_fn`: the environment, if there is one; close it as well.
     """
 
     def __init__(
@@ -55,12 +59,23 @@ class Task:
         data: DataSettings,
         reward: RewardSettings,
         warmup_source: SourceSettings | None = None,
+        environment: EnvironmentSettings = EnvironmentSettings(),  # noqa: B008 - it is frozen
+        max_sequence_length: int | None = None,
     ) -> None:
-        """Raises ConfigError for settings that name what is not there."""
+        """`max_sequence_length`: of the engine, if it is known; it bounds an episode.
+
+        Raises ConfigError for settings that name what is not there.
+        """
         self._model, self._data, self._warmup_source = model, data, warmup_source
         self.tokenizer: Any = load_tokenizer(model)
         self._chat = chat_format(data, self.tokenizer)
         self.reward = reward_runner(reward)
+        self.rollout_fn = environment_rollouts(
+            environment, self.tokenizer, data.template_options, max_sequence_length
+        )
+        if self.reward is None and isinstance(self.rollout_fn, AgentRollouts):
+            own = self.rollout_fn.reward_fn
+            self.reward = None if own is None else RewardRunner(own)
         self.held_out: Sequence[PromptItem]
         self._train: PromptRows | None = None  # made for each seed where a function makes them
         if data.kind == "python":
@@ -85,8 +100,11 @@ class Task:
 
     def new_policy(self) -> PreTrainedModel:
         """The policy that a run begins with; random weights are drawn from torch's generator."""
-        if self._model.path is not None:
-            return AutoModelForCausalLM.from_pretrained(self._model.path, dtype=torch.float32)
+        if (path := self._model.path) is not None:
+            policy: PreTrainedModel = load_pretrained(
+                AutoModelForCausalLM, "model.path", path, dtype=torch.float32
+            )
+            return policy
         config = Qwen3Config(
             **self._model.shape,
             vocab_size=len(self.tokenizer),
@@ -97,13 +115,42 @@ class Task:
         )
         return Qwen3ForCausalLM(config)
 
-    async def greedy_reward(self, llm: GeneratesAsync, params: SamplingParams) -> dict[str, float]:
-        """The mean reward of greedy answers to the held-out prompts; {} where there are none."""
+    async def evaluate(
+        self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
+    ) -> dict[str, float]:
+        """The rewards of answers to the held-out prompts; {} where there are none.
+
+        `eval/greedy_reward`, also as `eval/<source>/greedy_reward`; with samples all metrics of
+        `evaluate`. The samples are those of the same seeds each time.
+        """
         if not self.held_out:
             return {}
-        greedy = replace(params, temperature=0.0, return_log_probs=False)
-        metrics = await evaluate(llm, self.held_out, self.reward, greedy, tokenizer=self.tokenizer)
-        return {"eval/greedy_reward": metrics["eval/reward"]}
+        params = replace(params, return_log_probs=False)
+        greedy = replace(params, temperature=0.0)
+        own: dict[str, Any] = {"tokenizer": self.tokenizer, "rollout_fn": self.rollout_fn}
+        of_greedy = await evaluate(llm, self.held_out, self.reward, greedy, **own)
+        metrics = {
+            f"{name.removesuffix('reward')}greedy_reward": value
+            for name, value in of_greedy.items()
+            if name.endswith("/reward")
+        }
+        if not settings.n:
+            return metrics
+        answer_fn = None
+        if (answer := settings.answer) is not None:
+            answer_fn = import_function(answer.path, answer.options, "trainer.evaluation.answer")
+        sampled = await evaluate(
+            llm,
+            self.held_out,
+            self.reward,
+            replace(params, temperature=settings.temperature, seed=0),
+            settings.n,
+            pass_at=settings.pass_at,
+            success_reward=settings.success_reward,
+            answer_fn=answer_fn,
+            **own,
+        )
+        return metrics | sampled
 
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
@@ -112,13 +159,24 @@ class Task:
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
-            request = await llm.generate(item.prompt, greedy)
+            scoped = ScopedLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
+            if self.rollout_fn is None:
+                ids = (await llm.generate(item.prompt, greedy)).generated_tokens
+            else:
+                ids = (await self.rollout_fn(scoped, item.prompt)).completion_ids
             prompt = item.prompt if isinstance(item.prompt, str) else str(list(item.prompt))
-            text = self.tokenizer.decode(request.generated_tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
             answers.append({"prompt": prompt, "answer": text})
         return answers
 
     def _open(self, source: SourceSettings, part: str, seed: int) -> PromptRows:
+        if source.kind == "environment":
+            if not isinstance(self.rollout_fn, AgentRollouts):
+                raise ConfigError(
+                    "data.kind=environment needs an environment that brings prompts, such as "
+                    "environment=verifiers"
+                )
+            return self.rollout_fn.prompts()
         return open_source(source, self._chat, part, seed)
 
     def _split(self) -> tuple[PromptRows, Sequence[PromptItem]]:
@@ -159,14 +217,15 @@ class SelectedRows:
 def load_tokenizer(settings: ModelSettings) -> Any:
     """The tokenizer of the settings; one without a token for padding pads with its end token.
 
-    Raises ConfigError if it has no end token.
+    Raises ConfigError if there is none, or if it has no end token.
     """
     source = settings.tokenizer or settings.path
     assert source is not None, "the settings check it"
     if ":" in source:
         tokenizer = import_object(source, "model.tokenizer")()
     else:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        setting = "model.tokenizer" if settings.tokenizer else "model.path"
+        tokenizer = load_pretrained(AutoTokenizer, setting, source)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer {source} has no end token; set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -209,8 +268,10 @@ def open_source(
     return rows
 
 
-def reward_runner(settings: RewardSettings) -> RewardRunner:
-    """The weighted sum of the settings' terms."""
+def reward_runner(settings: RewardSettings) -> RewardRunner | None:
+    """The weighted sum of the settings' terms; None if there are none."""
+    if not settings.terms:
+        return None
     functions = [reward_function(name, term) for name, term in settings.terms.items()]
     weights = [term.weight for term in settings.terms.values()]
     reward = WeightedRewards(functions, weights, list(settings.terms))
@@ -222,18 +283,6 @@ def reward_function(name: str, term: RewardTerm) -> Any:
 
     Raises ConfigError for a path that names none, and for options that it does not take.
     """
-    setting = f"reward.terms.{name}"
-    function = import_object(term.path, f"{setting}.path")
-    options = dict(term.options)
-    try:
-        inspect.signature(function).bind_partial(**options)
-        if inspect.isclass(function):
-            function = function(**options)
-        elif options:
-            function = functools.partial(function, **options)
-    except TypeError as error:
-        raise ConfigError(f"{setting}.options={options}: {term.path}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"{setting}.path={term.path} is no function")
+    function = import_function(term.path, term.options, f"reward.terms.{name}")
     adapter = {"text": None, "chat": ConversationalReward, "verl": VerlReward}[term.convention]
     return function if adapter is None else adapter(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer_hooks.evaluate import evaluate
 from trainer_hooks.jobs.settings import WarmupSettings
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.phase import generation_phase
-from trainer_hooks.prompt_ledger import PromptItem, as_prompt_item
+from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.threaded_llm import ThreadedLLM
 from trainer_hooks.weight_sync import WeightSync
 
@@ -42,7 +42,9 @@ async def warm_up(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     source = task.warmup_prompts(seed)
     # A warm-up that has used all prompts begins with the first one again.
-    prompts = (as_prompt_item(source[i % len(source)]) for i in count())
+    prompts = _in_turn(source)
+    # In an environment the warm-up's prompts are parts of episodes; whole ones are checked.
+    checked = prompts if task.rollout_fn is None else _in_turn(task.prompts(seed))
     latest, start_s = -math.inf, time.perf_counter()
     with LLM(policy, task.tokenizer, engine) as llm:
         async with ThreadedLLM(llm) as threaded:
@@ -55,9 +57,11 @@ async def warm_up(
                 row = {"warmup/step": step, "warmup/loss": loss.item()}
                 is_due = step >= settings.first_check and step % settings.check_interval == 0
                 if is_due or step == settings.max_steps:
-                    sampled = list(islice(prompts, settings.check_prompts))
+                    sampled = list(islice(checked, settings.check_prompts))
                     async with generation_phase(threaded, WeightSync(threaded), policy):
-                        metrics = await evaluate(threaded, sampled, task.reward, params)
+                        metrics = await evaluate(
+                            threaded, sampled, task.reward, params, rollout_fn=task.rollout_fn
+                        )
                     row["warmup/reward"] = latest = metrics["eval/reward"]
                 yield {**row, "timing_s/warmup": time.perf_counter() - start_s}
                 if latest >= settings.target_reward:
@@ -66,6 +70,11 @@ async def warm_up(
         f"the warm-up reached a sampled reward of {latest:.3f} in {settings.max_steps} steps, not "
         f"warmup.target_reward={settings.target_reward}; raise warmup.max_steps or lower the target"
     )
+
+
+def _in_turn(rows: PromptRows) -> Iterator[PromptItem]:
+    """All rows, and then again from the first."""
+    return (as_prompt_item(rows[i % len(rows)]) for i in count())
 
 
 def answer_loss(

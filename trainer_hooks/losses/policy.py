@@ -47,6 +47,7 @@ def policy_loss(
     kv_lag_BT: torch.Tensor | None = None,
     entropies_BT: torch.Tensor | None = None,
     aggregation_denominator: float | None = None,
+    rollout_tokens_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
@@ -58,6 +59,8 @@ def policy_loss(
     `entropies_BT`, of `token_logprobs(..., return_entropy=True)`, are for the entropy bonus, whose
     gradient goes to them, and the metric `entropy`.
     `aggregation_denominator`: see `aggregate`. `advantages_BT` may be [B, 1].
+    `rollout_tokens_B`, of `RolloutBatch`: a rollout that is several rows, each a token sequence,
+    counts once; without it each row is a rollout. Ratios and masks of sequences are those of rows.
     With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
     Values outside the mask are never looked at, NaN included.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
@@ -78,17 +81,15 @@ def policy_loss(
     log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
     metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config, entropies_BT)
     losses_BT, of_mask = _masked_losses(terms, log_ratio_BT, advantages_BT, mask_BT, config)
-    is_dropped_BT = torch.zeros_like(mask_BT)
-    if anchor_BT is not behaviour_BT:
-        gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
-        weights_BT, flags = correction_weights(gap_BT, mask_BT, correction, *lags)
-        losses_BT, is_dropped_BT = weights_BT * losses_BT, flags["dropped"]
-        metrics |= correction_metrics(weights_BT, flags, gap_BT, mask_BT)
+    losses_BT, is_dropped_BT, of_correction = _corrected(
+        losses_BT, anchor_BT, behaviour_BT, mask_BT, correction, lags
+    )
     penalties_BT, of_penalties = _penalties(
         logprobs_BT, behaviour_BT, reference_logprobs_BT, entropies_BT, mask_BT, config
     )
-    losses_BT, metrics = losses_BT + penalties_BT, metrics | of_mask | of_penalties
-    loss = aggregate(losses_BT, mask_BT, config.resolved_aggregation, aggregation_denominator)
+    metrics = metrics | of_mask | of_correction | of_penalties
+    divisors = (aggregation_denominator, rollout_tokens_B)
+    loss = aggregate(losses_BT + penalties_BT, mask_BT, config.resolved_aggregation, *divisors)
     loss = loss / (config.max_completion_length or 1)
     metrics |= lag_metrics(*lags, mask_BT, terms.is_clipped_BT)
     table = lag_table(*lags, mask_BT, terms, log_ratio_BT, is_dropped_BT)
@@ -108,6 +109,23 @@ def _masked_losses(
     is_masked_BT = sequence_mask(log_ratio_BT, advantages_BT, mask_BT, config.max_sequence_kl)
     metrics = {"sequence_mask_fraction": masked_mean(is_masked_BT, mask_BT)}
     return terms.losses_BT.masked_fill(is_masked_BT, 0.0), metrics
+
+
+def _corrected(
+    losses_BT: torch.Tensor,
+    anchor_BT: torch.Tensor,
+    behaviour_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    correction: OffPolicyCorrection,
+    lags: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses weighted by anchor / behaviour, which tokens weigh 0, and metrics."""
+    if anchor_BT is behaviour_BT:
+        return losses_BT, torch.zeros_like(mask_BT), {}
+    gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
+    weights_BT, flags = correction_weights(gap_BT, mask_BT, correction, *lags)
+    metrics = correction_metrics(weights_BT, flags, gap_BT, mask_BT)
+    return weights_BT * losses_BT, flags["dropped"], metrics
 
 
 def _penalties(

@@ -132,6 +132,7 @@ def aggregate(
     mask_BT: torch.Tensor,
     aggregation: Aggregation = "token-mean",
     denominator: float | torch.Tensor | None = None,
+    rollout_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A scalar; `values_BT` must be 0 outside the bool `mask_BT`.
 
@@ -142,24 +143,37 @@ def aggregate(
     token do not count.
     `denominator` takes the place of that last number. With the number of tokens (or rollouts) of
     the whole batch in every micro-batch, their gradients add up to that of the batch.
+    A row is a rollout, or one of its token sequences if `rollout_tokens_B` is given: how many
+    trained tokens the row's rollout has in all its rows, also in those of other micro-batches. A
+    rollout then counts once, however many rows it has.
     Raises ConfigError for a denominator that is not above 0.
     """
     if denominator is not None and not denominator > 0.0:
         raise ConfigError(f"aggregation_denominator={denominator} must be above 0")
     if denominator is None:
-        denominator = aggregation_denominator(mask_BT, aggregation)
+        denominator = aggregation_denominator(mask_BT, aggregation, rollout_tokens_B)
     if aggregation == "token-mean":
         return values_BT.sum() / denominator
     per_rollout_B = values_BT.sum(dim=1)
     if aggregation == "seq-mean-token-mean":
-        per_rollout_B = per_rollout_B / mask_BT.sum(dim=1).clamp(min=1)
+        num_tokens_B = mask_BT.sum(dim=1) if rollout_tokens_B is None else rollout_tokens_B
+        per_rollout_B = per_rollout_B / num_tokens_B.clamp(min=1)
     return per_rollout_B.sum() / denominator
 
 
-def aggregation_denominator(mask_BT: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+def aggregation_denominator(
+    mask_BT: torch.Tensor,
+    aggregation: Aggregation,
+    rollout_tokens_B: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What `aggregate` divides by: the number of trained tokens, or of rollouts that have some.
 
     At least 1. That of a whole batch is for each of its micro-batches.
     """
-    counted = mask_BT if aggregation == "token-mean" else mask_BT.any(dim=1)
-    return counted.sum().clamp(min=1)
+    if aggregation == "token-mean":
+        return mask_BT.sum().clamp(min=1)
+    if rollout_tokens_B is None:
+        return mask_BT.any(dim=1).sum().clamp(min=1)
+    # Each row is a share of its rollout; the shares of a rollout add up to 1.
+    shares_B = mask_BT.sum(dim=1) / rollout_tokens_B.clamp(min=1).double()
+    return shares_B.sum().round().long().clamp(min=1)

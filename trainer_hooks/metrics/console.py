@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.metrics.stage_clock import StageClock
 
 # Metric name -> how it is shown.
 DEFAULT_COLUMNS = {
@@ -22,7 +24,7 @@ class ProgressView:
     """A progress bar with the latest values of a few metrics beside it.
 
     `columns`: metric name -> format of its value. `line_interval`: steps between the lines that are
-    printed where the output is no terminal.
+    printed where the output is no terminal. `clock`: seconds, for the time in those lines.
     """
 
     def __init__(
@@ -30,10 +32,11 @@ class ProgressView:
         console: Console | None = None,
         columns: Mapping[str, str] | None = None,
         line_interval: int = 10,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
         self._columns = DEFAULT_COLUMNS if columns is None else columns
-        self._line_interval = line_interval
+        self._line_interval, self._stage_clock = line_interval, StageClock(clock)
         self._progress: Progress | None = None
         self._title = ""
         self._num_steps = 0
@@ -46,6 +49,7 @@ class ProgressView:
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
+        self._stage_clock.start(num_steps)
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -68,12 +72,14 @@ class ProgressView:
             if self._latest.get(name) is not None
         )
         step = metrics.get(self._step_name)
+        if step:
+            self._stage_clock.reach(step)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, values=values)
         elif step is not None and step != self._last_step and self._is_due(step):
             self._last_step = step
-            line = f"{self._title} {step}/{self._num_steps}  {values}"
-            self._console.print(line, highlight=False)
+            line = f"{self._title} {step}/{self._num_steps}  {values}  {self._stage_clock.text()}"
+            self._console.print(line, highlight=False, markup=False)
 
     def _is_due(self, step: int) -> bool:
         return step % self._line_interval == 0 or step == self._num_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class JsonlWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one row; a value that is not finite becomes null."""
+        """Append one row; a number that is not finite becomes null, what JSON lacks its text."""
         self._file.write(_line(metrics))
         self._file.flush()
         if self._max_bytes is not None and self._file.tell() > self._max_bytes:
@@ -53,16 +53,24 @@ def rotated_path(path: Path) -> Path:
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """The rows of a file; a last line torn by a kill is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    return list(iterate_jsonl(path))
+
+
+def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """As `read_jsonl`, one row at a time."""
+    with Path(path).open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    row = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
-    return json.dumps(row) + "\n"
+    return json.dumps(_finite(metrics), default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

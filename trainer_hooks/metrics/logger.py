@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -77,6 +78,18 @@ class MetricsLogger:
             self._wandb.log(with_histograms(row))
         if self._console is not None:
             self._console.show(row)
+
+    @contextmanager
+    def shown_by(self, view: MetricsView) -> Iterator[None]:
+        """In the block, a stage of the run, rows go to `view` in place of the logger's own, and to
+        the other sinks as ever. Closes `view`.
+        """
+        own, self._console = self._console, view
+        try:
+            yield
+        finally:
+            self._console = own
+            view.close()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table at the latest step, in the wandb run if there is one."""

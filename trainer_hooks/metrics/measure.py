@@ -1,6 +1,7 @@
 """Metrics of one training step.
 
-Shape letters: B rollouts, T positions, P prompts, G rollouts per prompt, N those that count.
+Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
+per prompt, N those that count.
 The names, with those of other systems: docs/metrics.md.
 """
 
@@ -25,7 +26,7 @@ def rollout_metrics(
     finish_reasons: Sequence[str | None] | None = None,
     entropy: float | None = None,
 ) -> dict[str, float]:
-    """Reward, length and staleness of a batch whose rows are groups of `group_size` in turn.
+    """Reward, length and staleness of a batch whose rollouts are groups of `group_size` in turn.
 
     Failed rollouts count in `failed_fraction` only. `reward_std` is the deviation within a group,
     averaged over groups. `finish_reasons`: one per rollout ("length" means it was cut), for the
@@ -33,17 +34,18 @@ def rollout_metrics(
     Staleness is in versions, over the tokens to be trained on: `policy_staleness` is the age of the
     weights that sampled a token, `kv_cache_staleness` that of the weights which wrote its KV entry,
     `kv_lag` how much older than its sampler the KV was that it attended to.
-    Raises ConfigError if the rows are not whole groups, or not as many as the finish reasons.
+    Raises ConfigError if the rollouts are not whole groups, or not as many as the finish reasons.
     """
-    if group_size < 1 or len(batch) % group_size:
-        raise ConfigError(f"{len(batch)} rollouts are not groups of group_size={group_size}")
-    if finish_reasons is not None and len(finish_reasons) != len(batch):
-        raise ConfigError(f"{len(finish_reasons)} finish reasons for {len(batch)} rollouts")
-    valid_B = ~batch.rewards_B.isnan()
-    lengths_N = batch.completion_lengths_B[valid_B].float()
+    num_rollouts = batch.num_rollouts
+    if group_size < 1 or num_rollouts % group_size:
+        raise ConfigError(f"{num_rollouts} rollouts are not groups of group_size={group_size}")
+    if finish_reasons is not None and len(finish_reasons) != num_rollouts:
+        raise ConfigError(f"{len(finish_reasons)} finish reasons for {num_rollouts} rollouts")
+    valid_R = ~batch.rewards_R.isnan()
+    lengths_N = batch.per_rollout(batch.completion_lengths_B)[valid_R].float()
     metrics = {
-        **_reward_metrics(batch.rewards_B.view(-1, group_size)),
-        "prompts/num_tokens": int(batch.prompt_lengths_B.sum()),
+        **_reward_metrics(batch.rewards_R.view(-1, group_size)),
+        "prompts/num_tokens": int(batch.prompt_lengths_B[batch.first_row_R].sum()),
         "completions/mean_length": _mean(lengths_N),
         "completions/min_length": _min(lengths_N),
         "completions/max_length": _max(lengths_N),
@@ -52,14 +54,12 @@ def rollout_metrics(
         **_lag_metrics("kv_cache_staleness", batch.kv_staleness_BT[batch.mask_BT]),
         **_lag_metrics("kv_lag", batch.kv_lag_BT[batch.mask_BT]),
     }
-    oldest_B = batch.policy_lag_BT.masked_fill(~batch.mask_BT, 0).amax(dim=1)
-    newest_B = batch.policy_lag_BT.masked_fill(~batch.mask_BT, _NO_LAG).amin(dim=1)
-    metrics["policy_staleness/num_mixed_rollouts"] = int((oldest_B > newest_B).sum())
+    metrics["policy_staleness/num_mixed_rollouts"] = _num_mixed(batch)
     stale_N = batch.policy_lag_BT[batch.mask_BT] >= 1
     metrics["policy_staleness/stale_fraction"] = _mean(stale_N.float())
     if finish_reasons is not None:
-        is_cut_B = torch.tensor([reason == "length" for reason in finish_reasons])
-        metrics |= _cut_metrics(is_cut_B[valid_B], lengths_N)
+        is_cut_R = torch.tensor([reason == "length" for reason in finish_reasons])
+        metrics |= _cut_metrics(is_cut_R[valid_R], lengths_N)
     if entropy is not None:
         metrics["entropy"] = entropy
     return metrics
@@ -80,6 +80,19 @@ def step_metrics(
         / (metrics.get("timing_s/generate") or wall_s),
         "train/tokens_per_s": num_trained_tokens / wall_s,
     }
+
+
+def _num_mixed(batch: RolloutBatch) -> int:
+    """How many rollouts have trained tokens of several versions."""
+    lags_BT, mask_BT = batch.policy_lag_BT, batch.mask_BT
+    if not bool(mask_BT.any()):
+        return 0
+    oldest_B = lags_BT.masked_fill(~mask_BT, 0).amax(dim=1)
+    newest_B = lags_BT.masked_fill(~mask_BT, _NO_LAG).amin(dim=1)
+    empty_R = oldest_B.new_zeros(batch.num_rollouts)
+    oldest_R = empty_R.scatter_reduce(0, batch.rollout_index_B, oldest_B, "amax")
+    newest_R = (empty_R + _NO_LAG).scatter_reduce(0, batch.rollout_index_B, newest_B, "amin")
+    return int((oldest_R > newest_R).sum())
 
 
 def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:

@@ -236,7 +236,25 @@ METRIC_NAMES = (
         "batches",
         "finished, not yet trained on",
     ),
+    _N(
+        "rollouts/num_failures/*",
+        "",
+        "",
+        "",
+        "rollouts",
+        "that a fault of their environment failed, by its kind",
+    ),
     _N("rollouts/*", "", "", "", "", "the fates of groups and samples in the producer"),
+    _N("producer/max_staleness_versions", "", "", "", "versions", "the bound, where it moves"),
+    _N(
+        "producer/ess",
+        "",
+        "",
+        "",
+        "share",
+        "effective sample size of batches, as it moves the bound",
+    ),
+    _N("environment/*", "", "", "", "", "means of the numbers in the states of rollouts"),
     _N("eval/*", "", "val-core/*", "", "", "of held-out prompts"),
 )
 

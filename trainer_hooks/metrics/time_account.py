@@ -90,6 +90,12 @@ class TimeAccount:
                 self._charge()
                 self._open_blocks.remove(block)
 
+    @property
+    def current(self) -> str:
+        """The category that is charged now; other threads may ask."""
+        with self._lock:
+            return self._open_blocks[-1].category if self._open_blocks else OTHER
+
     def reassign(self, source: str, target: str, seconds: float) -> float:
         """Move `seconds` of this step from `source` to `target`: of a call that says itself what
         it did. Returns how many were moved, which is no more than `source` has.

@@ -73,8 +73,9 @@ def as_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
 
 def where_to_look(run: Any) -> str:
     """Where the run is to be seen: its address, or how to upload one that is offline."""
-    url = getattr(run, "url", None)
-    return f"W&B: {url}" if url else f"W&B, offline: wandb sync {Path(run.dir).parent}"
+    if run.offline:  # then to ask for the address is a warning
+        return f"W&B, offline: wandb sync {Path(run.dir).parent}"
+    return f"W&B: {run.url}"
 
 
 def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:

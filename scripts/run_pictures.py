@@ -1,0 +1,160 @@
+"""Makes the docs' pictures of a run: the demo in a terminal, its report in a browser, its curves.
+
+python scripts/run_pictures.py [overrides of examples/train_grpo.py]
+
+It runs the demo as it is (some minutes), reads the screen of its terminal, and writes to
+docs/images: dashboard.svg, report.png, report-samples.png and run.png.
+Needs pyte (pip install pyte), and chromium for the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageChops
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+COLUMNS, LINES = 110, 40
+RUN_NAME = "pictures"
+NUM_COLOURS = 128  # of a PNG, which is half as large then
+MAX_BYTES = 300_000
+PAGE_WIDTH, TALL = 1280, 6_000  # pixels
+PALETTE = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names of yellow
+
+
+def main() -> None:
+    """Make all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="of examples/train_grpo.py")
+    parser.add_argument("--step", type=int, default=60, help="after which the dashboard is shown")
+    arguments = parser.parse_args()
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        raise SystemExit("chromium was not found; it draws the report")
+    with tempfile.TemporaryDirectory() as folder:
+        draw_dashboard(Path(folder), arguments.step, arguments.overrides)
+        (run,) = Path(folder).glob(f"outputs/train_grpo/{RUN_NAME}/seed_*")
+        report = (run / "report.html").as_uri()
+        screenshot(browser, report, IMAGES / "report.png", 1100)
+        screenshot(browser, report, IMAGES / "report-samples.png", 570, is_end=True)
+        shrink(run / "reward_curve.png", IMAGES / "run.png")
+
+
+def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
+    """Run the job in `folder` in a terminal; draw its screen after `step`, between two steps."""
+    try:
+        import pyte
+    except ImportError as error:
+        raise SystemExit("reading the terminal needs pyte: pip install pyte") from error
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream, chosen, worth = pyte.ByteStream(screen), None, 0
+    command = [sys.executable, str(ROOT / "examples" / "train_grpo.py"), f"run_name={RUN_NAME}"]
+    process, terminal = start_in_terminal([*command, *overrides], folder)
+    while True:
+        if not select.select([terminal], [], [], 0.05)[0]:
+            # While nothing is written, the screen is whole.
+            if (found := worth_showing(screen.display, step)) > worth:
+                chosen, worth = text_of(screen), found
+            continue
+        try:
+            stream.feed(os.read(terminal, 65536))
+        except OSError:  # the job has ended
+            break
+    if os.waitpid(process, 0)[1] or chosen is None:
+        raise SystemExit("\n".join([*screen.display, f"the run failed, or has no step {step}"]))
+    recorder = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    recorder.print(chosen, soft_wrap=True, end="")
+    title = "python examples/train_grpo.py"
+    # A fixed id: the same screen gives the same file.
+    recorder.save_svg(str(IMAGES / "dashboard.svg"), title=title, unique_id="dashboard")
+
+
+def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
+    """Start `command` in a pseudo-terminal; returns its process id and the terminal's file."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        environment = {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+        os.execve(command[0], command, os.environ | environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    return process, terminal
+
+
+def worth_showing(lines: list[str], step: int) -> int:
+    """2 for a dashboard after `step` with a part of the next batch, 1 for another after `step`."""
+    shown = "\n".join(lines)
+    steps, rollouts = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) roll", shown)
+    if steps is None or rollouts is None or int(steps[1]) < step:
+        return 0
+    return 2 if 0 < int(rollouts[1]) < int(rollouts[2]) else 1
+
+
+def text_of(screen: Any) -> Text:
+    """The screen of a pyte terminal, with its colours, without the empty lines around it."""
+    lines = []
+    for y in range(screen.lines):
+        cells = [screen.buffer[y][x] for x in range(screen.columns)]
+        line = Text()
+        for style, run in groupby(cells, key=style_of):
+            line.append("".join(cell.data for cell in run), style=style)
+        lines.append(line)
+    first = next(i for i, line in enumerate(lines) if re.search(r"step \d+/", line.plain))
+    while not lines[-1].plain.strip():
+        lines.pop()
+    return Text("\n").join(lines[first:])
+
+
+def style_of(cell: Any) -> str:
+    """A cell's style as rich names it."""
+    colour = PALETTE.get(cell.fg, cell.fg)
+    if len(colour) == 6 and all(letter in "0123456789abcdef" for letter in colour):
+        colour = f"#{colour}"
+    elif colour.startswith("bright") and "_" not in colour:
+        colour = colour.replace("bright", "bright_", 1)
+    return f"bold {colour}" if cell.bold else colour
+
+
+def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool = False) -> None:
+    """Draw the first `height` pixels of a page, or its last ones, in a headless browser."""
+    with tempfile.TemporaryDirectory() as profile:
+        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+        size = f"--window-size={PAGE_WIDTH},{TALL if is_end else height}"
+        where = (f"--user-data-dir={profile}", f"--screenshot={path}", size, url)
+        subprocess.run([browser, *flags, *where], check=True, capture_output=True, timeout=120)
+    if is_end:
+        with Image.open(path) as image:
+            page = image.convert("RGB")
+        empty = Image.new("RGB", page.size, page.getpixel((0, page.height - 1)))
+        _, _, _, end = ImageChops.difference(page, empty).getbbox() or (0, 0, *page.size)
+        page.crop((0, end - height, page.width, end)).save(path)
+    shrink(path, path)
+
+
+def shrink(source: Path, target: Path) -> None:
+    """Write a PNG with fewer colours. Raises SystemExit if it is still too large for the docs."""
+    with Image.open(source) as image:
+        image.convert("RGB").quantize(NUM_COLOURS).save(target, optimize=True)
+    if target.stat().st_size > MAX_BYTES:
+        raise SystemExit(f"{target} has {target.stat().st_size:,} bytes; {MAX_BYTES:,} are allowed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""How long a stage of a run has taken, and about how long the rest will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class StageClock:
+    """`clock`: seconds. A stage counts its steps from the first that it is told of."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_steps = 0
+        self._start_s: float | None = None
+        self._first_step: int | None = None
+        self._step = 0
+
+    def start(self, num_steps: int | None) -> None:
+        """Begin a stage of `num_steps`; None if that is not known."""
+        self._num_steps, self._start_s = num_steps or 0, self._clock()
+        self._first_step, self._step = None, 0
+
+    def reach(self, step: int) -> None:
+        """Note that `step` is done. The first one may be far from 1: that of a resumed run."""
+        if self._first_step is None:
+            self._first_step = max(step - 1, 0)
+        self._step = step
+
+    def text(self) -> str:
+        """As "elapsed 2:10, left 8:40"; nothing before a stage has begun."""
+        if self._start_s is None:
+            return ""
+        elapsed_s = self._clock() - self._start_s
+        num_done = self._step - (self._first_step or 0)
+        num_left = self._num_steps - self._step
+        if num_done < 1 or num_left < 1:
+            return f"elapsed {minutes(elapsed_s)}"
+        return f"elapsed {minutes(elapsed_s)}, left {minutes(elapsed_s / num_done * num_left)}"
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as 3:07, or 1:03:07."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    text = f"{rest // 60:02}:{rest % 60:02}"
+    return f"{hours}:{text}" if hours else text.removeprefix("0")
