@@ -116,8 +116,8 @@ def _adopt_orphans(is_on: bool) -> None:
 # ---- in the process that is forked
 
 
-def _serve(parent: socket.socket) -> list[Any]:
-    """Fork for each request, until the parent ends. Returns in the forks, with the request."""
+def _serve(parent: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """Fork for each request, until the parent ends. Returns in the forks: command, environment."""
     parent.send(b"ready")
     while True:
         request, descriptors, _, _ = socket.recv_fds(parent, _MAX_REQUEST_BYTES, 3)
@@ -126,25 +126,27 @@ def _serve(parent: socket.socket) -> list[Any]:
         pid_out, pid_in = os.pipe()
         between = os.fork()
         if not between:
-            child = os.fork()
-            if child:
-                os.write(pid_in, b"%d" % child)
+            if os.fork():
                 os._exit(0)
+            command, directory, environment = json.loads(request)
+            _show(command)
+            os.chdir(directory)
+            # Only now is it what it looks like.
+            os.write(pid_in, b"%d" % os.getpid())
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             parent.detach()
             os.closerange(3, _MAX_DESCRIPTORS)
-            return list(json.loads(request))
+            return command, environment
+        os.close(pid_in)
         os.waitpid(between, 0)
         parent.send(os.read(pid_out, 64))
-        for descriptor in (*descriptors, pid_out, pid_in):
+        for descriptor in (*descriptors, pid_out):
             os.close(descriptor)
 
 
-def _run(command: list[str], directory: str, environment: dict[str, str]) -> None:
+def _run(command: list[str], environment: dict[str, str]) -> None:
     """Be what `command` starts."""
-    _show(command)
-    os.chdir(directory)
     os.environ.clear()
     os.environ |= environment
     random.seed()

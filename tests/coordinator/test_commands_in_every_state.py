@@ -15,7 +15,7 @@ from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.publisher import WeightPublisher
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, WeightUpdateError
 from tests.coordinator.live_fleet import LiveFleet
 from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
 from tests.run_seed import run_seed
@@ -67,11 +67,24 @@ async def bring_to(state: CoordinatorState, fleet: LiveFleet, giver: Giver) -> N
     """From wherever it is, also if engines differ after an order that failed."""
     for name in ("resume", "pause", "resume", "unpause", *PATHS[state]):
         if name == "unpause" and fleet.coordinator.state is PAUSED:
-            await giver.give("update", DEADLINE_S)  # weights may have been discarded
+            await updates(giver)  # weights may have been discarded
         # The first two are refused where they are not needed.
         with suppress(RolloutError):
             await giver.give(name, DEADLINE_S)
     await comes_to(state, fleet)
+
+
+async def updates(giver: Giver) -> None:
+    """An update is refused while no engine is there: those that were removed come back."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            await giver.give("update", DEADLINE_S)
+            return
+        except WeightUpdateError:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.01)
 
 
 async def comes_to(state: CoordinatorState, fleet: LiveFleet) -> None:
