@@ -21,6 +21,12 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
     "factor": 4.0,
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 FAMILY_CASES: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
@@ -76,6 +82,25 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
         "logit_scale": 0.5,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        **EXPERTS,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 1.3, "mscale_all_dim": 0.7},
     },
 }
 

@@ -21,7 +21,7 @@ class ForwardBatch:
 
     Row r owns tokens [query_starts[r], query_starts[r + 1]); its last token sits at position
     context_lens[r] - 1. `kv[layer]` is that layer's cache tensor in the attention backend's own
-    layout.
+    layout. A mixture's layers write the experts of each token to `routing_TLK`, if it is there.
     """
 
     token_ids_T: Tensor  # int64
@@ -37,6 +37,7 @@ class ForwardBatch:
     logit_indices_L: Tensor  # int64: tokens whose logits are wanted
     kv: Sequence[Tensor]
     plan: Any = None  # what `AttentionBackend.begin` made for its own `attend`
+    routing_TLK: Tensor | None = None  # int16: [tokens, layers with experts, experts of a token]
 
     @property
     def num_tokens(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from rollout.errors import ModelError
+from rollout.layers.latent_attention import LatentDims
 from rollout.layers.rope import RopeSpec, rotary_dim
 from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
 from rollout.models.families.registry import find_family
@@ -32,11 +34,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder-only language model. `family` is the Hugging Face `model_type`.
+    """A decoder-only language model. `family` is the Hugging Face `model_type`.
 
     `windows` has how many tokens a token sees in each layer, itself included, or None for all of
     them; () means None everywhere. `ropes` has each layer's rope or None; () means `rope`
-    everywhere. Raises ModelError for sizes that do not fit together.
+    everywhere. `moe_layers` are the indices of layers with experts, in order. Raises ModelError for
+    sizes that do not fit together.
     """
 
     family: str
@@ -58,11 +61,24 @@ class ModelSpec:
     qk_norm_whole: bool = False  # over all heads together, not each by itself
     norm: str = "rms"  # or "layer"
     norm_offset: float = 0.0  # added to the weights of norms
-    activation: str = "silu"  # or "gelu_tanh"
+    activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu" (see GatedActivation)
+    activation_alpha: float = 1.0
+    activation_limit: float = math.inf
+    moe_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate size of one
+    num_shared_experts: int = 0
+    shared_expert_size: int = 0  # 0: as the others
+    router_normalizes: bool = False
+    router_scale: float = 1.0
+    num_expert_groups: int = 1
+    num_chosen_groups: int = 1
     windows: tuple[int | None, ...] = ()
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
+    latent: LatentDims | None = None  # of latent attention; head_dim is then its qk_rope_head_dim
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -86,6 +102,10 @@ class ModelSpec:
                 raise ModelError(f"{name} must have num_layers={self.num_layers} entries or none")
         for rope in (self.rope, *self.distinct_ropes):
             self._check_rope(rope)
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        if self.moe_layers:
+            self._check_experts()
         parse_dtype(self.dtype)
 
     @classmethod
@@ -115,11 +135,14 @@ class ModelSpec:
             "dtype": parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
         }
         values |= _layers_from_hf(config, family, values["num_layers"])
+        if family.has_latent_attention:
+            dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
+            values |= {"latent": dims, "head_dim": dims.qk_rope_head_dim}
         for name, rule in family.values.items():
             if not isinstance(rule, Key):
                 values[name] = rule
-            elif rule.name in config:
-                values[name] = rule.read(config[rule.name])
+            elif (key := rule.name if rule.name in config else rule.alias) in config:
+                values[name] = rule.read(config[key])
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
@@ -150,8 +173,15 @@ class ModelSpec:
             if isinstance(rule, Key):
                 config[rule.name] = rule.write(getattr(self, name))
         config |= self._layers_to_hf(family)
+        if self.latent is not None:
+            config |= asdict(self.latent)
         self._require_same(ModelSpec.from_hf_config(config))
         return config
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers have experts."""
+        return len(self.moe_layers)
 
     @property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
@@ -173,13 +203,55 @@ class ModelSpec:
         if "no_rope_layers" in family.keys:
             ropes = self.ropes or (self.rope,) * self.num_layers
             keys["no_rope_layers"] = [int(rope is not None) for rope in ropes]
+        if "rope_interleave" in family.known_keys:
+            keys["rope_interleave"] = self.rope.is_interleaved
         if "sliding_window" in family.known_keys:
             keys["sliding_window"] = next(filter(None, windows), None)
         if "use_sliding_window" in family.keys:
             keys["use_sliding_window"] = bool(self.windows)
+        if "mlp_only_layers" in family.keys:
+            keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
+        if "first_k_dense_replace" in family.keys:
+            keys["first_k_dense_replace"] = min(self.moe_layers, default=self.num_layers)
         if "layer_types" in family.keys:
             keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
         return keys
+
+    def _check_latent(self, dims: LatentDims) -> None:
+        """Raise ModelError for what latent attention cannot do."""
+        if self.num_kv_heads != self.num_heads:
+            raise ModelError(
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent "
+                "attention: each head has keys and values of its own"
+            )
+        if self.head_dim != dims.qk_rope_head_dim:
+            raise ModelError(
+                f"head_dim={self.head_dim} must be qk_rope_head_dim={dims.qk_rope_head_dim} with "
+                "latent attention: it says how many dims positions turn"
+            )
+        if self.attention_bias and dims.q_lora_rank is None:
+            raise ModelError("attention_bias needs q_lora_rank: q_proj has no bias, the rest would")
+
+    def _check_experts(self) -> None:
+        """Raise ModelError for numbers of experts that do not fit together."""
+        for name in ("num_experts", "experts_per_token", "expert_size"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name}={getattr(self, name)} must be positive with experts")
+        per_group, rest = divmod(self.num_experts, self.num_expert_groups)
+        is_lone = self.num_expert_groups > 1 and per_group == 1
+        if rest or is_lone or not 0 < self.num_chosen_groups <= self.num_expert_groups:
+            raise ModelError(
+                f"num_experts={self.num_experts} must make num_expert_groups="
+                f"{self.num_expert_groups} of two or more, num_chosen_groups="
+                f"{self.num_chosen_groups} of which are chosen"
+            )
+        if self.experts_per_token > per_group * self.num_chosen_groups:
+            raise ModelError(
+                f"experts_per_token={self.experts_per_token} exceeds the "
+                f"{per_group * self.num_chosen_groups} experts that can be chosen"
+            )
+        if not set(self.moe_layers) <= {*range(self.num_layers)}:
+            raise ModelError(f"moe_layers={self.moe_layers} of num_layers={self.num_layers}")
 
     def _check_rope(self, rope: RopeSpec) -> None:
         num_dims = rotary_dim(rope, self.head_dim)
@@ -208,14 +280,16 @@ class ModelSpec:
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
-    """`rope`, `windows` and `ropes`, the last two empty where all layers are alike."""
+    """`rope`, `windows`, `ropes` and `moe_layers`; the second and third are empty where all layers
+    are alike.
+    """
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
     # Layers of full attention first; none where all layers have the same rope.
     ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
     rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
-    if family.has_interleaved_rope:
+    if config.get("rope_interleave", family.has_interleaved_rope):
         rope = replace(rope, is_interleaved=True)
         each = tuple(own and replace(own, is_interleaved=True) for own in each)
     if rope.partial != 1.0 and "partial_rotary_factor" not in family.known_keys:
@@ -224,7 +298,12 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
         raise ModelError(
             f"llama_4_scaling_beta={rope.query_growth} is not known to {family.name!r}"
         )
-    return {"rope": rope, "windows": windows, "ropes": () if set(each) <= {rope} else each}
+    return {
+        "rope": rope,
+        "windows": windows,
+        "ropes": () if set(each) <= {rope} else each,
+        "moe_layers": family.moe_layers(config, num_layers),
+    }
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

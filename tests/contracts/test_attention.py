@@ -185,7 +185,7 @@ def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> 
         [causal_attention(*w, traits)[r.num_cached :] for r, w in zip(rows, whole, strict=True)]
     )
     assert out.dtype == ragged.dtype
-    tolerance = TOLERANCE[ragged.dtype]
+    tolerance = TOLERANCE[ragged.dtype] * max(1.0, ragged.head_dim / 256)
     if traits.scale is not None:
         times_larger = max(1.0, traits.scale * ragged.head_dim**0.5)
         tolerance += (times_larger - 1) * TOLERANCE[torch.float32]
@@ -208,7 +208,9 @@ def test_values_may_be_the_first_dims_of_keys(
     assert_rows_attend_causally(ATTENTION[name](), latent)
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(264, None), (48, 32), (576, 512)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(264, None), (592, None), (48, 32), (576, 512)]
+)
 def test_wide_heads_and_shared_values_work_or_are_refused(
     attention: AttentionBackend, head_dim: int, value_dim: int | None
 ) -> None:

@@ -22,7 +22,7 @@ from rollout.backends.base import Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_GROUP = 240  # query heads per KV head
 _MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of paged_cache.h
@@ -89,7 +89,8 @@ class NativePagedAttention(TorchSdpaAttention):
             self._decode(args, num_decode, batch.plan.num_decode_tokens * token_bytes)
         if num_rows > num_decode:
             self._prefill(args, num_decode, num_rows)
-        return out_THD
+        # Where V is a part of K, the kernels have summed the other dims as well.
+        return out_THD if cache.shape[2] == 2 else out_THD[..., : v_TGD.shape[2]]
 
     def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
         num_parts = max(1, min(torch.get_num_threads(), kv_bytes // _MIN_KV_BYTES_PER_THREAD))
@@ -127,7 +128,7 @@ def set_tensors(
     args.q_stride, args.k_stride, args.v_stride = q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)
     args.block_stride = cache.stride(0)
     args.tokens, args.heads, args.dim = q_THD.shape
-    args.kv_heads = k_TGD.shape[1]
+    args.kv_heads, args.planes = k_TGD.shape[1], cache.shape[2]
     args.token_type, args.cache_type = CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]
 
 
@@ -142,12 +143,16 @@ def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) ->
     """Heads of a multiple of 16, with gaps at most between tokens."""
     head_dim = cache.shape[-1]
     return (
-        cache.shape[2] == 2  # planes: the kernels read V apart from K
-        and cache.dtype in CACHE_TYPES
+        cache.dtype in CACHE_TYPES
         and q_THD.dtype in CACHE_TYPES
         and q_THD.dtype == k_TGD.dtype == v_TGD.dtype
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
         and q_THD.shape[1] // k_TGD.shape[1] <= MAX_GROUP
-        and all(x.stride()[1:] == (head_dim, 1) for x in (q_THD, k_TGD, v_TGD))
+        and all(_has_gapless_heads(x) for x in (q_THD, k_TGD))
+        and (cache.shape[2] == 1 or _has_gapless_heads(v_TGD))
     )
+
+
+def _has_gapless_heads(x_THD: Tensor) -> bool:
+    return x_THD.stride()[1:] == (x_THD.shape[2], 1)
