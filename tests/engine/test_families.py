@@ -111,7 +111,7 @@ def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) ->
     assert_like_the_trainer(model, again)
     new_model = model_of(family, seed=1)
     engine.pause()
-    engine.update_weights(new_model.named_parameters())
+    engine.update_weights(new_model)
     engine.unpause()
     add_all(engine, num_greedy=4)
     assert_like_the_trainer(new_model, list(drain(engine).values()))
