@@ -5,7 +5,7 @@ Shape letters: L logit rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from rollout.layers.rope import RotaryTable
 from rollout.layers.weight_slot import TensorSlot, WeightSlot
 from rollout.models.decoder import Decoder, Embedding
 from rollout.models.spec import ModelSpec
+from rollout.models.weights import WeightTable
 
 INIT_STD = 0.02
 _DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of a weight is made
@@ -51,6 +52,7 @@ class CausalLM(nn.Module):
         ]
         self.fused: FusedDecoder | None = None
         self.is_prepared = False
+        self._table: WeightTable | None = None
 
     @classmethod
     def random(
@@ -127,12 +129,21 @@ class CausalLM(nn.Module):
             logits_LV = (logits_LV / spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return logits_LV
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """A slot for every weight by its Hugging Face name, to read from and to write to.
+    def weight_slots(self) -> Mapping[str, WeightSlot]:
+        """A slot for every weight by its name in the family's saved directories, to read and write.
 
         Tied weights appear under both names and have equal addresses. Persistent buffers are
         weights, too. Follow writes with `refresh`.
         """
+        return self.weight_table().slots
+
+    def weight_table(self) -> WeightTable:
+        """The slots, and the names of live modules for them; made once."""
+        if self._table is None:
+            self._table = self._make_table()
+        return self._table
+
+    def _make_table(self) -> WeightTable:
         slots: dict[str, WeightSlot] = {}
         for path, module in self.named_modules():
             parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
@@ -142,7 +153,9 @@ class CausalLM(nn.Module):
                 named = {n: TensorSlot(p) for n, p in module.named_parameters(recurse=False)}
             prefix = f"{parent}." if parent else ""
             slots |= {prefix + name: slot for name, slot in named.items()}
-        return slots | {n: TensorSlot(buffer) for n, buffer in self.persistent_buffers().items()}
+        buffers = self.persistent_buffers()
+        slots |= {name: TensorSlot(buffer) for name, buffer in buffers.items()}
+        return WeightTable(slots=slots, aliases={}, buffers=frozenset(buffers))
 
     def read_weights(self) -> dict[str, Tensor]:
         """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them."""
