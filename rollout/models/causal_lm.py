@@ -5,6 +5,7 @@ Shape letters: L logit rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,11 @@ from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
-from rollout.layers.weight_slot import TensorSlot, WeightSlot
-from rollout.models.decoder import Decoder, Embedding
+from rollout.layers.weight_slot import WeightSlot
+from rollout.models.decoder import Decoder
+from rollout.models.families.registry import find_family
 from rollout.models.spec import ModelSpec
+from rollout.models.weight_names import table_of
 from rollout.models.weights import WeightTable
 
 INIT_STD = 0.02
@@ -69,18 +72,18 @@ class CausalLM(nn.Module):
 
     def randomize(self, seed: int) -> None:
         """Draw all weights anew, on the host in float32: matrices of standard deviation 0.02, norms
-        that multiply by 1, biases 0.
+        that multiply by 1, biases, corrections and sinks 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, slot in self.weight_slots().items():
-            if len(slot.shape) == 1:
+            if len(slot.shape) == 1 or name.endswith("bias"):
                 is_norm = name.endswith("norm.weight")
                 slot.write(torch.full(slot.shape, 1.0 - self.spec.norm_offset if is_norm else 0.0))
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
-                num_rows, num_inputs = slot.shape
-                rows_at_once = max(1, _DRAWN_AT_ONCE // num_inputs)
+                num_rows, *row_shape = slot.shape
+                rows_at_once = max(1, _DRAWN_AT_ONCE // math.prod(row_shape))
                 for row in range(0, num_rows, rows_at_once):
-                    shape = min(rows_at_once, num_rows - row), num_inputs
+                    shape = min(rows_at_once, num_rows - row), *row_shape
                     drawn = torch.empty(shape, dtype=torch.float32)
                     slot.write(drawn.normal_(std=INIT_STD, generator=generator), row)
 
@@ -138,24 +141,11 @@ class CausalLM(nn.Module):
         return self.weight_table().slots
 
     def weight_table(self) -> WeightTable:
-        """The slots, and the names of live modules for them; made once."""
+        """The slots, and the live module's names for them. Made once: slots follow their memory."""
         if self._table is None:
-            self._table = self._make_table()
+            saved_name = find_family(self.spec.family).saved_name
+            self._table = table_of(self, self.persistent_buffers(), saved_name)
         return self._table
-
-    def _make_table(self) -> WeightTable:
-        slots: dict[str, WeightSlot] = {}
-        for path, module in self.named_modules():
-            parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
-            if isinstance(module, Linear | Embedding):
-                named = module.weight_slots()
-            else:
-                named = {n: TensorSlot(p) for n, p in module.named_parameters(recurse=False)}
-            prefix = f"{parent}." if parent else ""
-            slots |= {prefix + name: slot for name, slot in named.items()}
-        buffers = self.persistent_buffers()
-        slots |= {name: TensorSlot(buffer) for name, buffer in buffers.items()}
-        return WeightTable(slots=slots, aliases={}, buffers=frozenset(buffers))
 
     def read_weights(self) -> dict[str, Tensor]:
         """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them."""
