@@ -143,7 +143,7 @@ def _open_with(
 ) -> tuple[CausalLM, Fill]:
     """Return a model whose weights are undefined, and the call that copies `tensors` into them."""
     model = CausalLM(spec, device)
-    return model, lambda: copy_weights(model.weight_slots(), tensors, origin)
+    return model, lambda: copy_weights(model.weight_table(), tensors, origin)
 
 
 def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:
