@@ -88,7 +88,7 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
 
     Tied weights are written once. Raises ModelError if the spec has no Hugging Face config.
     """
-    weights = model.read_weights()
+    weights = {name: values.contiguous() for name, values in model.read_weights().items()}
     if model.spec.tie_word_embeddings:
         del weights["lm_head.weight"]
     write_directory(Path(path), model.spec.to_hf_config(), weights)

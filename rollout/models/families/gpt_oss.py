@@ -2,7 +2,8 @@
 activation; weights of experts are a softmax over the chosen.
 """
 
-from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture, MoeNames
+from rollout.layers.experts import MoeNames
+from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_everywhere, windows_by_type
 
 GPT_OSS = Family(
@@ -33,5 +34,9 @@ GPT_OSS = Family(
     windows=windows_by_type(full_every=2),
     activations={"silu": "clamped_swiglu"},
     moe_layers=experts_everywhere,
-    mixture=Mixture(scores="softmax_chosen", has_bias=True, names=MoeNames(router="router")),
+    mixture=Mixture(
+        scores="softmax_chosen",
+        has_bias=True,
+        names=MoeNames(router="router", is_transposed=True),
+    ),
 )

@@ -2,7 +2,10 @@
 normed over all heads together; a part of each head turns.
 """
 
-from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture, MoeNames
+from dataclasses import replace
+
+from rollout.models.families.mixtral import SPARSE_BLOCK, W_NAMES
+from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_everywhere
 
 MINIMAX_M2 = Family(
@@ -28,6 +31,9 @@ MINIMAX_M2 = Family(
     | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},
     moe_layers=experts_everywhere,
     mixture=Mixture(
-        scores="sigmoid", has_correction=True, names=MoeNames(is_correction_of_router=False)
+        scores="sigmoid",
+        has_correction=True,
+        names=replace(W_NAMES, is_correction_of_router=False),
     ),
+    saved_paths=SPARSE_BLOCK,
 )

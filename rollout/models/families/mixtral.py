@@ -1,8 +1,11 @@
 """Mixtral: experts in every layer, whose weights sum to 1."""
 
+from rollout.layers.experts import MoeNames
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_everywhere, same_window
 
+SPARSE_BLOCK = {".mlp.": ".block_sparse_moe."}
+W_NAMES = MoeNames(gate="w1", up="w3", down="w2")
 MIXTRAL = Family(
     name="mixtral",
     title="Mixtral 8x7B, 8x22B",
@@ -17,5 +20,6 @@ MIXTRAL = Family(
     keys=ROUTER_LOSSES | {"sliding_window"},
     windows=same_window,
     moe_layers=experts_everywhere,
-    mixture=Mixture(scores="softmax"),
+    mixture=Mixture(scores="softmax", names=W_NAMES),
+    saved_paths=SPARSE_BLOCK,
 )

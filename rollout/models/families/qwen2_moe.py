@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture, MoeNames
+from rollout.layers.experts import MoeNames
+from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import Windows, experts_by_step, windows_if_used
 from rollout.models.rope_config import FULL, SLIDING
 
