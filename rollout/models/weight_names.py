@@ -1,4 +1,4 @@
-"""The names of a model's weights, in the dialect of saved directories and in that of live modules."""
+"""The names of a model's weights: those of saved directories, and those of live modules."""
 
 from __future__ import annotations
 
