@@ -97,6 +97,16 @@ ATTENTION_BIAS = QKV_BIAS | {"attention_output_bias": Key(name="attention_bias")
 MLP_BIAS = {"mlp_bias": Key(name="mlp_bias")}
 # Without effect in inference: losses of a router's training, and what a forward pass returns.
 ROUTER_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+GROUPED_EXPERTS = {
+    "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
+    "experts_per_token": Key(name="num_experts_per_tok"),
+    "expert_size": Key(name="moe_intermediate_size"),
+    "num_shared_experts": Key(name="n_shared_experts"),
+    "router_normalizes": Key(name="norm_topk_prob"),
+    "router_scale": Key(name="routed_scaling_factor"),
+    "num_expert_groups": Key(name="n_group"),
+    "num_chosen_groups": Key(name="topk_group"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,7 @@ class Family:
     `fixed` are keys with the only values that are supported.
     `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
     `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
+    `saved_paths`: parts of live modules' paths that saved directories call otherwise.
     """
 
     name: str
@@ -124,6 +135,7 @@ class Family:
     ropes: RopeRule = same_rope
     moe_layers: MoeRule = no_experts
     mixture: Mixture | None = None
+    saved_paths: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     has_latent_attention: bool = False
@@ -137,3 +149,9 @@ class Family:
         read = {name for key in keys for name in (key.name, key.alias)}
         known = self.keys | self.fixed.keys() | self.defaults.keys()
         return known | read | {self.activation_key}
+
+    def saved_name(self, name: str) -> str:
+        """What saved directories call the weight that a live module calls `name`."""
+        for live, saved in self.saved_paths.items():
+            name = name.replace(live, saved)
+        return name

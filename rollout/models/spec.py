@@ -79,6 +79,7 @@ class ModelSpec:
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
     latent: LatentDims | None = None  # of latent attention; head_dim is then its qk_rope_head_dim
+    attention_sinks: bool = False  # a learned score without a value for each query head
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -213,6 +214,11 @@ class ModelSpec:
             keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
         if "first_k_dense_replace" in family.keys:
             keys["first_k_dense_replace"] = min(self.moe_layers, default=self.num_layers)
+        if "mlp_layer_types" in family.keys:
+            keys["mlp_layer_types"] = [
+                "sparse" if layer in self.moe_layers else "dense"
+                for layer in range(self.num_layers)
+            ]
         if "layer_types" in family.keys:
             keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
         return keys

@@ -1,23 +1,13 @@
 """DeepSeek-V3 and Moonlight: latent attention, MLPs in the first layers, experts in the others."""
 
-from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_after_first
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     title="DeepSeek-V3, DeepSeek-R1, Moonlight",
     architecture="DeepseekV3ForCausalLM",
-    values={
-        "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
-        "experts_per_token": Key(name="num_experts_per_tok"),
-        "expert_size": Key(name="moe_intermediate_size"),
-        "num_shared_experts": Key(name="n_shared_experts"),
-        "router_normalizes": Key(name="norm_topk_prob"),
-        "router_scale": Key(name="routed_scaling_factor"),
-        "num_expert_groups": Key(name="n_group"),
-        "num_chosen_groups": Key(name="topk_group"),
-        **ATTENTION_BIAS,
-    },
+    values=GROUPED_EXPERTS | ATTENTION_BIAS,
     defaults={
         "first_k_dense_replace": 3,
         "kv_lora_rank": 512,
