@@ -73,7 +73,9 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
             const char *here = w + j * step * bytes;
             weights[2 * j] = load_weights(here, is_bfloat16);
             weights[2 * j + 1] = load_weights(here + WIDTH * size, is_bfloat16);
-            __builtin_prefetch(here + FAR_AHEAD * PANEL * size);
+            UNROLL for (int64_t line = 0; line < PANEL * size; line += CACHE_LINE) {
+                __builtin_prefetch(here + FAR_AHEAD * PANEL * size + line);
+            }
         }
         UNROLL for (int i = 0; i < tokens; i++) {
             vec value = x[i * a->x_stride + k] - (vec){0}; /* in every lane; x - 0 is x */
