@@ -10,9 +10,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define UNROLL _Pragma("GCC unroll 16")
 #define FAR_AHEAD 32 /* inputs from a read to what is prefetched with it */
-#define CACHE_LINE 64
 
 /* How many tokens are multiplied with all panels before the next: half the second cache of x. */
 static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
