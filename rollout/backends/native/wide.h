@@ -21,7 +21,7 @@ typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
 /* WIDTH numbers, float32 or bfloat16. */
 INLINE vec load_weights(const char *p, const int is_bfloat16) {
     if (!is_bfloat16) return *(const vec *)p;
-    const uint16_t *h = (const uint16_t *)p; /* one by one: GCC makes one instruction of it */
+    const uint16_t *h = (const uint16_t *)p; /* one by one: GCC makes few instructions of it */
 #if WIDTH == 8
     return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 #else
