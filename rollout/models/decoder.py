@@ -162,8 +162,12 @@ class Decoder(nn.Module):
         for layer in layers:
             delta_TE, residual_TE = layer(delta_TE, residual_TE, angles, batch)
         kept_L = batch.logit_indices_L
-        delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
-        return self.norm.add(delta_LE, residual_LE)[0]
+        if batch.routing_TLK is None:
+            delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
+            return self.norm.add(delta_LE, residual_LE)[0]
+        # The experts of all tokens are recorded, in the last layer, too.
+        delta_TE, residual_TE = last_layer(delta_TE, residual_TE, angles, batch)
+        return self.norm.add(delta_TE[kept_L], residual_TE[kept_L])[0]
 
     def parts(self) -> DecoderParts | None:
         """What a fused decoder needs; None where one cannot do all layers.
