@@ -54,7 +54,7 @@ class Checkpoint:
         """
         for path, names in self.shards.items():
             for name in names:
-                yield name, _tensor(path, name)
+                yield name, read_tensor(path, name)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -84,7 +84,8 @@ def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, 
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensor(path: Path, name: str) -> Tensor:
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Return one tensor of a file, a view of the mapped file. Raises ModelError naming the file."""
     # The file is mapped anew for each tensor: pages that were read count as memory of this process
     # until they are unmapped, and a shard may be as large as the model.
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout.errors import ModelError
 from rollout.models.family import Family
+from rollout.models.quantization import quant_method_of
 
 # What ModelSpec reads in every family.
 _READ = frozenset(
@@ -15,6 +16,7 @@ _READ = frozenset(
         *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
         *("rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
         *("eos_token_id", "dtype", "torch_dtype", "original_max_position_embeddings"),
+        "quantization_config",
     }
 )
 # What has no effect on the outputs of a model in inference: training, names, defaults of sampling,
@@ -46,10 +48,7 @@ def refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
 
     Keys that are unset (None, False, 0 or empty) and private ones ("_name") pass.
     """
-    if config.get("quantization_config"):
-        raise ModelError(
-            "quantization_config is not supported; use an unquantized checkpoint of this model"
-        )
+    quant_method_of(config)
     known = _READ | _WITHOUT_EFFECT | family.known_keys
     for key in sorted(config.keys() - known):
         if config[key] and not key.startswith("_"):

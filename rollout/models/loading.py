@@ -14,7 +14,9 @@ from torch import nn
 from rollout.errors import ModelError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, read_config, write_directory
+from rollout.models.dequantized import Dequantized
 from rollout.models.plain_tensors import is_sharded, named_weights
+from rollout.models.quantization import quant_method_of
 from rollout.models.spec import ModelSpec, parse_dtype, union_of_ids
 from rollout.models.weights import NamedTensors, copy_weights
 
@@ -102,8 +104,10 @@ def _open_directory(
     config = read_config(directory)
     if dtype != "auto":
         config["dtype"] = dtype
-    spec = ModelSpec.from_hf_config(config)
-    return _open_with(spec, Checkpoint.open(directory), str(directory), device)
+    spec, method = ModelSpec.from_hf_config(config), quant_method_of(config)
+    checkpoint = Checkpoint.open(directory)
+    tensors = Dequantized(checkpoint, method, spec.dtype) if method else checkpoint
+    return _open_with(spec, tensors, str(directory), device)
 
 
 def _recast(
