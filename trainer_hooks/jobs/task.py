@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rollout import SamplingParams
@@ -105,15 +107,19 @@ class Task:
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
             )
             return policy
-        config = Qwen3Config(
+        has_experts = self._model.num_experts is not None
+        # As in the checkpoints of the family, and unlike transformers' default.
+        of_kind = {"norm_topk_prob": True} if has_experts else {}
+        config = (Qwen3MoeConfig if has_experts else Qwen3Config)(
             **self._model.shape,
+            **of_kind,
             vocab_size=len(self.tokenizer),
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        return Qwen3ForCausalLM(config)
+        return (Qwen3MoeForCausalLM if has_experts else Qwen3ForCausalLM)(config)
 
     async def evaluate(
         self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
