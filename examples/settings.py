@@ -43,7 +43,7 @@ class AlgorithmSettings:
 
     `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
     `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
-    `replay_routing`: of a mixture, train with the experts that the engine used; see docs/routing.md.
+    `replay_routing`: a mixture trains with the experts that its engine used (docs/routing.md).
     `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
     and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
     it was sampled on, is of another version.

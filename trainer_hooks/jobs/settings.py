@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from rollout.errors import ConfigError
 
-
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
