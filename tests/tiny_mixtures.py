@@ -53,20 +53,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 def tiny_mixture(family: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> Any:
     """A random model of the family; corrections of routers are random, too."""
-    model = tiny_model(family, seed=seed, **{**MIXTURES[family], **changes})
-    generator = torch.Generator().manual_seed(seed)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(0.0, 0.2, generator=generator)
+    # Only eager attention has the sinks of GPT-OSS.
+    model = tiny_model(family, seed=seed, attention="eager", **{**MIXTURES[family], **changes})
+    for correction in corrections_of(model):
+        correction.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(seed))
     return model
+
+
+def corrections_of(model: Any) -> list[torch.Tensor]:
+    """What routers add to the scores by which they choose, and by nothing else."""
+    return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 @torch.no_grad()
 def perturb_routers(model: Any, std: float, seed: int = 0) -> None:
-    """Change the routers' weights, so that they choose other experts."""
+    """Let the routers choose other experts: by their corrections, or else by their weights."""
     generator = torch.Generator().manual_seed(seed)
-    for router in find_routers(model):
-        router.weight += torch.randn(router.weight.shape, generator=generator) * std
+    for chosen_by in corrections_of(model) or [r.weight for r in find_routers(model)]:
+        chosen_by += torch.randn(chosen_by.shape, generator=generator) * std
 
 
 @contextmanager

@@ -195,8 +195,7 @@ def collate_rollouts(
     for row, (i, turns) in zip(rows, sequences, strict=True):
         if not math.isnan(rewards_R[i]):
             for turn in turns:
-                params = turn.sampling_params or SamplingParams()
-                check_logprobs_match(params, temperature, wanted)
+                check_logprobs_match(turn.sampling_params or SamplingParams(), temperature, wanted)
                 _mark_turn(row, turn, train_version)
                 if routing:
                     _require_routing(turn)

@@ -56,7 +56,7 @@ def test_rows_stand_at_their_tokens_and_padding_is_unknown() -> None:
 
 
 def test_a_later_turn_adds_rows_from_the_last_token_of_the_turn_before() -> None:
-    """What a turn drew from is kept, also where the next turn computed it again by other experts."""
+    """What a turn drew from is kept, also where the next turn computed it by other experts."""
     first = request_of([1, 2], [3, 4], [10, 11, 12])
     second = request_of([1, 2, 3, 4, 5], [6], [50, 51, 52, 53, 54])
     batch = collate_rollouts([Rollout([first, second])], [1.0], 0, routing=True)
@@ -75,7 +75,7 @@ def test_failed_rollouts_may_lack_rows_and_trained_ones_may_not() -> None:
     cut = request_of([1, 2], [], None, status=Status.FAILED, logprobs=[])
     batch = collate_rollouts([good, cut], [1.0, 0.0], 0, routing=True)
     assert first_ids(batch) == [[10, 11, -1], [-1, -1, -1]]
-    with pytest.raises(ConfigError, match="has no routing_indices.*record_routing=True"):
+    with pytest.raises(ConfigError, match=r"has no routing_indices.*record_routing=True"):
         collate_rollouts([good, request_of([1], [2], None)], [1.0, 0.0], 0, routing=True)
     assert collate_rollouts([cut], [0.0], 0, routing=True).routing_BTLK is None
 

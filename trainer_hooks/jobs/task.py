@@ -107,19 +107,18 @@ class Task:
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
             )
             return policy
-        has_experts = self._model.num_experts is not None
-        # As in the checkpoints of the family, and unlike transformers' default.
-        of_kind = {"norm_topk_prob": True} if has_experts else {}
-        config = (Qwen3MoeConfig if has_experts else Qwen3Config)(
+        own: dict[str, Any] = {
             **self._model.shape,
-            **of_kind,
-            vocab_size=len(self.tokenizer),
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        return (Qwen3MoeForCausalLM if has_experts else Qwen3ForCausalLM)(config)
+            "vocab_size": len(self.tokenizer),
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        if self._model.num_experts is None:
+            return Qwen3ForCausalLM(Qwen3Config(**own))
+        # Weights of experts that sum to 1: as in the family's checkpoints, not transformers' default.
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
         self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings

@@ -200,10 +200,8 @@ class AsyncRolloutProducer:
         rules = rules_of(order, batch_groups, oversample_groups, filters, max_refills)
         self._group_size, self._batch_groups, self._pad_id = group_size, batch_groups, pad_id
         self._routing = routing
-        self._bound, self._version_timeout_s = (
-            StalenessBound(max_staleness_versions),
-            version_timeout_s,
-        )
+        self._bound = StalenessBound(max_staleness_versions)
+        self._version_timeout_s = version_timeout_s
         self._tasks: set[Task] = set()
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
         parts = GroupParts(rules, self.ledger, maker, self._spawn, self._changed.set)
