@@ -117,7 +117,7 @@ class Task:
         }
         if self._model.num_experts is None:
             return Qwen3ForCausalLM(Qwen3Config(**own))
-        # Weights of experts that sum to 1: as in the family's checkpoints, not transformers' default.
+        # Experts' weights sum to 1 as in the family's checkpoints, unlike transformers' default.
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
