@@ -106,6 +106,7 @@ GROUPED_EXPERTS = {
     "router_scale": Key(name="routed_scaling_factor"),
     "num_expert_groups": Key(name="n_group"),
     "num_chosen_groups": Key(name="topk_group"),
+    "num_mtp_layers": Key(name="num_nextn_predict_layers", alias="num_mtp_layers"),
 }
 
 

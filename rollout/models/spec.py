@@ -15,7 +15,7 @@ from rollout.layers.rope import RopeSpec, rotary_dim
 from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
 from rollout.models.families.registry import find_family
 from rollout.models.family import Family, Key
-from rollout.models.layer_rules import ropes_by_type
+from rollout.models.layer_rules import experts_after_first, ropes_by_type
 from rollout.models.rope_config import FULL, SLIDING, rope_from_hf, rope_parameters, rope_to_hf
 
 SIZES = (
@@ -74,6 +74,7 @@ class ModelSpec:
     router_scale: float = 1.0
     num_expert_groups: int = 1
     num_chosen_groups: int = 1
+    num_mtp_layers: int = 0  # predict further tokens; saved after the others, and not served
     windows: tuple[int | None, ...] = ()
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
@@ -212,7 +213,7 @@ class ModelSpec:
             keys["use_sliding_window"] = bool(self.windows)
         if "mlp_only_layers" in family.keys:
             keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
-        if "first_k_dense_replace" in family.keys:
+        if family.moe_layers is experts_after_first:
             keys["first_k_dense_replace"] = min(self.moe_layers, default=self.num_layers)
         if "mlp_layer_types" in family.keys:
             keys["mlp_layer_types"] = [

@@ -17,6 +17,7 @@ DEEPSEEK_V3 = Family(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
@@ -25,10 +26,8 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "v_head_dim": 128,
     },
-    # Of a head that predicts a further token, of training's layout, and what follows from others.
-    keys=ROUTER_LOSSES
-    | {"first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"}
-    | {"aux_loss_alpha", "seq_aux", "ep_size"},
+    # `qk_head_dim` follows from others; the last three are of training.
+    keys=ROUTER_LOSSES | {"qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"},
     fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     moe_layers=experts_after_first,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),

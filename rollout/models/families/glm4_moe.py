@@ -22,8 +22,7 @@ GLM4_MOE = Family(
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
-    # The last two describe a head that predicts a further token.
-    keys=ROUTER_LOSSES | {"num_nextn_predict_layers", "num_mtp_layers"},
+    keys=ROUTER_LOSSES,
     moe_layers=experts_after_first,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
 )

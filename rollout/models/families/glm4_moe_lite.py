@@ -25,9 +25,7 @@ GLM4_MOE_LITE = Family(
         "topk_group": 1,
         "v_head_dim": 256,
     },
-    # Two of a head that predicts a further token, and one that follows from others.
-    keys=ROUTER_LOSSES
-    | {"mlp_layer_types", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"},
+    keys=ROUTER_LOSSES | {"mlp_layer_types", "qk_head_dim"},  # the last follows from others
     fixed={"topk_method": "noaux_tc", "first_k_dense_replace": 1, "partial_rotary_factor": 1.0},
     moe_layers=experts_by_type,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
