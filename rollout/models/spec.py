@@ -119,7 +119,7 @@ class ModelSpec:
         """
         family = find_family(config.get("model_type"))
         refuse_unknown(config, family)
-        config = {**family.defaults, **config}
+        config = _with_defaults(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         values: dict[str, Any] = {
             "vocab_size": _size(config, "vocab_size"),
@@ -143,8 +143,8 @@ class ModelSpec:
         for name, rule in family.values.items():
             if not isinstance(rule, Key):
                 values[name] = rule
-            elif (key := rule.name if rule.name in config else rule.alias) in config:
-                values[name] = rule.read(config[key])
+            elif rule.name in config:
+                values[name] = rule.read(config[rule.name])
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
@@ -284,6 +284,16 @@ class ModelSpec:
             raise ModelError(
                 f"a {self.family!r} config cannot express this spec; (wanted, family's): {lost}"
             )
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config with keys by their first names, and the family's values for those it lacks."""
+    aliased = {
+        rule.name: config[rule.alias]
+        for rule in family.values.values()
+        if isinstance(rule, Key) and rule.alias in config
+    }
+    return {**family.defaults, **aliased, **config}
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:

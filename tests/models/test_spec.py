@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
@@ -15,6 +16,7 @@ from rollout.kv.layout import bytes_per_block
 from rollout.layers.latent_attention import LatentAttentionSpec, LatentDims
 from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
+from rollout.models.families.registry import FAMILIES
 from rollout.models.layout import layers_of
 from tests.family_cases import FAMILY_CASES
 from tests.family_table import PAGE, family_table
@@ -245,6 +247,21 @@ def test_layers_are_named_dense_or_sparse() -> None:
             ModelSpec.from_hf_config(config | {"mlp_layer_types": types})
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_config_lacks_have_the_values_that_transformers_gives_them(family: str) -> None:
+    """Of which only sizes are said, and what a release decides for itself."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 256}
+    is_latent = FAMILIES[family].has_latent_attention
+    sizes |= {"num_key_value_heads": 4} if is_latent else {"num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
+    known = experts & FAMILIES[family].known_keys
+    theirs = AutoConfig.for_model(family, **sizes, **dict.fromkeys(known, 16)).to_dict()
+    said = {*sizes, *experts, "model_type", "eos_token_id"}
+    config = {key: value for key, value in theirs.items() if key in said}
+    assert ModelSpec.from_hf_config(config) == ModelSpec.from_hf_config(theirs)
+
+
 def test_keys_that_are_unset_or_private_pass() -> None:
     unset = {"attn_logit_softcapping": None, "num_experts": 0, "extra": [], "_name": "x"}
     assert ModelSpec.from_hf_config(QWEN2_V4 | unset) == ModelSpec.from_hf_config(QWEN2_V4)
@@ -259,6 +276,9 @@ def test_keys_that_are_unset_or_private_pass() -> None:
         ("cohere2", {"layer_switch": 4, "rotary_pct": 1.0, "use_parallel_block": True}),
         ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}),
         ("glm4_moe_lite", {"partial_rotary_factor": 1.0, "first_k_dense_replace": 1}),
+        ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 64}),
+        ("minimax_m2", {"scoring_func": "sigmoid", "use_mtp": True, "attn_type_list": [1, 1]}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     ],
 )
 def test_keys_without_effect_of_published_configs_pass(family: str, keys: dict[str, Any]) -> None:
@@ -310,6 +330,41 @@ def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
 def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_hf_config(QWEN2_V4 | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3_moe", {"num_experts": 0}, "num_experts=0 must be positive"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9 exceeds the 8"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*'olmoe'"),
+        ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1.*'mixtral'"),
+        ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported"),
+        ("glm4_moe", {"n_group": 3}, "num_experts=8 must make num_expert_groups=3"),
+        ("glm4_moe", {"n_group": 8}, "num_expert_groups=8 of two or more"),
+        ("glm4_moe", {"topk_group": 5}, "num_chosen_groups=5"),
+        ("glm4_moe", {"num_experts_per_tok": 5}, "experts_per_token=5 exceeds the 4"),
+    ],
+)
+def test_mixtures_that_would_run_wrongly_are_refused(
+    family: str, change: dict[str, Any], message: str
+) -> None:
+    config = tiny_config(family, **FAMILY_CASES[family]).to_dict() | change
+    if "num_experts" in change:
+        del config["num_local_experts"]
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_hf_config(config)
+
+
+@pytest.mark.parametrize(("changes", "layers"), [({}, (1, 3)), ({"mlp_only_layers": [3]}, (1,))])
+def test_every_nth_layer_has_experts_unless_it_is_listed(
+    changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    sizes = FAMILY_CASES["qwen3_moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
+    config = tiny_config("qwen3_moe", **(sizes | {"decoder_sparse_step": 2} | changes)).to_dict()
+    spec = ModelSpec.from_hf_config(config)
+    assert (spec.moe_layers, spec.num_moe_layers) == (layers, len(layers))
+    assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
 
 
 def test_a_spec_its_family_cannot_express_is_not_written() -> None:

@@ -19,6 +19,7 @@ GLM4_MOE = Family(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
