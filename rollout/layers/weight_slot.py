@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
 
+Index: TypeAlias = tuple[int | slice, ...]
+WHOLE: Index = ()
+
 
 class WeightSlot(Protocol):
     """A place to read one weight from and to write it to, whatever lies behind.
 
-    `address` is where the weight begins in memory: slots with equal addresses are tied.
+    `address` is where the weight begins in memory, 0 while the memory is released: slots with equal
+    addresses are tied. A slot looks its memory up at each use, so it stays valid when parameters
+    move or are repacked. `is_repacked`: a backend holds the weight in its own memory and order.
     """
 
     @property
@@ -25,6 +32,9 @@ class WeightSlot(Protocol):
     @property
     def address(self) -> int: ...
 
+    @property
+    def is_repacked(self) -> bool: ...
+
     def read(self) -> Tensor:
         """Return the values: the weight's memory itself, which is not to be written, or a copy."""
         ...
@@ -34,26 +44,80 @@ class WeightSlot(Protocol):
         ...
 
 
-def rows_slot(
-    weight: Tensor, repacked: RepackedWeight | None, start: int, end: int
-) -> TensorSlot | RepackedSlot:
-    """Return the slot of rows [start, end) of a matrix, which may be `repacked`."""
-    if repacked is None:
-        return TensorSlot(weight[start:end])
-    return RepackedSlot(repacked, start, end)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightAlias:
+    """Another name for weights: that of one tensor that holds one of them, or a stack of them.
+
+    `parts`: each weight's name, and where it lies in a tensor of `shape`, which has nothing else.
+    """
+
+    shape: torch.Size
+    parts: Mapping[str, Index]
 
 
-class TensorSlot:
-    """The slot of a weight that is a tensor, or a part of one."""
+def part_of(tensor: Tensor, index: Index) -> Tensor:
+    """The tensor itself, or a view of the part of it."""
+    return tensor[index] if index else tensor
 
-    __slots__ = ("_tensor",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+class RowsOwner(Protocol):
+    """Who has a matrix that a backend may pack in its own memory."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def repacked(self) -> RepackedWeight | None: ...
+
+
+class RowsSlot:
+    """The slot of rows [start, end) of an owner's matrix, in whatever form it is now."""
+
+    __slots__ = ("_end", "_owner", "_start")
+
+    def __init__(self, owner: RowsOwner, start: int, end: int) -> None:
+        self._owner, self._start, self._end = owner, start, end
 
     @property
     def shape(self) -> torch.Size:
-        return self._tensor.shape
+        return self._now().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._now().dtype
+
+    @property
+    def address(self) -> int:
+        return self._now().address
+
+    @property
+    def is_repacked(self) -> bool:
+        return self._owner.repacked is not None
+
+    def read(self) -> Tensor:
+        return self._now().read()
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        self._now().write(values, first_row)
+
+    def _now(self) -> TensorSlot | RepackedSlot:
+        repacked = self._owner.repacked
+        if repacked is None:
+            return TensorSlot(self._owner.weight, (slice(self._start, self._end),))
+        return RepackedSlot(repacked, self._start, self._end)
+
+
+class TensorSlot:
+    """The slot of a weight that is a tensor, or the part of one at `index`, which is contiguous."""
+
+    __slots__ = ("_index", "_offset", "_tensor", "shape")
+    is_repacked = False
+
+    def __init__(self, tensor: Tensor, index: Index = WHOLE) -> None:
+        self._tensor, self._index = tensor, index
+        place = self._place()
+        self.shape = place.shape
+        self._offset = int(place.storage_offset() - tensor.storage_offset()) * tensor.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,22 +125,70 @@ class TensorSlot:
 
     @property
     def address(self) -> int:
-        return self._tensor.data_ptr()
+        address = self._tensor.data_ptr()
+        return address and address + self._offset
 
     def read(self) -> Tensor:
-        return self._tensor
+        return self._place()
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
-        place = self._tensor
+        place = self._place()
         if values.shape != place.shape:
             place = place[first_row : first_row + len(values)]
         place.copy_(values)
+
+    def _place(self) -> Tensor:
+        return part_of(self._tensor.detach(), self._index)
+
+
+class ReorderedSlot:
+    """The slot of a stack whose rows or columns a checkpoint has in another order.
+
+    Of each entry of the stack, which is a matrix or a vector, the rows are two halves. If they
+    `alternate`, the checkpoint has the first row of both halves, then the second of both; if
+    `is_transposed`, it has the transpose of that.
+    """
+
+    __slots__ = ("_alternate", "_is_transposed", "_stack", "shape")
+    is_repacked = False
+
+    def __init__(self, stack: Tensor, *, alternate: bool, is_transposed: bool) -> None:
+        self._stack, self._alternate, self._is_transposed = stack, alternate, is_transposed
+        self.shape = stack.mT.shape if is_transposed else stack.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._stack.dtype
+
+    @property
+    def address(self) -> int:
+        return self._stack.data_ptr()
+
+    def read(self) -> Tensor:
+        values = torch.empty(self.shape, dtype=self.dtype, device=self._stack.device)
+        for entry, place in zip(self._stack.detach(), values, strict=True):
+            rows = entry
+            if self._alternate:
+                rows = entry.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+            place.copy_(rows.T if self._is_transposed else rows)
+        return values
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        for entry, given in zip(self._stack.detach()[first_row:], values, strict=False):
+            # A matrix in one dtype, alone, is what torch transposes by tiles: three times as fast.
+            rows = given.to(entry)
+            rows = rows.T.contiguous() if self._is_transposed else rows
+            if self._alternate:
+                entry.unflatten(0, (2, -1)).copy_(rows.unflatten(0, (-1, 2)).transpose(0, 1))
+            else:
+                entry.copy_(rows)
 
 
 class RepackedSlot:
     """The slot of rows [start, end) of a matrix that a backend has packed in its own memory."""
 
     __slots__ = ("_end", "_repacked", "_start")
+    is_repacked = True
 
     def __init__(self, repacked: RepackedWeight, start: int, end: int) -> None:
         self._repacked, self._start, self._end = repacked, start, end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +14,26 @@ from rollout.backends.base import Backend
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.layers.weight_slot import RepackedSlot
 from rollout.models.causal_lm import CausalLM
+from rollout.models.weights import is_computed
 from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
+    Piece,
     blaming,
+    by_name,
     check_checksum,
     checked_origins,
     checked_source,
     checksum_of,
     hashed_dtype,
     next_version,
+    pieces_of,
 )
 
 _BUFFER = "weights"
 _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+Key = TypeVar("Key")
 
 
 class WeightBackup:
@@ -187,25 +191,24 @@ class ServedWeights:
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        slots = self._model.weight_slots()
-        source = checked_source(named_tensors, slots)
-        dtypes = {name: slot.dtype for name, slot in slots.items()}
-        fingerprints = self._fingerprints(source, dtypes, check)
+        table = self._model.weight_table()
+        slots, given = table.slots, by_name(named_tensors)
+        pieces = pieces_of(checked_source(given, table), table)
+        dtypes = {piece: slots[piece.weight].dtype for piece in pieces}
+        fingerprints = self._fingerprints(pieces, dtypes, check)
         if source_checksum:
-            # Only tensors that the model casts to another dtype are read again.
-            own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
-            cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
-            check_checksum(fingerprints | self._fingerprints(cast, own, check), source_checksum)
+            own = self._own_fingerprints(given, fingerprints, dtypes, check)
+            check_checksum(own, source_checksum)
         origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
-        names = dict.fromkeys(origins.values())
+        chosen = {p.weight: pieces[p] for p in dict.fromkeys(origins.values())}
         return StagedWeights(
-            tensors={n: source[n] for n in names if not isinstance(slots[n], RepackedSlot)},
+            tensors={n: values for n, values in chosen.items() if not slots[n].is_repacked},
             packed=self._pack(
-                {slots[name].address: source[o] for name, o in origins.items()}, check
+                {slots[name].address: pieces[origin] for name, origin in origins.items()}, check
             ),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
-            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in names),
+            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in chosen),
             checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
             started_at=start,
             seconds=time.perf_counter() - start,
@@ -264,22 +267,47 @@ class ServedWeights:
                 packed.append(layer.stage(parts))
         return packed
 
+    def _own_fingerprints(
+        self,
+        source: Mapping[str, Tensor],
+        known: Mapping[Piece, Fingerprint],
+        dtypes: Mapping[Piece, torch.dtype],
+        check: Callable[[], None],
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the tensors as they came, of which `known` has some.
+
+        Only those that the model casts, takes apart or does not use are read again.
+        """
+        fingerprints: dict[str, Fingerprint] = {}
+        unknown: dict[Piece, Tensor] = {}
+        for name, tensor in source.items():
+            if is_computed(name):
+                continue
+            piece = Piece(name, name)
+            if dtypes.get(piece) == hashed_dtype(tensor.dtype):
+                fingerprints[name] = known[piece]
+            else:
+                unknown[piece] = tensor
+        own = {piece: hashed_dtype(tensor.dtype) for piece, tensor in unknown.items()}
+        read = self._fingerprints(unknown, own, check)
+        return fingerprints | {piece.tensor: read[piece] for piece in read}
+
     def _fingerprints(
         self,
-        tensors: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
+        pieces: Mapping[Piece, Tensor],
+        dtypes: Mapping[Piece, torch.dtype],
         check: Callable[[], None] = lambda: None,
-    ) -> dict[str, Fingerprint]:
-        """Return the fingerprint of each tensor, cast to its dtype in `dtypes`.
+    ) -> dict[Piece, Fingerprint]:
+        """Return the fingerprint of each piece, cast to its dtype in `dtypes`.
 
         Each is computed on the tensor's device, which need not be the model's. Raises
         WeightUpdateError naming the tensor.
         """
-        queued: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
+        queued: dict[Piece, Tensor] = {}
+        for piece, tensor in pieces.items():
             check()
-            with blaming(f"checking {name!r}"):
-                queued[name] = self._ops.fingerprint(tensor, dtypes[name])
+            with blaming(f"checking {piece}"):
+                queued[piece] = self._ops.fingerprint(tensor, dtypes[piece])
         return _fetch(queued)
 
     # ---- memory
@@ -337,12 +365,12 @@ class ServedWeights:
             parameter.data = place
 
 
-def _fetch(queued: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+def _fetch(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     """Return the numbers of fingerprints, with one copy to the host for each device."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, fingerprint in queued.items():
-        by_device.setdefault(fingerprint.device, {})[name] = fingerprint
-    fetched: dict[str, Fingerprint] = {}
+    by_device: dict[torch.device, dict[Key, Tensor]] = {}
+    for key, fingerprint in queued.items():
+        by_device.setdefault(fingerprint.device, {})[key] = fingerprint
+    fetched: dict[Key, Fingerprint] = {}
     for device, rows in by_device.items():
         with blaming(f"checking the tensors on {device}"):
             values = torch.stack([*rows.values()]).cpu().tolist()
