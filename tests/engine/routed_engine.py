@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import msgpack
 import torch
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.models.loading import build_model
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from tests.engine.faulty_backend import failing_steps
@@ -112,8 +114,19 @@ class RoutedEngine:
     def abort(self, request_id: int) -> None:
         self._ended([self.engine.abort_request(request_id).merge()])
 
+    def move(self, request_id: int) -> None:
+        """It leaves, and comes back as from another engine."""
+        packed = msgpack.packb(self.engine.get_record(request_id).serialize())
+        self.abort(request_id)
+        record = DynamicInferenceRequestRecord.deserialize(msgpack.unpackb(packed))
+        del self.tokens[self.engine.add_record(record)]
+
     def unfinished(self) -> list[int]:
         return self.engine.request_ids()
+
+    def has_ended(self, request_id: int) -> bool:
+        """Whether it only waits to be handed out."""
+        return self.engine.get_record(request_id).current.finish_reason is not None
 
     def check_unfinished(self) -> None:
         """What a caller may read of requests that go on."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollout import ConfigError, DynamicInferenceRequest, SamplingParams
+from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.inspected_engine import running_ahead
 from tests.tiny_mixtures import corrections_of, own_routing, perturb_routers, tiny_mixture
@@ -136,11 +137,14 @@ def test_routing_survives_the_wire() -> None:
     (record,) = records
     assert record.request_id == request_id
     assert len(record.requests) == 2
-    packed = msgpack.packb(record.serialize())
-    restored = DynamicInferenceRequestRecord.deserialize(msgpack.unpackb(packed))
     routing = record.merge().routing_indices
-    assert torch.equal(restored.merge().routing_indices, routing)
     assert routing.dtype == torch.int16
+    plain = msgpack.unpackb(msgpack.packb(record.serialize()))
+    for restored in (
+        DynamicInferenceRequestRecord.deserialize(plain),
+        unpack_record(pack_record(record)),
+    ):
+        assert torch.equal(restored.merge().routing_indices, routing)
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for() -> None:

@@ -22,7 +22,7 @@ SHARED_TEXT = [3, 17, 4, 4, 9, 21, 0, 11, 5, 5, 8, 14, 2, 19, 7, 7, 1, 23, 10, 6
 WHAT_MUST_HAPPEN = (
     *("copies on write", "evictions", "failed steps", "forks", "hit tokens", "rows"),
     *("rows of others", "suspends offload", "suspends persist", "suspends recompute"),
-    *("aborts", "unknown rows", "updates"),
+    *("aborts", "moves", "unknown rows", "updates"),
 )
 
 
@@ -57,7 +57,7 @@ class Schedule:
 
     def run(self) -> Counter[str]:
         actions = [self.add] * 4 + [self.step] * 8
-        actions += [self.abort, self.suspend, self.suspend, self.update, self.fail]
+        actions += [self.abort, self.move, self.suspend, self.suspend, self.update, self.fail]
         for _ in range(40):
             self.chooser.choice(actions)()
             if self.chooser.random() < 0.3:
@@ -89,6 +89,11 @@ class Schedule:
         if unfinished := self.routed.unfinished():
             self.routed.abort(self.chooser.choice(unfinished))
             self.tally["aborts"] += 1
+
+    def move(self) -> None:
+        if unfinished := [i for i in self.routed.unfinished() if not self.routed.has_ended(i)]:
+            self.routed.move(self.chooser.choice(unfinished))
+            self.tally["moves"] += 1
 
     def suspend(self) -> None:
         mode = self.chooser.choice(("persist", "offload", "recompute"))
