@@ -43,6 +43,7 @@ class AlgorithmSettings:
 
     `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
     `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
+    `replay_routing`: a mixture trains with the experts that its engine used (docs/routing.md).
     `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
     and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
     it was sampled on, is of another version.
@@ -71,6 +72,7 @@ class AlgorithmSettings:
     num_iterations: int = 1
     max_tokens_per_forward: int | None = None
     is_packed: bool = False
+    replay_routing: bool = False
     mask_truncated_completions: bool = False
     advantage_estimator: AdvantageEstimator = "group"
     reward_kl_coefficient: float = 0.0
@@ -125,6 +127,7 @@ class AlgorithmSettings:
             max_tokens=self.max_tokens_per_forward,
             is_packed=self.is_packed,
             temperature=self.temperature,
+            replay_routing=self.replay_routing,
         )
 
     def sampling_params(self, termination_id: int) -> SamplingParams:

@@ -252,7 +252,9 @@ class Run:
         They get the policy itself: a checkpoint may be deleted before an engine is started again.
         """
         policy, tokenizer = learner.policy, self.task.tokenizer
-        config = replace(self.settings.engine, seed=self.seed)
+        engine, algorithm = self.settings.engine, self.settings.algorithm
+        records_routing = engine.record_routing or algorithm.replay_routing
+        config = replace(engine, seed=self.seed, record_routing=records_routing)
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
                 policy, tokenizer, config, data_parallel_size=num_engines, weights_version=version
@@ -277,6 +279,7 @@ class Run:
             tokenizer=tokenizer,
             seed=self.seed,
             pad_id=tokenizer.pad_token_id,
+            routing=algorithm.replay_routing,
             **producer_options(self.settings.producer),
         )
         if state.prompts:

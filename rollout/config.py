@@ -132,6 +132,8 @@ class InferenceConfig:
 
     reject_non_finite_weights: an update with NaN or infinity is refused.
 
+    record_routing: requests say which experts of a mixture computed their tokens
+        (`routing_indices`).
     track_paused_request_events: requests get a PAUSE event for each step that they are paused.
     track_generated_token_events: requests get an event for each token.
     metrics_writer: has a `log(metrics)`, as wandb, a wandb run or a MetricsLogger.
@@ -187,6 +189,7 @@ class InferenceConfig:
     reject_non_finite_weights: bool = True
 
     # What is reported
+    record_routing: bool = False
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
     metrics_writer: MetricsWriter | None = None

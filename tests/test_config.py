@@ -26,6 +26,7 @@ from rollout import (
 from rollout.apis.arguments import config_with
 from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
+from tests.tiny_mixtures import tiny_mixture
 from tests.tiny_models import (
     Margins,
     drain,
@@ -390,6 +391,16 @@ def check_prefix_reuse_across_versions() -> None:
     assert reused == 16
     with pytest.raises(ConfigError, match="prefix_reuse_across_versions="):
         InferenceConfig(prefix_reuse_across_versions=True)
+
+
+def check_record_routing() -> None:
+    """What is recorded is tested with the engine."""
+    (request,) = generate_all(
+        tiny_engine(tiny_mixture(), record_routing=True), [(PROMPT, params())]
+    )
+    assert request.routing_indices is not None
+    with pytest.raises(ConfigError, match="record_routing=True with a 'qwen3' model"):
+        tiny_engine(model(), record_routing=True)
 
 
 def check_deterministic() -> None:

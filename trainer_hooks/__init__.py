@@ -7,7 +7,8 @@
     collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
     advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
-    update     update_policy: passes, minibatches, micro-batches by tokens, packing; ReferencePolicy
+    update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
+               a mixture with the experts of its rollouts; ReferencePolicy
     push       WeightSync
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
@@ -65,6 +66,7 @@ from trainer_hooks.producer.filters import RewardBounds
 from trainer_hooks.prompt_history import PromptHistory
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.reference import ReferencePolicy, ReferenceSettings
+from trainer_hooks.replay_routing import replay_routing
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.threaded_llm import ThreadedLLM
@@ -124,6 +126,7 @@ __all__ = [
     "fixed_logprobs",
     "ReferencePolicy",
     "ReferenceSettings",
+    "replay_routing",
     "split_by_tokens",
     # push
     "WeightSync",

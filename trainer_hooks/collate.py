@@ -1,7 +1,7 @@
 """Finished rollouts as the padded tensors a trainer computes with.
 
 Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one),
-T positions of prompt + completion, right padded.
+T positions of prompt + completion, right padded, L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
+from rollout.requests.routing import UNKNOWN, first_known
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout, sequence_tokens
 
@@ -38,6 +39,9 @@ class RolloutBatch:
     `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
     `is_truncated_B`: a limit cut the rollout, such as that of its last turn's length.
+    `routing_BTLK`: the experts that computed each token, for `replay_routing`; those of the turn
+    that knew them first. -1 where none does: on padding, and on the last token, which no pass of
+    the engine computed. None unless it was asked for.
     """
 
     tokens_BT: torch.Tensor  # int64
@@ -55,6 +59,7 @@ class RolloutBatch:
     lengths_B: torch.Tensor  # int64
     is_truncated_B: torch.Tensor  # bool
     train_version: int
+    routing_BTLK: torch.Tensor | None = None  # int16
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -143,7 +148,7 @@ class RolloutBatch:
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and field.name not in chosen:
                 value = value[rows]
-                value = value[:, :num_positions] if value.dim() == 2 else value
+                value = value[:, :num_positions] if value.dim() > 1 else value
             chosen.setdefault(field.name, value)
         return RolloutBatch(**chosen)
 
@@ -155,6 +160,7 @@ def collate_rollouts(
     temperature: float = 1.0,
     pad_id: int = 0,
     logprobs_mode: TrainedLogprobs | None = None,
+    routing: bool = False,
 ) -> RolloutBatch:
     """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
 
@@ -163,9 +169,11 @@ def collate_rollouts(
     of the mode sampled with. `temperature`: what the trainer recomputes, so that ratios start from
     1. `processed`: the true probability of the draw; with truncation (top_k, top_p, min_p) ratios
     to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a
-    rollout that failed, marks a failed rollout: it is masked out, never scored 0.
+    rollout that failed, marks a failed rollout: it is masked out, never scored 0. `routing`: the
+    batch has `routing_BTLK`; the engine was made with record_routing=True.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
-    there is not one reward per rollout, and for a token sampled after `train_version`.
+    routing is missing, if there is not one reward per rollout, and for a token sampled after
+    `train_version`.
     """
     if not requests or len(requests) != len(rewards):
         raise ConfigError(
@@ -187,9 +195,10 @@ def collate_rollouts(
     for row, (i, turns) in zip(rows, sequences, strict=True):
         if not math.isnan(rewards_R[i]):
             for turn in turns:
-                params = turn.sampling_params or SamplingParams()
-                check_logprobs_match(params, temperature, wanted)
+                check_logprobs_match(turn.sampling_params or SamplingParams(), temperature, wanted)
                 _mark_turn(row, turn, train_version)
+                if routing:
+                    _require_routing(turn)
     all_turns = [turns for _, turns in sequences]
     return RolloutBatch(
         **_padded(rows, pad_id),
@@ -202,7 +211,38 @@ def collate_rollouts(
         lengths_B=torch.tensor([len(row["tokens_BT"]) for row in rows]),
         is_truncated_B=torch.tensor([rollouts[i].finish_reason == "length" for i, _ in sequences]),
         train_version=train_version,
+        routing_BTLK=_routing(all_turns) if routing else None,
     )
+
+
+def _routing(sequences: Sequence[Sequence[DynamicInferenceRequest]]) -> torch.Tensor | None:
+    """The experts of all tokens, padded with -1; None if no turn has any."""
+    rows = [
+        first_known([turn.routing_indices for turn in turns], len(sequence_tokens(turns)))
+        for turns in sequences
+    ]
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    if len({row.shape[1:] for row in known}) > 1:
+        raise ConfigError(
+            "the rollouts' routing has several shapes, "
+            f"{sorted({tuple(row.shape[1:]) for row in known})}: rollouts of one model are wanted"
+        )
+    nothing = known[0].new_empty(0, *known[0].shape[1:])
+    filled = [nothing if row is None else row for row in rows]
+    num_positions = max(len(sequence_tokens(turns)) for turns in sequences)
+    padded_BTLK = pad_sequence(filled, batch_first=True, padding_value=UNKNOWN)
+    missing = num_positions - padded_BTLK.shape[1]
+    return torch.nn.functional.pad(padded_BTLK, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
+
+
+def _require_routing(request: DynamicInferenceRequest) -> None:
+    if request.routing_indices is None:
+        raise ConfigError(
+            f"request {request.request_id} has no routing_indices, and routing=True wants them; "
+            "make its engine with record_routing=True"
+        )
 
 
 def _padded(rows: Sequence[dict[str, torch.Tensor]], pad_id: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ rows without padding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
 from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.terms import aggregation_denominator
+from trainer_hooks.replay_routing import replay_routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class UpdateSettings:
     parts of it. `max_tokens`: of a forward pass, padding included where there is any; None takes a
     minibatch at once. `is_packed`: rollouts lie one behind the other in a single row, for models
     that tell sequences by their position ids, as transformers' do. `temperature`: of the logits.
+    `replay_routing`: passes use the experts that the rollouts were computed with (`replay_routing`,
+    of a batch that was collated with routing=True).
     """
 
     num_iterations: int = 1
@@ -37,6 +41,7 @@ class UpdateSettings:
     is_packed: bool = False
     temperature: float = 1.0
     max_grad_norm: float = 1.0
+    replay_routing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_minibatches", "max_tokens"):
@@ -94,6 +99,24 @@ def _forward(
     return output.logits, tokens_1N
 
 
+def _replayed(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> AbstractContextManager[None]:
+    """Around the passes on this batch, forward and backward."""
+    if not settings.replay_routing:
+        return nullcontext()
+    if batch.routing_BTLK is None:
+        raise ConfigError(
+            "replay_routing=True wants a batch with routing_BTLK; collate it with routing=True, "
+            "from an engine with record_routing=True"
+        )
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(f"replay_routing=True wants a module, not a {type(policy).__name__}")
+    is_token_BT = batch.attention_mask_BT
+    routing = batch.routing_BTLK[is_token_BT][None] if settings.is_packed else batch.routing_BTLK
+    return replay_routing(policy, routing)
+
+
 def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> torch.Tensor:
     """A column of the forward pass as [B, T]."""
     if not is_packed:
@@ -112,7 +135,8 @@ def fixed_logprobs(
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
     for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
         part = batch.select(rows)
-        logits, tokens = _forward(policy, part, settings.is_packed)
+        with _replayed(policy, part, settings):
+            logits, tokens = _forward(policy, part, settings.is_packed)
         values = token_logprobs(logits, tokens, settings.temperature)
         logprobs_BT[rows, : part.tokens_BT.shape[1]] = _unpacked(values, part, settings.is_packed)
     return logprobs_BT
@@ -138,21 +162,22 @@ def accumulate_gradients(
     for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
         part = batch.select(rows)
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
-        logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
-        loss, metrics = policy_loss(
-            logprobs_BT,
-            part.behaviour_logprobs_BT,
-            own.pop("advantages_BT"),
-            part.mask_BT,
-            config,
-            policy_lag_BT=part.policy_lag_BT,
-            kv_lag_BT=part.kv_lag_BT,
-            entropies_BT=entropies_BT,
-            aggregation_denominator=denominator,
-            rollout_tokens_B=rollout_tokens_B[rows],
-            **own,
-        )
-        loss.backward()
+        with _replayed(policy, part, settings):
+            logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
+            loss, metrics = policy_loss(
+                logprobs_BT,
+                part.behaviour_logprobs_BT,
+                own.pop("advantages_BT"),
+                part.mask_BT,
+                config,
+                policy_lag_BT=part.policy_lag_BT,
+                kv_lag_BT=part.kv_lag_BT,
+                entropies_BT=entropies_BT,
+                aggregation_denominator=denominator,
+                rollout_tokens_B=rollout_tokens_B[rows],
+                **own,
+            )
+            loss.backward()
         reports.append((metrics, int(part.mask_BT.sum())))
     return merged_metrics(reports)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,9 @@ class ReferencePolicy:
         return cls(policy, policy.disable_adapter)
 
     def logprobs(self, batch: RolloutBatch, settings: UpdateSettings) -> torch.Tensor:
-        """Log-probs [B, T], for `reference_logprobs_BT`."""
+        """Log-probs [B, T], for `reference_logprobs_BT`. Its routers choose by themselves."""
         with self._adapter_off():
-            return fixed_logprobs(self._model, batch, settings)
+            return fixed_logprobs(self._model, batch, replace(settings, replay_routing=False))
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, step: int) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from rollout.backends.base import Backend
 from rollout.backends.select import block_size_of, create_backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.blocks.routing_record import RoutingRecord
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
@@ -100,14 +101,22 @@ class DynamicInferenceEngine(Engine):
         build = _model_on_device(model, config, weights_version)
         backend, causal_lm, sizes, weights = build.backend, build.model, build.sizes, build.weights
         kv = KVCache(backend, causal_lm.cache_spec(sizes.block_size), sizes.num_blocks)
-        runner = ModelRunner(model=causal_lm, backend=backend, kv=kv, builder=_batch_builder(sizes))
-        scheduler = _scheduler(config, sizes)
+        runner = ModelRunner(
+            model=causal_lm,
+            backend=backend,
+            kv=kv,
+            builder=_batch_builder(sizes),
+            records_routing=config.record_routing,
+        )
+        routing = _routing_record(causal_lm.spec, sizes) if config.record_routing else None
+        scheduler = _scheduler(config, sizes, routing)
         counters = EngineCounters(
             writer=config.metrics_writer, interval=config.logging_step_interval
         )
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
+            routing=routing,
         )
         engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
@@ -141,6 +150,11 @@ def _model_on_device(
     """Load the model onto the device that `config` asks for, and choose its products."""
     backend = create_backend(config)
     causal_lm, fill = open_model(model, dtype=config.dtype, device=backend.device, seed=config.seed)
+    if config.record_routing and not causal_lm.spec.num_moe_layers:
+        raise ConfigError(
+            f"record_routing=True with a {causal_lm.spec.family!r} model without experts, which "
+            "has nothing to record; leave it False"
+        )
     sizes = _sizes(config, backend, causal_lm)
     weights = ServedWeights(
         causal_lm,
@@ -235,7 +249,19 @@ def _batch_builder(sizes: EngineSizes) -> BatchBuilder:
     )
 
 
-def _scheduler(config: InferenceConfig, sizes: EngineSizes) -> Scheduler:
+def _routing_record(spec: ModelSpec, sizes: EngineSizes) -> RoutingRecord:
+    return RoutingRecord(
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        num_layers=spec.num_moe_layers,
+        top_k=spec.experts_per_token,
+        num_experts=spec.num_experts,
+    )
+
+
+def _scheduler(
+    config: InferenceConfig, sizes: EngineSizes, routing: RoutingRecord | None
+) -> Scheduler:
     kv_cache_manager = KVCacheManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -254,6 +280,7 @@ def _scheduler(config: InferenceConfig, sizes: EngineSizes) -> Scheduler:
         max_paused_blocks=sizes.max_paused_blocks,
         enable_chunked_prefill=config.enable_chunked_prefill,
         schedule_conservativeness=conservativeness,
+        routing=routing,
     )
 
 

@@ -165,8 +165,11 @@ class Engine:
         Raises EngineStateError for any other id.
         """
         has_ended = self._outputs.has_ended(request_id)
-        kv_spans = None if has_ended else self._scheduler.kv_spans(request_id)
-        return self._outputs.copy_of(request_id, kv_spans, self.weights_version)
+        if has_ended:
+            return self._outputs.copy_of(request_id, None, self.weights_version)
+        kv_spans = self._scheduler.kv_spans(request_id)
+        routing = self._scheduler.routing(request_id)
+        return self._outputs.copy_of(request_id, kv_spans, self.weights_version, routing)
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
         """Return the tokens that each running request has generated from an offset on.

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from rollout.blocks.routing_record import RoutingRecord
 from rollout.errors import EngineStateError
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -76,7 +78,15 @@ class OutputProcessor:
     The record of an unfinished request is not complete: only copies of it leave this object.
     """
 
-    def __init__(self, *, track_paused: bool, track_generated_tokens: bool) -> None:
+    def __init__(
+        self,
+        *,
+        track_paused: bool,
+        track_generated_tokens: bool,
+        routing: RoutingRecord | None = None,
+    ) -> None:
+        """`routing`: has the experts of the requests' tokens, if they are recorded."""
+        self._routing = routing
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._unfinished: dict[int, RequestState] = {}  # queued requests included
@@ -135,16 +145,22 @@ class OutputProcessor:
         return records
 
     def copy_of(
-        self, request_id: int, kv_spans: VersionSpans | None, version: int
+        self,
+        request_id: int,
+        kv_spans: VersionSpans | None,
+        version: int,
+        routing: NDArray[np.int16] | None = None,
     ) -> DynamicInferenceRequestRecord:
         """Return a copy of the record as of now, under weights `version`.
 
-        `kv_spans` has who wrote the KV of an unfinished request; it is None for an ended one.
+        `kv_spans` has who wrote the KV of an unfinished request, and `routing` its experts; both
+        are None for an ended one.
         """
         if kv_spans is None:
             return self._ended[request_id].copy()
         copied = self._unfinished[request_id].record.copy()
         copied.current.kv_spans = kv_spans
+        copied.current.routing_indices = _as_tensor(routing)
         copied.observe_version(version)
         return copied
 
@@ -219,10 +235,14 @@ class OutputProcessor:
         of its tokens so far.
 
         Only preemption adds an EVICT event. A request that had generated nothing and was not
-        preempted starts again as the same segment.
+        preempted starts again as the same segment. Nobody drew from what it had computed, so that
+        its experts are not kept.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
+            routing = self._take_routing(request_id)
+            if len(state.token_ids):
+                state.segment.routing_indices = routing
             if is_preempted or len(state.token_ids):
                 state.record.checkpoint()
                 state.begin_segment()
@@ -346,6 +366,7 @@ class OutputProcessor:
         state = self._unfinished.pop(request_id)
         record, segment = state.record, state.segment
         segment.kv_spans = kv_spans
+        segment.routing_indices = self._take_routing(request_id)
         for part in record.requests:
             part.complete()
         segment.generated_length = segment.num_generated_tokens
@@ -353,6 +374,9 @@ class OutputProcessor:
         segment.freeze_versions(version, num_sampled_before=state.num_before)
         record.latency = now - state.entry_time
         self._ended[request_id] = record
+
+    def _take_routing(self, request_id: int) -> torch.Tensor | None:
+        return None if self._routing is None else _as_tensor(self._routing.take(request_id))
 
 
 def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
@@ -393,6 +417,10 @@ def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) 
     segment.prompt_ranks = ranks if are_wanted and params.return_ranks else None
     has_top_n = are_wanted and params.top_n_logprobs
     segment.prompt_top_n_logprobs = [] if has_top_n else None
+
+
+def _as_tensor(rows: NDArray[np.int16] | None) -> torch.Tensor | None:
+    return None if rows is None else torch.from_numpy(rows)
 
 
 def _params(segment: DynamicInferenceRequest) -> SamplingParams:

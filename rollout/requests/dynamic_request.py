@@ -75,7 +75,10 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         them. completed_at_version, once set, stands for both.
     context_kv_version_min, _mean: per generated token, over the context it attended to.
     latency, ttft: seconds; ttft from `event_add_engine` to the first token of all segments.
-    routing_indices: experts chosen, integer [num_tokens, num_layers, num_experts_per_token].
+    routing_indices: the experts that computed each token, int16 [num_tokens - 1, layers with
+        experts, experts per token]; row p is of the forward pass of position p, and the last token
+        never had one. Ids are the checkpoint's, shared experts are left out. A row that is not
+        known is -1; a segment may lack its last rows. None unless `record_routing` is set.
     """
 
     prompt_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))

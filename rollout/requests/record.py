@@ -23,6 +23,7 @@ from rollout.requests.columns import COLUMNS, Column
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
 from rollout.requests.event import DynamicInferenceEventType
 from rollout.requests.request import Status
+from rollout.requests.routing import first_known
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
@@ -172,7 +173,8 @@ class DynamicInferenceRequestRecord:
         """Return the whole history as one request, as if it had never been checkpointed.
 
         What describes the prompt comes from the first segment, the outcome from the last, the
-        rest is concatenated; log-probs are float32 tensors. The record does not change.
+        rest is concatenated; log-probs are float32 tensors. Each position's experts are those of
+        the first segment that knows them. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         first, last = self.requests[0], self.current
@@ -311,7 +313,9 @@ def _concatenated_fields(segments: Segments) -> dict[str, Any]:
         "generated_ranks": values_from(segments, "generated_ranks", 0),
         "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
         "tpot": values_from(segments, "tpot", float("nan")),
-        "routing_indices": _routing(segments),
+        "routing_indices": first_known(
+            [s.routing_indices for s in segments], max(0, segments[-1].num_tokens - 1)
+        ),
         "events": [event for segment in segments for event in segment.events],
         "context_kv_version_min": _joined([s.column("context_kv_version_min") for s in segments]),
         "context_kv_version_mean": _joined([s.column("context_kv_version_mean") for s in segments]),
@@ -377,22 +381,6 @@ def _time_to_first_token(segments: Segments) -> float | None:
             if event.type is DynamicInferenceEventType.GENERATED_TOKEN and added is not None:
                 return event.timestamp - added.timestamp
     return None
-
-
-def _routing(segments: Segments) -> torch.Tensor | None:
-    """Return the routing indices along tokens; -1, which is no expert, where there are none."""
-    known = [s.routing_indices for s in segments if s.routing_indices is not None]
-    if not known:
-        return None
-    shape = known[0].shape[1:]
-    return torch.cat(
-        [
-            known[0].new_full((segment.num_generated_tokens, *shape), -1)
-            if segment.routing_indices is None
-            else segment.routing_indices
-            for segment in segments
-        ]
-    )
 
 
 def _text(segments: Segments) -> str | None:

@@ -1,11 +1,13 @@
 """ModelRunner: runs StepPlans on the device.
 
-Shape letters: L logit rows, P scored tokens, S sample rows, V vocabulary.
+Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, V vocabulary. In TLK, L are
+the layers with experts and K the experts of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,8 +33,16 @@ class ModelRunner:
     """The only writer of KV bytes, and of the rows' last tokens, which stay on the device."""
 
     def __init__(
-        self, model: CausalLM, backend: Backend, kv: KVCache, builder: BatchBuilder
+        self,
+        model: CausalLM,
+        backend: Backend,
+        kv: KVCache,
+        builder: BatchBuilder,
+        *,
+        records_routing: bool = False,
     ) -> None:
+        """`records_routing`: results say which experts each token had; the model has some."""
+        self._records_routing = records_routing
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
         self._histories = TokenHistories(backend.device)
@@ -59,7 +69,10 @@ class ModelRunner:
         if len(plan.copy_sources):
             self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
         with self._inference_mode:
-            return self._backend.executor.launch(self._compute, inputs)
+            fetch = self._backend.executor.launch(self._compute, inputs)
+        if not self._records_routing:
+            return fetch
+        return lambda: replace(fetch(), slots=inputs.slots_T)
 
     def after_resume(self) -> int:
         """Memory was released and is here again, perhaps at other addresses.
@@ -82,7 +95,8 @@ class ModelRunner:
         token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
         if not layout.only_decodes:
             token_ids_T = torch.where(layout.input_rows_T > 0, token_ids_T, layout.token_ids_T)
-        hidden_LE = self._model(self._forward_batch(host, inputs, token_ids_T))
+        batch = self._forward_batch(host, inputs, token_ids_T)
+        hidden_LE = self._model(batch)
         scores: list[Tensor | None] = [None] * 4
         if layout.score_targets_P.shape[0]:
             scores = self._score(layout, hidden_LE[layout.num_drawn_logits :])
@@ -99,6 +113,7 @@ class ModelRunner:
             score_top_ids=scores[1],
             score_top_logprobs=scores[2],
             score_ranks=scores[3],
+            routing=batch.routing_TLK,
         )
 
     def _forward_batch(
@@ -118,7 +133,14 @@ class ModelRunner:
             block_size=self._builder.block_size,
             logit_indices_L=layout.logit_indices_L,
             kv=self._kv.layers,
+            routing_TLK=self._new_routing(token_ids_T) if self._records_routing else None,
         )
+
+    def _new_routing(self, token_ids_T: Tensor) -> Tensor:
+        """Where the layers with experts write which of them each token has."""
+        spec = self._model.spec
+        shape = token_ids_T.shape[0], spec.num_moe_layers, spec.experts_per_token
+        return token_ids_T.new_empty(shape, dtype=torch.int16)
 
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from rollout.blocks.kv_cache_manager import KVCacheManager
+from rollout.blocks.routing_record import RoutingRecord
 from rollout.scheduling.forecast import MemoryForecast
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.sequence import Phase, Sequence, order_of
@@ -90,8 +91,14 @@ class RunningRequests:
     """
 
     def __init__(
-        self, kv_cache_manager: KVCacheManager, forecast: MemoryForecast, *, max_paused_blocks: int
+        self,
+        kv_cache_manager: KVCacheManager,
+        forecast: MemoryForecast,
+        *,
+        max_paused_blocks: int,
+        routing: RoutingRecord | None = None,
     ) -> None:
+        self._routing = routing
         self.paused: list[Sequence] = []
         self._sequences: list[Sequence] = []
         self._kv, self._forecast = kv_cache_manager, forecast
@@ -145,6 +152,9 @@ class RunningRequests:
         index = bisect.bisect_left(self._sequences, sequence.order, key=order_of)
         assert self._sequences[index] is sequence
         del self._sequences[index]
+        if self._routing is not None:  # the blocks go soon
+            blocks, num_positions = sequence.table.blocks, len(sequence.kv_spans)
+            self._routing.keep(sequence.request_id, blocks, num_positions)
         if sequence.phase is Phase.PAUSED:
             self.paused.remove(sequence)
         self._forecast.remove(sequence, has_stopped=has_stopped)

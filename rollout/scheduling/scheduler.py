@@ -12,8 +12,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.blocks.prefix_index import root_key
+from rollout.blocks.routing_record import RoutingRecord
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
@@ -58,7 +62,9 @@ class Scheduler:
         max_paused_blocks: int,
         enable_chunked_prefill: bool,
         schedule_conservativeness: float = 1.0,
+        routing: RoutingRecord | None = None,
     ) -> None:
+        """`routing`: where the experts of tokens are recorded; None if they are not."""
         self.kv_cache_manager = self._kv = kv_cache_manager
         self.requests: dict[int, Sequence] = {}
         self.waiting = RequestQueue()
@@ -68,8 +74,9 @@ class Scheduler:
         self._forecast = MemoryForecast(
             kv_cache_manager, conservativeness=schedule_conservativeness
         )
+        self._routing = routing
         self.running = RunningRequests(
-            kv_cache_manager, self._forecast, max_paused_blocks=max_paused_blocks
+            kv_cache_manager, self._forecast, max_paused_blocks=max_paused_blocks, routing=routing
         )
         self._next_step_id = 0
         self._num_arrivals = 0
@@ -137,6 +144,15 @@ class Scheduler:
         """Return the version that wrote the KV of each of the request's positions so far."""
         return self.requests[request_id].kv_spans.copy()
 
+    def routing(self, request_id: int) -> NDArray[np.int16] | None:
+        """Return the experts of the request's first positions, as far as their KV is committed;
+        None if they are not recorded.
+        """
+        sequence = self.requests[request_id]
+        if self._routing is None or not sequence.table.blocks:
+            return None
+        return self._routing.read(sequence.table.blocks, len(sequence.kv_spans))
+
     @property
     def is_idle(self) -> bool:
         """Whether there is no request; plans of requests that have ended may be in flight."""
@@ -194,7 +210,10 @@ class Scheduler:
         if step.num_tokens:
             self._next_step_id += 1
             self.in_flight.append(step)
-        return step.output()
+        output = step.output()
+        if self._routing is not None and output.plan is not None:
+            self._routing.launch(output.plan.copy_sources, output.plan.copy_targets)
+        return output
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Write the result of the oldest plan in flight into its requests. Finished requests leave
@@ -202,6 +221,10 @@ class Scheduler:
         """
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
+        if self._routing is not None:
+            assert output.slots is not None
+            assert output.routing is not None
+            self._routing.commit(output.slots, output.routing)
         update = step.update_from_output(output)
         if self._kv.enable_prefix_caching:
             step.cache_blocks(self._kv)
@@ -222,7 +245,10 @@ class Scheduler:
             touched |= {id(s): s for s in (*step.sequences(), *step.copied)}
             self.running.leave_flight(step)
         has_row = (Phase.RUNNING, Phase.PAUSED)
-        return self._requeue([s for s in touched.values() if s.phase in has_row])
+        requeued = self._requeue([s for s in touched.values() if s.phase in has_row])
+        if self._routing is not None:
+            self._routing.abandon()  # after the rows of these requests were read
+        return requeued
 
     def requeue_running(self) -> tuple[int, ...]:
         """Send all requests that have rows back to the queue, without their KV. Returns ids."""

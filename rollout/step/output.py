@@ -19,6 +19,8 @@ class StepOutput(Generic[Array]):
 
     A row's log-probs are in the mode of its request. A row whose logits were not finite has
     `is_finite` False and a meaningless token. Arrays that no request of the step wants are None.
+    Where experts are recorded, `routing` has those of the step's T tokens, in the order of the
+    plan, in L layers of K each, and `slots` says where the KV of each token was written.
     """
 
     token_ids: Array  # [S] int64
@@ -31,3 +33,5 @@ class StepOutput(Generic[Array]):
     score_ranks: Array | None = None  # [P] int32
     score_top_ids: Array | None = None  # [P, N] int64
     score_top_logprobs: Array | None = None  # [P, N] float32
+    routing: Array | None = None  # [T, L, K] int16
+    slots: NDArray[Any] | None = None  # [T] int64, on the host

@@ -30,6 +30,7 @@ from rollout.backends.step_tensors import (
 )
 from rollout.step.output import StepOutput
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
+from tests.tiny_mixtures import own_routing, tiny_mixture
 from tests.tiny_models import (
     Margins,
     drain,
@@ -38,6 +39,7 @@ from tests.tiny_models import (
     randomize,
     tiny_engine,
     tiny_model,
+    tokens_of,
 )
 
 MAX_BLOCKS, BLOCK_SIZE = 6, 4
@@ -119,6 +121,7 @@ def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepOutput[
         token_ids=logits_S.view(torch.int64),
         is_finite=logits_S > 0,
         logprobs=logits_S.float(),
+        routing=total_T[:, None, None],
     )
 
 
@@ -137,6 +140,7 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
         for fetch, right in fetches[-2:]:  # two may be outstanding
             np.testing.assert_array_equal(fetch().token_ids, right.token_ids)
             np.testing.assert_array_equal(fetch().logprobs, right.logprobs)
+            np.testing.assert_array_equal(fetch().routing, right.routing)
     assert 0 < executor.num_captures <= num_graphs
 
 
@@ -305,3 +309,19 @@ def test_an_unnoticed_move_is_found_by_the_first_step_after_a_resume(
     assert executor.num_captures > before
     for i, request in enumerate(reference):
         assert finished[i].generated_tokens == request.generated_tokens
+
+
+def test_replayed_steps_record_what_the_models_routers_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixture = tiny_mixture()
+    engine, executor, _ = graph_engine(
+        monkeypatch, mixture, record_routing=True, enable_chunked_prefill=True, max_tokens=24
+    )
+    params = SamplingParams(num_tokens_to_generate=12, seed=1)
+    given = [(prompt_of(length), params) for length in (1, 9, 30, 40)]
+    for request in generate_all(engine, given):
+        tokens_BT = torch.tensor([tokens_of(request)])
+        wanted, routing = own_routing(mixture, tokens_BT)[0, :-1], request.routing_indices
+        assert torch.equal(routing.sort(dim=-1).values, wanted.sort(dim=-1).values)
+    assert executor.num_captures > 1

@@ -287,3 +287,33 @@ def test_a_job_without_a_warm_up_evaluates_and_trains_from_the_policy_it_is_give
 def test_a_warm_up_of_fewer_than_no_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_steps=-1"):
         tiny_settings(warmup__max_steps=-1)
+
+
+TINY_EXPERTS = {
+    "model__num_experts": 4,
+    "model__num_experts_per_tok": 2,
+    "model__moe_intermediate_size": 8,
+}
+
+
+def test_a_mixture_trains_with_the_experts_that_its_engine_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[RolloutBatch] = []
+    update = Learner.update
+
+    def observed(learner: Learner, batch: RolloutBatch, step: int) -> dict[str, float]:
+        batches.append(batch)
+        return update(learner, batch, step)
+
+    monkeypatch.setattr(Learner, "update", observed)
+    settings = tiny_settings(model="tiny_moe", algorithm__replay_routing=True, **TINY_EXPERTS)
+    run_seed(tmp_path, settings, seed=0)
+    assert len(training_rows(tmp_path)) == 4
+    for batch in batches:
+        assert batch.routing_BTLK is not None
+        assert batch.routing_BTLK.shape == (*batch.tokens_BT.shape, 1, 2)
+        is_before_last_BT = batch.attention_mask_BT.roll(-1, dims=1) & batch.attention_mask_BT
+        is_before_last_BT[:, -1] = False
+        is_known_BT = (batch.routing_BTLK >= 0).all(dim=-1).all(dim=-1)
+        assert torch.equal(is_known_BT, is_before_last_BT), "all but the last token of each row"

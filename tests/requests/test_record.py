@@ -319,13 +319,37 @@ def test_merging_a_merged_request_changes_nothing():
     assert again.serialize() == merged.serialize()
 
 
-def test_routing_is_joined_with_no_expert_where_none_is_known():
-    record = record_of(generated_tokens=[1], routing_indices=torch.ones(4, 2, 1, dtype=torch.int16))
+def routing_of(*ids: int) -> torch.Tensor:
+    """A row of two layers for each id, -1 for an unknown one."""
+    return torch.tensor(ids, dtype=torch.int16)[:, None, None].expand(-1, 2, 1)
+
+
+def test_a_row_of_the_routing_is_of_the_first_segment_that_knows_it():
+    """The segment that drew from it: what is computed again later does not rewrite history."""
+    record = record_of(generated_tokens=[1], routing_indices=routing_of(10, 11, 12))
     record.checkpoint()
+    assert record.current.routing_indices is None
     record.current.generated_tokens += [2, 3]
-    routing = record.merge().routing_indices
-    assert routing.dtype == torch.int16
-    assert routing[:, 0, 0].tolist() == [1, 1, 1, 1, -1, -1]
+    record.current.routing_indices = routing_of(20, 21, 22, 23, 24)
+    merged = record.merge()
+    assert merged.num_tokens == 6
+    assert torch.equal(merged.routing_indices, routing_of(10, 11, 12, 23, 24))
+    assert merged.routing_indices.dtype == torch.int16
+    assert torch.equal(record[0].routing_indices, routing_of(10, 11, 12)), "it did not change"
+
+
+def test_rows_that_no_segment_knows_are_no_expert():
+    record = record_of(generated_tokens=[1], routing_indices=routing_of(-1, 11))
+    record.checkpoint()
+    record.current.generated_tokens.append(2)
+    assert torch.equal(record.merge().routing_indices, routing_of(-1, 11, -1, -1))
+    record.current.routing_indices = routing_of(20, 21)
+    assert torch.equal(record.merge().routing_indices, routing_of(20, 11, -1, -1))
+
+
+def test_routing_of_bytes_has_room_for_unknown_rows():
+    record = record_of(generated_tokens=[1], routing_indices=routing_of(200, 11).to(torch.uint8))
+    assert torch.equal(record.merge().routing_indices, routing_of(200, 11, -1))
 
 
 def test_first_token_of_a_later_segment_sets_the_time_to_first_token():

@@ -11,15 +11,18 @@ from typing import Any, Literal
 
 from rollout.errors import ConfigError
 
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it.
+    """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it,
+    or Qwen3MoeConfig if it has `num_experts`.
 
     `path`: a directory with config.json, weights and tokenizer.
     `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
-    A shape has all of its fields but `initializer_range`, whose None is Qwen3Config's, and tied
-    embeddings.
+    A shape has all of its fields, and tied embeddings. Those that may be None are
+    `initializer_range`, which is then the config's, and the three of experts.
     """
 
     path: str | None = None
@@ -32,6 +35,9 @@ class ModelSettings:
     head_dim: int | None = None
     max_position_embeddings: int | None = None
     initializer_range: float | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         missing = [name for name, value in self.shape.items() if value is None]
@@ -48,12 +54,12 @@ class ModelSettings:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The shape of a random policy, by Qwen3Config's names; all None where `path` has it."""
-        names = (f.name for f in fields(self) if f.name not in ("path", "tokenizer"))
+        """The shape of a random policy, by its config's names; all None where `path` has it."""
+        names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer")]
+        has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
+        optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
         shape = {name: getattr(self, name) for name in names}
-        if self.initializer_range is None:
-            del shape["initializer_range"]
-        return shape
+        return {k: v for k, v in shape.items() if v is not None or k not in optional}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rollout import SamplingParams
@@ -105,15 +107,18 @@ class Task:
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
             )
             return policy
-        config = Qwen3Config(
+        own: dict[str, Any] = {
             **self._model.shape,
-            vocab_size=len(self.tokenizer),
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        return Qwen3ForCausalLM(config)
+            "vocab_size": len(self.tokenizer),
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        if self._model.num_experts is None:
+            return Qwen3ForCausalLM(Qwen3Config(**own))
+        # Experts' weights sum to 1 as in the family's checkpoints, unlike transformers' default.
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
         self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings

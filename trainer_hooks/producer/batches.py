@@ -67,11 +67,12 @@ def collate_groups(
     temperature: float,
     pad_id: int,
     logprobs_mode: TrainedLogprobs,
+    routing: bool,
 ) -> RolloutBatch:
     """The rollouts of all groups as one batch. Raises what collate_rollouts raises."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
-    return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode)
+    return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode, routing)
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:

@@ -137,7 +137,8 @@ class AsyncRolloutProducer:
     `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each, or a
     Rollout of them; an EnvironmentRollouts is one.
     `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
-    `temperature` or `processed`, is what the batches have (`collate_rollouts`).
+    `temperature` or `processed`, is what the batches have (`collate_rollouts`). `routing`: they
+    have the experts of the tokens, too.
     `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
     `oversample_groups`: begun beside each batch; the last ones to finish are aborted. None is a
     quarter of a batch in ready order, which keeps the trainer busy, and else 0.
@@ -174,6 +175,7 @@ class AsyncRolloutProducer:
         max_refills: int | None = None,
         version_timeout_s: float = 0.0,
         pad_id: int = 0,
+        routing: bool = False,
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
         check_options(
@@ -197,10 +199,9 @@ class AsyncRolloutProducer:
         filters = [*([zero_variance] if drop_zero_variance else ()), *group_filters]
         rules = rules_of(order, batch_groups, oversample_groups, filters, max_refills)
         self._group_size, self._batch_groups, self._pad_id = group_size, batch_groups, pad_id
-        self._bound, self._version_timeout_s = (
-            StalenessBound(max_staleness_versions),
-            version_timeout_s,
-        )
+        self._routing = routing
+        self._bound = StalenessBound(max_staleness_versions)
+        self._version_timeout_s = version_timeout_s
         self._tasks: set[Task] = set()
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
         parts = GroupParts(rules, self.ledger, maker, self._spawn, self._changed.set)
@@ -350,7 +351,8 @@ class AsyncRolloutProducer:
     def _hand_over(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
         version = self.version
         rollouts = collate_groups(
-            groups, version, self._temperature, self._pad_id, self._logprobs_mode
+            *(groups, version, self._temperature, self._pad_id, self._logprobs_mode),
+            self._routing,
         )
         made = self._order.hand_over(groups)
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1

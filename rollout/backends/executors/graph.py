@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph_shapes import GraphShape, Ladder
 from rollout.backends.executors.static_inputs import StaticInputs
-from rollout.backends.executors.transfer import first_samples
+from rollout.backends.executors.transfer import first_samples, without_padding
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.step.output import StepOutput
 
@@ -80,6 +80,8 @@ class GraphExecutor:
         self._static.load(shape, inputs)
         graph.replay()
         result = first_samples(graph.result, len(inputs.layout.draws_S))
+        routing = without_padding(result.routing, inputs.layout, shape.num_decode_rows)
+        result = replace(result, routing=routing)
         if not inputs.layout.flags.any_logprobs:
             result = replace(result, logprobs=None)
         return self._graphs.download(result)

@@ -20,7 +20,9 @@ from rollout.backends.step_tensors import (
 )
 from rollout.step.output import StepOutput
 
-_RESULTS = tuple(field.name for field in fields(StepOutput))
+# The slots never leave the host.
+_RESULTS = tuple(field.name for field in fields(StepOutput) if field.name != "slots")
+_OF_SAMPLES = tuple(n for n in _RESULTS if n != "routing" and not n.startswith("score_"))
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 
 
@@ -62,10 +64,25 @@ def first_samples(result: StepOutput[Tensor], count: int) -> StepOutput[Tensor]:
     """The result without the samples from `count` on."""
     samples: Any = {
         name: getattr(result, name)[:count]
-        for name in _RESULTS
-        if not name.startswith("score_") and getattr(result, name) is not None
+        for name in _OF_SAMPLES
+        if getattr(result, name) is not None
     }
     return replace(result, **samples)
+
+
+def without_padding(
+    routing_TLK: Tensor | None, layout: StepLayout[HostArray], num_decode_rows: int
+) -> Tensor | None:
+    """The experts of a step's tokens alone, where its decode rows had room for `num_decode_rows`
+    and its prefill rows came after that.
+    """
+    if routing_TLK is None:
+        return None
+    decoded, num_prefill = layout.num_decode_rows, len(layout.token_ids_T) - layout.num_decode_rows
+    if not num_prefill:
+        return routing_TLK[:decoded]
+    prefilled_TLK = routing_TLK[num_decode_rows : num_decode_rows + num_prefill]
+    return torch.cat([routing_TLK[:decoded], prefilled_TLK]) if decoded else prefilled_TLK
 
 
 def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Any]:

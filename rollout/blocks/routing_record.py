@@ -1,0 +1,80 @@
+"""RoutingRecord: which experts computed each KV entry, on the host, by its place in the cache.
+
+Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts of a
+token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.step.plan import IntArray
+
+_MAX_IN_A_BYTE = 256
+
+
+class RoutingRecord:
+    """A row of expert ids [L, K] for every slot, block * block_size + place, beside its K and V.
+
+    It follows the cache: what shares a block shares its rows, and a block that is copied takes them
+    along. The device runs ahead of it: the changes of a step are made by `commit`, in the order of
+    the steps, while `launch` only says which blocks a step copies. So a block that was freed keeps
+    its rows until a result is committed of a step that was launched after that.
+    The rows of a request that gives up its blocks are kept, until `take` hands them out.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_layers: int, top_k: int, num_experts: int
+    ) -> None:
+        """Blocks are 0 .. num_blocks. Memory is used as slots are written to."""
+        self.block_size = block_size
+        dtype = np.uint8 if num_experts <= _MAX_IN_A_BYTE else np.int16
+        self._rows_SLK = np.zeros(((num_blocks + 1) * block_size, num_layers, top_k), dtype)
+        self._copies: deque[tuple[IntArray, IntArray]] = deque()  # of the steps in flight
+        self._kept: dict[int, NDArray[np.int16]] = {}
+
+    # ---- steps
+
+    def launch(self, copy_sources: IntArray, copy_targets: IntArray) -> None:
+        """A step is on its way that copies these blocks before it computes."""
+        self._copies.append((copy_sources, copy_targets))
+
+    def commit(self, slots_T: NDArray[np.integer], routing_TLK: NDArray[np.integer]) -> None:
+        """Make the changes of the oldest step in flight, which wrote to these slots."""
+        sources, targets = self._copies.popleft()
+        if len(sources):
+            blocks = self._rows_SLK.reshape(-1, self.block_size, *self._rows_SLK.shape[1:])
+            blocks[targets] = blocks[sources]
+        self._rows_SLK[slots_T] = routing_TLK
+
+    def abandon(self) -> None:
+        """The steps in flight have failed: nothing of them is ever committed."""
+        self._copies.clear()
+
+    # ---- requests
+
+    def read(self, blocks: Sequence[int], num_positions: int) -> NDArray[np.int16]:
+        """Return the rows of the first positions of a request that holds `blocks`, [P, L, K].
+
+        The KV of these positions is committed.
+        """
+        ids = np.array(blocks[: -(-num_positions // self.block_size)], dtype=np.int64)
+        # A block that a step in flight is to fill by a copy has its rows in the source until then.
+        for sources, targets in reversed(self._copies):
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                ids[ids == target] = source
+        slots = (ids[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
+        rows: NDArray[np.int16] = self._rows_SLK[slots[:num_positions]].astype(np.int16)
+        return rows
+
+    def keep(self, request_id: int, blocks: Sequence[int], num_positions: int) -> None:
+        """Keep the rows of a request that is about to give up its blocks."""
+        self._kept[request_id] = self.read(blocks, num_positions)
+
+    def take(self, request_id: int) -> NDArray[np.int16] | None:
+        """Hand out the rows that were kept of a request, once; None if there are none."""
+        return self._kept.pop(request_id, None)
