@@ -63,10 +63,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     Chat models end turns with tokens that only the latter lists. Raises ModelError if a file is
     missing or not valid.
     """
-    config = _read_json(directory / CONFIG_FILE)
+    config = read_json(directory / CONFIG_FILE)
     generation_path = directory / GENERATION_FILE
     if generation_path.is_file():
-        generation = _read_json(generation_path)
+        generation = read_json(generation_path)
         config["eos_token_id"] = union_of_ids(
             config.get("eos_token_id"), generation.get("eos_token_id")
         )
@@ -96,6 +96,11 @@ def read_tensor(path: Path, name: str) -> Tensor:
     return tensor
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file, views of the mapped file. Raises ModelError naming the file."""
+    return {name: read_tensor(path, name) for name in _tensor_names(path)}
+
+
 def _tensor_names(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt") as shard:
@@ -106,7 +111,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     """Return the names of tensors by shard. Tensors that the index does not list are ignored."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")
     shards: dict[Path, list[str]] = {}
@@ -125,7 +130,8 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises ModelError naming the file."""
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
     try:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot
+from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
 from rollout.models.weights import is_computed
 
 MAX_VERSION = 2**31 - 1
-# A module gives its parameters and persistent buffers.
-NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+# A module gives its parameters and persistent buffers. An adapter changes some weights only.
+NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
@@ -69,6 +70,8 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
+    if isinstance(named_tensors, LoraAdapter):
+        return dict(named_tensors.tensors)
     if isinstance(named_tensors, Mapping):
         return dict(named_tensors)
     source: dict[str, Tensor] = {}
@@ -151,6 +154,18 @@ def blaming(culprit: str) -> Iterator[None]:
 # ---- their values, by fingerprint
 
 
+def check_finite(
+    fingerprints: Mapping[str, Fingerprint], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raise WeightUpdateError naming a tensor that holds NaN or infinity in its dtype."""
+    for name, (_, num_bad) in fingerprints.items():
+        if num_bad:
+            raise WeightUpdateError(
+                f"{name!r} holds NaN or infinity (as {dtypes[name]}); the serving weights are "
+                "kept. reject_non_finite_weights=False would let it pass"
+            )
+
+
 def checked_origins(
     slots: Mapping[str, WeightSlot],
     fingerprints: Mapping[str, Fingerprint],
@@ -163,14 +178,11 @@ def checked_origins(
     dtypes. Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for tensors
     that are tied in the model and differ in the source.
     """
+    if reject_non_finite:
+        check_finite(fingerprints, {name: slot.dtype for name, slot in slots.items()})
     chosen: dict[int, str] = {}
     for name, fingerprint in fingerprints.items():
         first = chosen.setdefault(slots[name].address, name)
-        if reject_non_finite and fingerprint[1]:
-            raise WeightUpdateError(
-                f"{name!r} holds NaN or infinity (as {slots[name].dtype}); the serving weights are "
-                "kept. reject_non_finite_weights=False would let it pass"
-            )
         if fingerprint != fingerprints[first]:
             raise WeightUpdateError(
                 f"{name!r} and {first!r} are tied in this model, but the update gives them "
