@@ -21,6 +21,12 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
     "factor": 4.0,
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 FAMILY_CASES: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
@@ -76,6 +82,13 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
         "logit_scale": 0.5,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        **EXPERTS,
     },
 }
 

@@ -9,12 +9,20 @@ import transformers
 
 from rollout.models import ModelSpec
 from rollout.models.families.registry import FAMILIES
-from rollout.models.family import PARALLEL, POST_NORM, PRE_NORM, Family
+from rollout.models.family import PARALLEL, POST_NORM, PRE_NORM, Family, Mixture
 from tests.family_cases import FAMILY_CASES
 from tests.tiny_models import tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-HEAD = "| `model_type` | models | layer | attention | rope | besides |\n|---|---|---|---|---|---|\n"
+HEAD = (
+    "| `model_type` | models | layer | attention | rope | experts | besides |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
+_CHOICES = {
+    "softmax": "softmax, then top {}",
+    "softmax_chosen": "top {}, then softmax",
+    "sigmoid": "sigmoid, then top {}",
+}
 _PLACES = {
     PRE_NORM: "norm before",
     POST_NORM: "norm after",
@@ -31,7 +39,11 @@ def _row(family: Family) -> str:
     config = tiny_config(family.name, **FAMILY_CASES[family.name])
     spec = ModelSpec.from_hf_config(config.to_dict())
     layer = _PLACES.get(family.branches, "norm before and after")
-    parts = (layer, *map(", ".join, (_attention(spec), _rope(spec), _besides(spec, family))))
+    columns = (
+        *(_attention(spec), _rope(spec), _experts(spec, family.mixture)),
+        _besides(spec, family),
+    )
+    parts = (layer, *map(", ".join, columns))
     return f"| `{family.name}` | {family.title} | {' | '.join(parts)} |\n"
 
 
@@ -59,6 +71,26 @@ def _rope(spec: ModelSpec) -> Iterator[str]:
         yield "queries grow with ln(position)"
     if spec.rope.kind == "longrope":
         yield "longrope"
+
+
+def _experts(spec: ModelSpec, mixture: Mixture | None) -> Iterator[str]:
+    if mixture is None:
+        return
+    yield f"{_CHOICES[mixture.scores].format(spec.experts_per_token)} of {spec.num_experts}"
+    if spec.router_normalizes:
+        yield "weights sum to 1"
+    if spec.router_scale != 1.0:
+        yield "scale"
+    if mixture.has_correction:
+        yield "correction"
+    if spec.num_expert_groups > 1:
+        yield "groups"
+    if mixture.has_bias:
+        yield "biases"
+    if spec.num_shared_experts:
+        yield "shared expert" + (" with a gate" if mixture.names.shared_gate else "")
+    if spec.num_moe_layers < spec.num_layers:
+        yield "MLP on some layers"
 
 
 def _besides(spec: ModelSpec, family: Family) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The four protocols a device fulfils, and Backend, their frozen bundle.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
-features, V vocabulary, S sample rows, P scored tokens.
+features, V vocabulary, S sample rows, P scored tokens; of a mixture: N experts, E hidden size, F
+expert size.
 """
 
 from __future__ import annotations
@@ -67,6 +68,30 @@ class RepackedWeight(Protocol):
     def unpack(self) -> None:
         """Give the memory the order of rows again, and the tensor its shape."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedActivation:
+    """What a gated feed-forward network makes of gate and up.
+
+    `kind` is "silu" or "gelu_tanh", which multiply act(gate) by up, or "clamped_swiglu": (up + 1) *
+    gate * sigmoid(alpha * gate), gate at most `limit` and up within ±`limit`.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The gated feed-forward networks of a layer's N experts; G = 2 F, all gates, then all ups."""
+
+    gate_up_NGE: Tensor
+    down_NEF: Tensor
+    gate_up_bias_NG: Tensor | None = None
+    down_bias_NE: Tensor | None = None
+    activation: GatedActivation = GatedActivation()
 
 
 class Ops(Protocol):
@@ -154,6 +179,15 @@ class Ops(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gelu(first half of the last dim) * second half, by the tanh approximation."""
+        ...
+
+    def experts(
+        self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    ) -> Tensor:
+        """sum over k of weights_TK[:, k] * expert ids_TK[:, k] of x, [T, E] in x's dtype.
+
+        `ids_TK` is int64, `weights_TK` float32; the sum is in float32.
+        """
         ...
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:

@@ -20,7 +20,7 @@ class ForwardBatch:
 
     Row r owns tokens [query_starts[r], query_starts[r + 1]); its last token sits at position
     context_lens[r] - 1. `kv[layer]` is that layer's cache tensor in the attention backend's own
-    layout.
+    layout. A mixture's layers write the experts of each token to `routing_TLK`, if it is there.
     """
 
     token_ids_T: Tensor  # int64
@@ -35,6 +35,7 @@ class ForwardBatch:
     block_size: int
     logit_indices_L: Tensor  # int64: tokens whose logits are wanted
     kv: Sequence[Tensor]
+    routing_TLK: Tensor | None = None  # int16: [tokens, layers with experts, experts of a token]
 
     @property
     def num_tokens(self) -> int:

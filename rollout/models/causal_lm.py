@@ -5,6 +5,7 @@ Shape letters: L logit rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,18 +68,18 @@ class CausalLM(nn.Module):
 
     def randomize(self, seed: int) -> None:
         """Draw all weights anew, on the host in float32: matrices of standard deviation 0.02, norms
-        that multiply by 1, biases 0.
+        that multiply by 1, biases, corrections and sinks 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, slot in self.weight_slots().items():
-            if len(slot.shape) == 1:
+            if len(slot.shape) == 1 or name.endswith("bias"):
                 is_norm = name.endswith("norm.weight")
                 slot.write(torch.full(slot.shape, 1.0 - self.spec.norm_offset if is_norm else 0.0))
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
-                num_rows, num_inputs = slot.shape
-                rows_at_once = max(1, _DRAWN_AT_ONCE // num_inputs)
+                num_rows, *row_shape = slot.shape
+                rows_at_once = max(1, _DRAWN_AT_ONCE // math.prod(row_shape))
                 for row in range(0, num_rows, rows_at_once):
-                    shape = min(rows_at_once, num_rows - row), num_inputs
+                    shape = min(rows_at_once, num_rows - row), *row_shape
                     drawn = torch.empty(shape, dtype=torch.float32)
                     slot.write(drawn.normal_(std=INIT_STD, generator=generator), row)
 

@@ -16,13 +16,15 @@ from rollout.backends.base import DecoderLayerParts, DecoderParts, RepackedWeigh
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Angles, Attention, AttentionSpec
 from rollout.layers.base import empty_parameter
+from rollout.layers.experts import MixtureOfExperts, MoeSpec
 from rollout.layers.mlp import GatedMLP
 from rollout.layers.norm import LayerNorm, RMSNorm
 from rollout.layers.weight_slot import WeightSlot, rows_slot
-from rollout.models.layout import BranchSpec, layers_of
+from rollout.models.layout import BranchSpec, MixerSpec, layers_of
 from rollout.models.spec import ModelSpec
 
 Norm: TypeAlias = RMSNorm | LayerNorm
+Mixer: TypeAlias = Attention | GatedMLP | MixtureOfExperts
 
 
 class Embedding(nn.Module):
@@ -52,7 +54,7 @@ class Branch(NamedTuple):
     """A residual branch of a layer, whose modules are the layer's own attributes."""
 
     norm_before: Norm | None
-    mixer: Attention | GatedMLP
+    mixer: Mixer
     norm_after: Norm | None
     is_parallel: bool
 
@@ -74,13 +76,7 @@ class DecoderLayer(nn.Module):
     def _add(self, spec: ModelSpec, index: int, branch: BranchSpec, device: torch.device) -> Branch:
         """Make the branch's modules, under their names."""
         names = branch.names
-        mixer: Attention | GatedMLP
-        if isinstance(branch.mixer, AttentionSpec):
-            mixer = Attention(
-                index, spec.hidden_size, branch.mixer, dtype=spec.dtype, device=device
-            )
-        else:
-            mixer = GatedMLP(spec.hidden_size, branch.mixer, dtype=spec.dtype, device=device)
+        mixer = make_mixer(spec, index, branch.mixer, device)
         norms: list[Norm | None] = []
         for name in (names.norm_before, names.norm_after):
             norms.append(None if name is None else make_norm(spec, device))
@@ -108,6 +104,8 @@ class DecoderLayer(nn.Module):
                 if kept_L is not None:
                     x_TE = x_TE.index_select(0, kept_L)
                     residual_TE = residual_TE.index_select(0, kept_L)
+            elif isinstance(mixer, MixtureOfExperts):
+                out_TE = mixer(x_TE, batch)
             else:
                 out_TE = mixer(x_TE)
             if norm_after is not None:
@@ -156,13 +154,20 @@ class Decoder(nn.Module):
         self.norm = make_norm(spec, device)
 
     def forward(self, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Hidden states [L, E] of `batch.logit_indices_L`; the others end at the last attention."""
+        """Hidden states [L, E] of `batch.logit_indices_L`.
+
+        The others end at the last attention, unless the experts of all tokens are wanted.
+        """
         delta_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
         *layers, last_layer = self.layers
         for layer in layers:
             delta_TE, residual_TE = layer(delta_TE, residual_TE, angles, batch)
         kept_L = batch.logit_indices_L
-        delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
+        if batch.routing_TLK is None:
+            delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
+        else:
+            stream = last_layer(delta_TE, residual_TE, angles, batch)
+            delta_LE, residual_LE = (x_TE.index_select(0, kept_L) for x_TE in stream)
         return self.norm.add(delta_LE, residual_LE)[0]
 
     def parts(self) -> DecoderParts | None:
@@ -191,6 +196,15 @@ class Decoder(nn.Module):
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
         )
+
+
+def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torch.device) -> Mixer:
+    """The mixer that its spec describes."""
+    if isinstance(mixer, AttentionSpec):
+        return Attention(layer_index, spec.hidden_size, mixer, dtype=spec.dtype, device=device)
+    if isinstance(mixer, MoeSpec):
+        return MixtureOfExperts(spec.hidden_size, mixer, dtype=spec.dtype, device=device)
+    return GatedMLP(spec.hidden_size, mixer, dtype=spec.dtype, device=device)
 
 
 def make_norm(spec: ModelSpec, device: torch.device) -> Norm:

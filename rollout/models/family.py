@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from rollout.layers.experts import MoeNames
 from rollout.layers.rope import RopeSpec
-from rollout.models.layer_rules import no_windows, same_rope
+from rollout.models.layer_rules import no_experts, no_windows, same_rope
 
 Config: TypeAlias = Mapping[str, Any]
 WindowRule: TypeAlias = Callable[[Config, int], tuple[int | None, ...]]
 RopeRule: TypeAlias = Callable[[Config, tuple[int | None, ...]], tuple[RopeSpec | None, ...]]
+MoeRule: TypeAlias = Callable[[Config, int], tuple[int, ...]]
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -27,11 +29,32 @@ def unchanged(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of the config that gives a field of ModelSpec: `read` its value, `write` the key's."""
+    """A key of the config that gives a field of ModelSpec: `read` its value, `write` the key's.
+
+    `alias` is what some versions of transformers call it.
+    """
 
     name: str
+    alias: str = ""
     read: Callable[[Any], Any] = unchanged
     write: Callable[[Any], Any] = unchanged
+
+
+PLAIN_NAMES = MoeNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """What a family's mixtures of experts have in common; see RouterSpec.
+
+    `has_bias`: of the router and of all experts. Families whose shared expert has a gate name it.
+    """
+
+    scores: str  # "softmax", "softmax_chosen" or "sigmoid"
+    has_correction: bool = False
+    has_bias: bool = False
+    is_router_float32: bool = False
+    names: MoeNames = PLAIN_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +95,8 @@ PARALLEL = (
 QKV_BIAS = {"attention_bias": Key(name="attention_bias")}
 ATTENTION_BIAS = QKV_BIAS | {"attention_output_bias": Key(name="attention_bias")}
 MLP_BIAS = {"mlp_bias": Key(name="mlp_bias")}
+# Without effect in inference: losses of a router's training, and what a forward pass returns.
+ROUTER_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +107,7 @@ class Family:
     transformers takes for keys that a config lacks. `keys` lists further keys that the family
     knows: those that its rules for windows and ropes read, and those without effect on outputs.
     `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
+    `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
     """
 
     name: str
@@ -94,6 +120,8 @@ class Family:
     fused: frozenset[str] = frozenset()
     windows: WindowRule = no_windows
     ropes: RopeRule = same_rope
+    moe_layers: MoeRule = no_experts
+    mixture: Mixture | None = None
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     has_interleaved_rope: bool = False
@@ -102,5 +130,6 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Keys that this family reads beside those of all families."""
-        read = {rule.name for rule in self.values.values() if isinstance(rule, Key)}
+        keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
+        read = {name for key in keys for name in (key.name, key.alias)}
         return self.keys | read | self.defaults.keys() | {self.activation_key}

@@ -1,8 +1,8 @@
-"""Which layers have a window, and which rope: the rules that families choose from.
+"""Which layers have a window, experts, and which rope: the rules that families choose from.
 
 A rule for windows gives a window (tokens that a token sees, itself included) or None for each
 layer; () where no layer has one. A rule for ropes gives a RopeSpec or None for each layer; () where
-all have the same.
+all have the same. A rule for experts gives the indices of layers that have them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def same_window(config: Config, num_layers: int) -> Windows:
     """Every layer has `sliding_window`, if there is one."""
     window = config.get("sliding_window")
     return (int(window),) * num_layers if window else ()
+
+
+def same_window_if_used(config: Config, num_layers: int) -> Windows:
+    """Every layer has `sliding_window`, if `use_sliding_window` is set."""
+    return same_window(config, num_layers) if config.get("use_sliding_window") else ()
 
 
 def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
@@ -123,3 +128,27 @@ def _rope_flags(config: Config, num_layers: int) -> list[bool]:
     if given and len(given) != num_layers:
         raise ModelError(f"no_rope_layers lists {len(given)} layers, not {num_layers}")
     return [bool(flag) for flag in given] if given else flags
+
+
+# ---- experts
+
+
+def no_experts(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Every layer has an MLP."""
+    return ()
+
+
+def experts_everywhere(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Every layer has experts."""
+    return tuple(range(num_layers))
+
+
+def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Every `decoder_sparse_step`-th layer has experts, save those in `mlp_only_layers`."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return tuple(n for n in range(num_layers) if (n + 1) % step == 0 and n not in dense)
+
+
+def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Layers from `first_k_dense_replace` on have experts."""
+    return tuple(range(int(config["first_k_dense_replace"]), num_layers))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rollout.backends.base import GatedActivation
 from rollout.layers.attention import AttentionSpec
+from rollout.layers.experts import MoeSpec, RouterSpec
 from rollout.layers.mlp import MlpSpec
 from rollout.models.families.registry import find_family
 from rollout.models.family import BranchNames, Family
 from rollout.models.spec import ModelSpec
 
-MixerSpec: TypeAlias = AttentionSpec | MlpSpec
+MixerSpec: TypeAlias = AttentionSpec | MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +31,10 @@ def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
     for index in range(spec.num_layers):
         mixers: dict[str, MixerSpec] = {
             "self_attn": _attention(spec, family, index),
-            "mlp": MlpSpec(
-                intermediate_size=spec.intermediate_size,
-                bias=spec.mlp_bias,
-                activation=spec.activation,
-                is_fused="gate_up_proj" in family.fused,
-            ),
+            "mlp": _mlp(spec, family, spec.intermediate_size),
         }
+        if index in spec.moe_layers:
+            mixers["mlp"] = _mixture(spec, family, spec.moe_layers.index(index))
         layers.append(
             tuple(BranchSpec(names=names, mixer=mixers[names.mixer]) for names in family.branches)
         )
@@ -60,4 +59,42 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
         scale=spec.attention_scale,
         window=spec.windows[layer] if spec.windows else None,
         softcap=spec.attention_softcap,
+    )
+
+
+def _mlp(spec: ModelSpec, family: Family, intermediate_size: int) -> MlpSpec:
+    return MlpSpec(
+        intermediate_size=intermediate_size,
+        bias=spec.mlp_bias,
+        activation=spec.activation,
+        is_fused="gate_up_proj" in family.fused,
+    )
+
+
+def _mixture(spec: ModelSpec, family: Family, moe_index: int) -> MoeSpec:
+    mixture = family.mixture
+    assert mixture is not None, family.name
+    router = RouterSpec(
+        num_experts=spec.num_experts,
+        experts_per_token=spec.experts_per_token,
+        scores=mixture.scores,
+        normalizes=spec.router_normalizes,
+        scale=spec.router_scale,
+        has_correction=mixture.has_correction,
+        num_groups=spec.num_expert_groups,
+        num_chosen_groups=spec.num_chosen_groups,
+        has_bias=mixture.has_bias,
+        is_float32=mixture.is_router_float32,
+    )
+    shared_size = spec.num_shared_experts * (spec.shared_expert_size or spec.expert_size)
+    return MoeSpec(
+        moe_index=moe_index,
+        router=router,
+        expert_size=spec.expert_size,
+        activation=GatedActivation(
+            kind=spec.activation, alpha=spec.activation_alpha, limit=spec.activation_limit
+        ),
+        has_expert_bias=mixture.has_bias,
+        shared=_mlp(spec, family, shared_size) if shared_size else None,
+        names=mixture.names,
     )

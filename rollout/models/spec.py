@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -32,11 +33,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder-only language model. `family` is the Hugging Face `model_type`.
+    """A decoder-only language model. `family` is the Hugging Face `model_type`.
 
     `windows` has how many tokens a token sees in each layer, itself included, or None for all of
     them; () means None everywhere. `ropes` has each layer's rope or None; () means `rope`
-    everywhere. Raises ModelError for sizes that do not fit together.
+    everywhere. `moe_layers` are the indices of layers with experts, in order. Raises ModelError for
+    sizes that do not fit together.
     """
 
     family: str
@@ -58,7 +60,19 @@ class ModelSpec:
     qk_norm_whole: bool = False  # over all heads together, not each by itself
     norm: str = "rms"  # or "layer"
     norm_offset: float = 0.0  # added to the weights of norms
-    activation: str = "silu"  # or "gelu_tanh"
+    activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu" (see GatedActivation)
+    activation_alpha: float = 1.0
+    activation_limit: float = math.inf
+    moe_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate size of one
+    num_shared_experts: int = 0
+    shared_expert_size: int = 0  # 0: as the others
+    router_normalizes: bool = False
+    router_scale: float = 1.0
+    num_expert_groups: int = 1
+    num_chosen_groups: int = 1
     windows: tuple[int | None, ...] = ()
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
@@ -86,6 +100,8 @@ class ModelSpec:
                 raise ModelError(f"{name} must have num_layers={self.num_layers} entries or none")
         for rope in (self.rope, *self.distinct_ropes):
             self._check_rope(rope)
+        if self.moe_layers:
+            self._check_experts()
         parse_dtype(self.dtype)
 
     @classmethod
@@ -118,8 +134,8 @@ class ModelSpec:
         for name, rule in family.values.items():
             if not isinstance(rule, Key):
                 values[name] = rule
-            elif rule.name in config:
-                values[name] = rule.read(config[rule.name])
+            elif (key := rule.name if rule.name in config else rule.alias) in config:
+                values[name] = rule.read(config[key])
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
@@ -154,6 +170,11 @@ class ModelSpec:
         return config
 
     @property
+    def num_moe_layers(self) -> int:
+        """How many layers have experts."""
+        return len(self.moe_layers)
+
+    @property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
         """Each rope that a layer has, once, in the order of layers."""
         ropes = self.ropes or (self.rope,)
@@ -177,9 +198,34 @@ class ModelSpec:
             keys["sliding_window"] = next(filter(None, windows), None)
         if "use_sliding_window" in family.keys:
             keys["use_sliding_window"] = bool(self.windows)
+        if "mlp_only_layers" in family.keys:
+            keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
+        if "first_k_dense_replace" in family.keys:
+            keys["first_k_dense_replace"] = min(self.moe_layers, default=self.num_layers)
         if "layer_types" in family.keys:
             keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
         return keys
+
+    def _check_experts(self) -> None:
+        """Raise ModelError for numbers of experts that do not fit together."""
+        for name in ("num_experts", "experts_per_token", "expert_size"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name}={getattr(self, name)} must be positive with experts")
+        per_group, rest = divmod(self.num_experts, self.num_expert_groups)
+        is_lone = self.num_expert_groups > 1 and per_group == 1
+        if rest or is_lone or not 0 < self.num_chosen_groups <= self.num_expert_groups:
+            raise ModelError(
+                f"num_experts={self.num_experts} must make num_expert_groups="
+                f"{self.num_expert_groups} of two or more, num_chosen_groups="
+                f"{self.num_chosen_groups} of which are chosen"
+            )
+        if self.experts_per_token > per_group * self.num_chosen_groups:
+            raise ModelError(
+                f"experts_per_token={self.experts_per_token} exceeds the "
+                f"{per_group * self.num_chosen_groups} experts that can be chosen"
+            )
+        if not set(self.moe_layers) <= {*range(self.num_layers)}:
+            raise ModelError(f"moe_layers={self.moe_layers} of num_layers={self.num_layers}")
 
     def _check_rope(self, rope: RopeSpec) -> None:
         num_dims = rotary_dim(rope, self.head_dim)
@@ -208,7 +254,9 @@ class ModelSpec:
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
-    """`rope`, `windows` and `ropes`, the last two empty where all layers are alike."""
+    """`rope`, `windows`, `ropes` and `moe_layers`; the second and third are empty where all layers
+    are alike.
+    """
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
@@ -224,7 +272,12 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
         raise ModelError(
             f"llama_4_scaling_beta={rope.query_growth} is not known to {family.name!r}"
         )
-    return {"rope": rope, "windows": windows, "ropes": () if set(each) <= {rope} else each}
+    return {
+        "rope": rope,
+        "windows": windows,
+        "ropes": () if set(each) <= {rope} else each,
+        "moe_layers": family.moe_layers(config, num_layers),
+    }
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

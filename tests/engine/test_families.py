@@ -179,7 +179,18 @@ def prompt_logprobs(model: Any, prompt: list[int]) -> np.ndarray:
     return logits_TV.log_softmax(-1).numpy()[range(len(prompt) - 1), prompt[1:]]
 
 
-@all_families
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            family,
+            marks=[pytest.mark.xfail(strict=True, reason="experts of files have other names")]
+            if FAMILIES[family].mixture
+            else [],
+        )
+        for family in FAMILY_CASES
+    ],
+)
 def test_directories_hold_the_live_model_both_ways(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     model.save_pretrained(tmp_path / "theirs")

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.backends.base import RepackedWeight
+from rollout.backends.base import ExpertWeights, GatedActivation, RepackedWeight
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
+from rollout.backends.ops.routed_experts import clamped_swiglu, routed_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,17 @@ class ReferenceOps:
         """
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def experts(
+        self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    ) -> Tensor:
+        """Each token's weighted sum over its experts; see `routed_experts`."""
+        return routed_experts(x_TE, ids_TK, weights_TK, experts, self._gated)
+
+    def _gated(self, activation: GatedActivation, gate_up: Tensor) -> Tensor:
+        if activation.kind == "clamped_swiglu":
+            return clamped_swiglu(activation, gate_up)
+        return self.silu_mul(gate_up) if activation.kind == "silu" else self.gelu_mul(gate_up)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row by inverse CDF; see `sampling.sample`."""

@@ -20,6 +20,7 @@ from rollout.models.families.olmo3 import OLMO3
 from rollout.models.families.phi3 import PHI3
 from rollout.models.families.qwen2 import QWEN2
 from rollout.models.families.qwen3 import QWEN3
+from rollout.models.families.qwen3_moe import QWEN3_MOE
 from rollout.models.families.seed_oss import SEED_OSS
 from rollout.models.families.smollm3 import SMOLLM3
 from rollout.models.family import Family
@@ -29,7 +30,7 @@ FAMILIES = MappingProxyType(
         family.name: family
         for family in (
             *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, SMOLLM3),
-            *(SEED_OSS, GRANITE, GLM4, GEMMA, GEMMA2, GEMMA3, COHERE2),
+            *(SEED_OSS, GRANITE, GLM4, GEMMA, GEMMA2, GEMMA3, COHERE2, QWEN3_MOE),
         )
     }
 )

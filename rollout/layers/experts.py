@@ -1,0 +1,210 @@
+"""MixtureOfExperts: a router that chooses each token's experts, their sum, and experts for all.
+
+Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of
+Experts"; DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2 (sigmoid, correction, groups).
+Shape letters: T tokens, N experts, K experts of a token, P groups of M experts, E hidden
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollout.backends.base import Backend, ExpertWeights, GatedActivation
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.linear import Linear
+from rollout.layers.mlp import GatedMLP, MlpSpec
+
+CORRECTION = "e_score_correction_bias"
+_BEST_OF_GROUP = 2  # experts whose scores rate a group
+_SMALLEST_SUM = 1e-20  # of weights: sigmoids may all be 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighed.
+
+    `scores`: "softmax" over all experts, "softmax_chosen" over the chosen ones alone, or "sigmoid".
+    `has_correction`: a buffer is added to scores where they choose, not where they weigh. Only
+    experts of the best `num_chosen_groups` groups are chosen. `normalizes`: weights sum to 1 before
+    they are multiplied by `scale`. `is_float32`: logits are products in float32.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    scores: str
+    normalizes: bool
+    scale: float
+    has_correction: bool
+    num_groups: int
+    num_chosen_groups: int
+    has_bias: bool
+    is_float32: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNames:
+    """Names of a mixture's modules in checkpoints. `shared_gate` multiplies the shared expert."""
+
+    router: str = "gate"
+    experts: str = "experts"
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
+    is_correction_of_router: bool = True  # not of the whole mixture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """What shapes a MixtureOfExperts, the `moe_index`-th of its model."""
+
+    moe_index: int
+    router: RouterSpec
+    expert_size: int
+    activation: GatedActivation
+    has_expert_bias: bool
+    shared: MlpSpec | None
+    names: MoeNames
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the choice among them."""
+
+    def __init__(
+        self, hidden_size: int, spec: RouterSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = empty_parameter(spec.num_experts, hidden_size, dtype=dtype, device=device)
+        has_bias, num_experts = spec.has_bias, spec.num_experts
+        self.bias = empty_parameter(num_experts, dtype=dtype, device=device) if has_bias else None
+
+    def forward(self, x_TE: Tensor, correction_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(ids [T, K] int64, weights [T, K] float32) of each token's experts."""
+        spec = self.spec
+        logits_TN = self._logits(x_TE)
+        if spec.scores == "softmax_chosen":
+            best_TK = logits_TN.topk(spec.experts_per_token)
+            return best_TK.indices, best_TK.values.softmax(-1)
+        scores_TN = logits_TN.softmax(-1) if spec.scores == "softmax" else logits_TN.sigmoid()
+        choice_TN = scores_TN if correction_N is None else scores_TN + correction_N
+        if spec.num_groups > 1:
+            choice_TN = self._in_best_groups(choice_TN)
+        ids_TK = choice_TN.topk(spec.experts_per_token).indices
+        weights_TK = scores_TN.gather(1, ids_TK)
+        if spec.normalizes:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        return ids_TK, weights_TK if spec.scale == 1.0 else weights_TK * spec.scale
+
+    def _logits(self, x_TE: Tensor) -> Tensor:
+        """In float32, whatever the product's dtype."""
+        if not self.spec.is_float32:
+            return F.linear(x_TE, self.weight, self.bias).float()
+        bias_N = None if self.bias is None else self.bias.float()
+        return F.linear(x_TE.float(), self.weight.float(), bias_N)
+
+    def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
+        """The scores, -inf outside the groups whose two best scores sum to the most."""
+        choice_TPM = choice_TN.view(len(choice_TN), self.spec.num_groups, -1)
+        ratings_TP = choice_TPM.topk(_BEST_OF_GROUP).values.sum(-1)
+        chosen = ratings_TP.topk(self.spec.num_chosen_groups).indices
+        is_out_TP = torch.ones_like(ratings_TP, dtype=torch.bool).scatter_(1, chosen, False)
+        return choice_TPM.masked_fill(is_out_TP[:, :, None], -torch.inf).flatten(1)
+
+
+class Experts(nn.Module):
+    """The weights of all experts, stacked; gate and up are one matrix."""
+
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        num_experts, size = spec.router.num_experts, spec.expert_size
+        self.activation = spec.activation
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up_proj": (num_experts, 2 * size, hidden_size),
+            "down_proj": (num_experts, hidden_size, size),
+        }
+        if spec.has_expert_bias:
+            shapes["gate_up_proj_bias"] = num_experts, 2 * size
+            shapes["down_proj_bias"] = num_experts, hidden_size
+        for name, shape in shapes.items():
+            parameter = empty_parameter(*shape, dtype=dtype, device=device)
+            self.register_parameter(name, parameter)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters themselves, for `Ops.experts`."""
+        parameters = dict(self.named_parameters())
+        return ExpertWeights(
+            gate_up_NGE=parameters["gate_up_proj"],
+            down_NEF=parameters["down_proj"],
+            gate_up_bias_NG=parameters.get("gate_up_proj_bias"),
+            down_bias_NE=parameters.get("down_proj_bias"),
+            activation=self.activation,
+        )
+
+
+class MoeParts(NamedTuple):
+    """The modules of a mixture, which are its own attributes under a checkpoint's names."""
+
+    router: Router
+    experts: Experts
+    shared: GatedMLP | None
+    shared_gate: Linear | None
+
+
+class MixtureOfExperts(BackendLayer):
+    """Each token's chosen experts, weighed and summed, plus the shared expert of all tokens."""
+
+    weights: ExpertWeights
+
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, names = spec, spec.names
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        router = Router(hidden_size, spec.router, **kind)
+        experts, shared, shared_gate = Experts(hidden_size, spec, **kind), None, None
+        self.add_module(names.router, router)
+        self.add_module(names.experts, experts)
+        if spec.shared is not None:
+            shared = GatedMLP(hidden_size, spec.shared, **kind)
+            self.add_module(names.shared, shared)
+        if spec.shared is not None and names.shared_gate is not None:
+            shared_gate = Linear(hidden_size, {names.shared_gate: 1}, bias=False, **kind)
+            self.add_module(names.shared_gate, shared_gate)
+        self.parts = MoeParts(router, experts, shared, shared_gate)
+        if spec.router.has_correction:
+            zeros_N = torch.zeros(spec.router.num_experts, dtype=torch.float32, device=device)
+            self._corrected.register_buffer(CORRECTION, zeros_N)
+
+    @property
+    def _corrected(self) -> nn.Module:
+        """The module under whose name checkpoints have the correction."""
+        return self.parts.router if self.spec.names.is_correction_of_router else self
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        self.weights = self.parts.experts.weights
+
+    def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, E]. Writes the chosen experts to `batch.routing_TLK`, if it is there."""
+        router, _, shared, shared_gate = self.parts
+        correction_N = getattr(self._corrected, CORRECTION, None)
+        ids_TK, weights_TK = router(x_TE, correction_N)
+        if batch.routing_TLK is not None:
+            batch.routing_TLK[:, self.spec.moe_index].copy_(ids_TK)
+        out_TE = self.ops.experts(x_TE, ids_TK, weights_TK, self.weights)
+        if shared is None:
+            return out_TE
+        shared_TE: Tensor = shared(x_TE)
+        if shared_gate is not None:
+            shared_TE = shared_gate(x_TE).sigmoid() * shared_TE
+        return out_TE + shared_TE

@@ -1,0 +1,23 @@
+"""Qwen3-MoE: Qwen3's attention, and experts weighed by a softmax over all of them."""
+
+from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.layer_rules import experts_by_step, same_window_if_used
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    title="Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder",
+    architecture="Qwen3MoeForCausalLM",
+    values={
+        "qk_norm": True,
+        "num_experts": Key(name="num_experts", alias="num_local_experts"),
+        "experts_per_token": Key(name="num_experts_per_tok"),
+        "expert_size": Key(name="moe_intermediate_size"),
+        "router_normalizes": Key(name="norm_topk_prob"),
+        **ATTENTION_BIAS,
+    },
+    keys=ROUTER_LOSSES
+    | {"decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"},
+    windows=same_window_if_used,
+    moe_layers=experts_by_step,
+    mixture=Mixture(scores="softmax"),
+)
