@@ -17,7 +17,6 @@ from torch import Tensor
 from rollout.errors import WeightUpdateError
 from rollout.models.checkpoint import read_json, read_tensors
 from rollout.models.plain_tensors import named_weights, refusal
-from rollout.models.weights import NamedTensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -53,7 +52,7 @@ class LoraAdapter:
     `tensors`: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
     "base_model.model." and the adapter's name. With `use_rslora` the scale is alpha / sqrt(rank).
     `ranks` and `alphas` have those of single layers, by module name, where they differ. `base`:
-    all weights that the adapter belongs to; None: those that the engine serves, without its last
+    all weights by name that the adapter belongs to; None: those that the engine serves, without its last
     adapter. Raises WeightUpdateError for a rank or an alpha that is no number.
     """
 
@@ -63,7 +62,7 @@ class LoraAdapter:
     use_rslora: bool = False
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
-    base: NamedTensors | None = None
+    base: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.ranks.values()):
@@ -141,10 +140,11 @@ class LoraAdapter:
         return {module: self._pair(module, names) for module, names in halves.items()}
 
     def _pair(self, module: str, names: Mapping[str, str]) -> LoraPair:
-        if missing := {"A", "B"} - names.keys():
-            raise WeightUpdateError(
-                f"the adapter has {[*names.values()][0]!r}, but not lora_{missing.pop()} of it"
-            )
+        for half, other in (("A", "B"), ("B", "A")):
+            if half not in names:
+                raise WeightUpdateError(
+                    f"the adapter has {names[other]!r}, but not its lora_{half}"
+                )
         rank = self.ranks.get(module, self.rank)
         pair = LoraPair(
             names=(names["A"], names["B"]),

@@ -28,7 +28,6 @@ from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
     blaming,
-    by_name,
     check_checksum,
     check_finite,
     checked_origins,
@@ -296,7 +295,7 @@ class ServedWeights:
         if self._reject_non_finite:
             check_finite(fingerprints, dtypes)
         if adapter.base is not None:
-            return adapt_given(adapter.pairs(), slots, by_name(adapter.base), check)
+            return adapt_given(adapter.pairs(), slots, adapter.base, check)
         self.require_values("stage an adapter")
         return adapt_served(adapter.pairs(), slots, self._bases, check)
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollout import LoraAdapter, ModelError, WeightUpdateError
+from tests.lora_adapters import PEFT_CONFIG, PeftLike
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
-CONFIG: dict[str, Any] = {
-    "peft_type": "LORA",
-    "r": 2,
-    "lora_alpha": 8,
-    "bias": "none",
-    "init_lora_weights": True,
-    "target_modules": ["q_proj", "up_proj"],
-}
 
 
 def halves(name: str = "base_model.model.{}.lora_{}.weight", rank: int = 2) -> dict[str, Tensor]:
@@ -35,7 +27,7 @@ def halves(name: str = "base_model.model.{}.lora_{}.weight", rank: int = 2) -> d
     }
 
 
-def saved(directory: Path, config: dict[str, Any] = CONFIG, **tensors: Tensor) -> Path:
+def saved(directory: Path, config: dict[str, Any] = PEFT_CONFIG, **tensors: Tensor) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors or halves(), directory / "adapter_model.safetensors")
     return directory
@@ -72,7 +64,7 @@ def test_a_saved_adapter_is_read_with_its_patterns(tmp_path: Path) -> None:
     tensors = halves() | {f"{UP}.lora_A.weight": torch.ones(5, 6)}
     tensors = {n: t for n, t in tensors.items() if not n.startswith(f"base_model.model.{UP}")}
     tensors[f"{UP}.lora_B.weight"] = torch.ones(4, 5)
-    config = CONFIG | {
+    config = PEFT_CONFIG | {
         "rank_pattern": {r"layers\.1\.mlp\.up_proj": 5, "k_proj": 64},
         "alpha_pattern": {"proj": 1, "q_proj": 10, r"model.layers.\d+.mlp.*": 3},
     }
@@ -83,15 +75,15 @@ def test_a_saved_adapter_is_read_with_its_patterns(tmp_path: Path) -> None:
 
 
 def test_a_pattern_must_begin_after_a_dot_and_reach_the_end(tmp_path: Path) -> None:
-    config = CONFIG | {"alpha_pattern": {"proj": 1, "self_attn": 2, "_proj": 3}}
+    config = PEFT_CONFIG | {"alpha_pattern": {"proj": 1, "self_attn": 2, "_proj": 3}}
     assert LoraAdapter.from_directory(saved(tmp_path, config)).alphas == {}
 
 
 def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="adapter_config.json is missing"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json is missing"):
         LoraAdapter.from_directory(tmp_path)
     (saved(tmp_path) / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
         LoraAdapter.from_directory(tmp_path)
 
 
@@ -114,7 +106,7 @@ def test_settings_that_are_more_than_b_times_a_are_refused(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(WeightUpdateError, match=named):
-        LoraAdapter.from_directory(saved(tmp_path, CONFIG | changes))
+        LoraAdapter.from_directory(saved(tmp_path, PEFT_CONFIG | changes))
 
 
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
@@ -123,8 +115,8 @@ A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weig
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop(A), f"has '{B}', but not lora_A"),
-        (lambda t: t.pop(B), f"has '{A}', but not lora_B"),
+        (lambda t: t.pop(A), f"has '{B}', but not its lora_A"),
+        (lambda t: t.pop(B), f"has '{A}', but not its lora_B"),
         (lambda t: t.update({A: torch.ones(3, 6)}), rf"'{A}' has shape \[3, 6\].*rank 2"),
         (lambda t: t.update({B: torch.ones(2, 4)}), rf"'{B}' has shape \[2, 4\].*rank 2"),
         (lambda t: t.update({A: torch.ones(2)}), rf"'{A}' has shape \[2\]"),
@@ -147,31 +139,6 @@ def test_tensors_that_are_no_pairs_are_refused_by_name(
 
 
 # ---- a live model, as PEFT makes it
-
-
-class LoraLinear(nn.Module):
-    """What PEFT puts in the place of a linear layer."""
-
-    def __init__(self, adapters: dict[str, float]) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(6, 4, bias=False)
-        self.lora_A = nn.ModuleDict({name: nn.Linear(6, 2, bias=False) for name in adapters})
-        self.lora_B = nn.ModuleDict({name: nn.Linear(2, 4, bias=False) for name in adapters})
-        self.scaling = dict(adapters)
-
-
-class PeftLike(nn.Module):
-    """`base_model.model.q_proj`, with one or several adapters."""
-
-    def __init__(self, *adapters: str, **changes: Any) -> None:
-        super().__init__()
-        config = CONFIG | changes
-        inner = nn.Module()
-        inner.q_proj = LoraLinear(dict.fromkeys(adapters, config["lora_alpha"] / config["r"]))
-        self.base_model = nn.Module()
-        self.base_model.model = inner
-        self.peft_config = {name: SimpleNamespace(to_dict=lambda: config) for name in adapters}
-        self.active_adapters = list(adapters[:1])
 
 
 def test_a_live_adapter_shares_memory_with_the_model() -> None:
