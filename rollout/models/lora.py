@@ -51,9 +51,9 @@ class LoraAdapter:
 
     `tensors`: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
     "base_model.model." and the adapter's name. With `use_rslora` the scale is alpha / sqrt(rank).
-    `ranks` and `alphas` have those of single layers, by module name, where they differ. `base`:
-    all weights by name that the adapter belongs to; None: those that the engine serves, without its last
-    adapter. Raises WeightUpdateError for a rank or an alpha that is no number.
+    `ranks` and `alphas` have those of single layers, by module name, where they differ. `base`: all
+    weights, by name, that the adapter belongs to; None: those that the engine serves, without its
+    last adapter. Raises WeightUpdateError for a rank or an alpha that is no number.
     """
 
     tensors: Mapping[str, Tensor]

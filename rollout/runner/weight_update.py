@@ -112,7 +112,8 @@ def _check_names(source: Mapping[str, Tensor], slots: Mapping[str, WeightSlot]) 
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
             "send the parameters of the same architecture under their Hugging Face names. A buffer "
-            "that is the trainer's own: leave it out, pushing a mapping instead of the module"
+            "that is the trainer's own: leave it out, pushing a mapping instead of the module. An "
+            "adapter: push LoraAdapter.from_peft(model)"
         )
     given = {slots[name].address for name in source}
     missing = [name for name, slot in slots.items() if slot.address not in given]
