@@ -25,7 +25,6 @@ EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
 }
 FAMILY_CASES: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True},
@@ -86,9 +85,46 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_hidden_layers": 3,
         "mlp_only_layers": [1],
+        "norm_topk_prob": True,
         "use_sliding_window": True,
         "sliding_window": WINDOW,
         **EXPERTS,
+    },
+    "qwen2_moe": {
+        "num_hidden_layers": 3,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 2,
+        "norm_topk_prob": False,
+        **EXPERTS,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "olmoe": {"hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 1.5,
+        "rope_parameters": YARN | {"truncate": False},
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.8,
+        "use_qk_norm": True,
     },
 }
 

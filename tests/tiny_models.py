@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.models.loading import build_model
+from rollout.models.plain_tensors import named_weights
 from rollout.step.seeds import uniforms
 from rollout.text import Tokenizer
 from tests.contracts.sampling_oracle import Draw, logprobs, probabilities, processed_logits
@@ -75,9 +76,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomize(model: Any, *, seed: int, std: float = 0.2) -> None:
-    """Draw all weights anew, in place, as a trainer's step would change them."""
+    """Draw all weights and persistent buffers anew, in place, as a trainer's step would."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model).items():
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         parameter.normal_(mean, std, generator=generator)
 

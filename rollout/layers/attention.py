@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
 from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
-from rollout.layers.base import BackendLayer
+from rollout.layers.base import BackendLayer, empty_parameter
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
 from rollout.layers.rope import RopeSpec, head_order
@@ -29,7 +29,8 @@ class AttentionSpec:
 
     `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. Norms are of each query and
     key head (Qwen3) or over all heads of the projection (OLMo 2). `rope_index` is the rope's place
-    among those of the model; None for no rope. `scale` None means 1 / sqrt(head_dim).
+    among those of the model; None for no rope. `scale` None means 1 / sqrt(head_dim). `has_sinks`:
+    each query head has a learned score without a value.
     """
 
     num_heads: int
@@ -47,6 +48,7 @@ class AttentionSpec:
     scale: float | None
     window: int | None
     softcap: float | None
+    has_sinks: bool
 
 
 class Attention(BackendLayer):
@@ -77,7 +79,11 @@ class Attention(BackendLayer):
         output = {"o_proj": hidden_size}
         self.qkv = Linear(hidden_size, qkv, bias=spec.bias, dtype=dtype, device=device)
         self.output = Linear(sizes[0], output, bias=spec.output_bias, dtype=dtype, device=device)
-        self.traits = AttentionTraits(scale=spec.scale, window=spec.window, softcap=spec.softcap)
+        num_sinks = spec.num_heads if spec.has_sinks else 0
+        self.sinks = empty_parameter(num_sinks, dtype=dtype, device=device) if num_sinks else None
+        self.traits = AttentionTraits(
+            scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks_H=self.sinks
+        )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.has_head_norms or spec.has_projection_norms:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from rollout.backends.base import Backend, ExpertWeights, GatedActivation
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.expert_slots import slots_of_experts, slots_of_transposed_stacks
 from rollout.layers.linear import Linear
 from rollout.layers.mlp import GatedMLP, MlpSpec
+from rollout.layers.weight_slot import WeightAlias, WeightSlot
 
 CORRECTION = "e_score_correction_bias"
 _BEST_OF_GROUP = 2  # experts whose scores rate a group
@@ -50,13 +52,21 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeNames:
-    """Names of a mixture's modules in checkpoints. `shared_gate` multiplies the shared expert."""
+    """Names of a mixture's modules in checkpoints. `shared_gate` multiplies the shared expert.
+
+    `gate`, `up`, `down`: the matrices of an expert in saved directories. `is_transposed`: these
+    have stacks instead, as live modules, with in before out features and alternating gates and ups.
+    """
 
     router: str = "gate"
     experts: str = "experts"
     shared: str = "shared_experts"
     shared_gate: str | None = None
     is_correction_of_router: bool = True  # not of the whole mixture
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +135,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         num_experts, size = spec.router.num_experts, spec.expert_size
-        self.activation = spec.activation
+        self.activation, self.names = spec.activation, spec.names
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (num_experts, 2 * size, hidden_size),
             "down_proj": (num_experts, hidden_size, size),
@@ -136,6 +146,25 @@ class Experts(nn.Module):
         for name, shape in shapes.items():
             parameter = empty_parameter(*shape, dtype=dtype, device=device)
             self.register_parameter(name, parameter)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Each expert's matrices by their names in saved directories, or the stacks."""
+        if self.names.is_transposed:
+            return slots_of_transposed_stacks(dict(self.named_parameters()))
+        return self._slots_and_aliases()[0]
+
+    def weight_aliases(self) -> dict[str, WeightAlias]:
+        """The stacks by their names in live modules, where directories have no stacks."""
+        return {} if self.names.is_transposed else self._slots_and_aliases()[1]
+
+    def _slots_and_aliases(self) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
+        weights, names = self.weights, self.names
+        return slots_of_experts(
+            *(weights.gate_up_NGE, weights.down_NEF),
+            gate=names.gate,
+            up=names.up,
+            down=names.down,
+        )
 
     @property
     def weights(self) -> ExpertWeights:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rollout.backends.base import Backend, RepackedWeight
 from rollout.layers.base import BackendLayer, empty_parameter
-from rollout.layers.weight_slot import TensorSlot, WeightSlot, rows_slot
+from rollout.layers.weight_slot import RowsSlot, TensorSlot, WeightSlot
 
 
 class Linear(BackendLayer):
@@ -94,8 +94,8 @@ class Linear(BackendLayer):
         start = 0
         for part, num_rows in self.parts.items():
             end = start + num_rows
-            slots[f"{part}.weight"] = rows_slot(self.weight, self.repacked, start, end)
+            slots[f"{part}.weight"] = RowsSlot(self, start, end)
             if self.bias is not None:
-                slots[f"{part}.bias"] = TensorSlot(self.bias[start:end])
+                slots[f"{part}.bias"] = TensorSlot(self.bias, (slice(start, end),))
             start = end
         return slots

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
 
+Index: TypeAlias = tuple[int | slice, ...]
+WHOLE: Index = ()
+
 
 class WeightSlot(Protocol):
     """A place to read one weight from and to write it to, whatever lies behind.
 
-    `address` is where the weight begins in memory: slots with equal addresses are tied.
+    `address` is where the weight begins in memory, 0 while the memory is released: slots with equal
+    addresses are tied. A slot looks its memory up at each use, so it stays valid when parameters
+    move or are repacked. `is_repacked`: a backend holds the weight in its own memory and order.
     """
 
     @property
@@ -25,6 +32,9 @@ class WeightSlot(Protocol):
     @property
     def address(self) -> int: ...
 
+    @property
+    def is_repacked(self) -> bool: ...
+
     def read(self) -> Tensor:
         """Return the values: the weight's memory itself, which is not to be written, or a copy."""
         ...
@@ -34,26 +44,117 @@ class WeightSlot(Protocol):
         ...
 
 
-def rows_slot(
-    weight: Tensor, repacked: RepackedWeight | None, start: int, end: int
-) -> TensorSlot | RepackedSlot:
-    """Return the slot of rows [start, end) of a matrix, which may be `repacked`."""
-    if repacked is None:
-        return TensorSlot(weight[start:end])
-    return RepackedSlot(repacked, start, end)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightAlias:
+    """Another name for weights: that of one tensor that holds one of them, or a stack of them.
+
+    `parts`: each weight's name, and where it lies in a tensor of `shape`, which has nothing else.
+    """
+
+    shape: torch.Size
+    parts: Mapping[str, Index]
 
 
-class TensorSlot:
-    """The slot of a weight that is a tensor, or a part of one."""
+def part_of(tensor: Tensor, index: Index) -> Tensor:
+    """The tensor itself, or a view of the part of it."""
+    return tensor[index] if index else tensor
 
-    __slots__ = ("_tensor",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+class RowsOwner(Protocol):
+    """Who has a matrix that a backend may pack in its own memory."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def repacked(self) -> RepackedWeight | None: ...
+
+
+class RowsSlot:
+    """The slot of rows [start, end) of an owner's matrix, in whatever form it is now."""
+
+    __slots__ = ("_end", "_owner", "_start")
+
+    def __init__(self, owner: RowsOwner, start: int, end: int) -> None:
+        self._owner, self._start, self._end = owner, start, end
 
     @property
     def shape(self) -> torch.Size:
-        return self._tensor.shape
+        return self._now().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._now().dtype
+
+    @property
+    def address(self) -> int:
+        return self._now().address
+
+    @property
+    def is_repacked(self) -> bool:
+        return self._owner.repacked is not None
+
+    def read(self) -> Tensor:
+        return self._now().read()
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        self._now().write(values, first_row)
+
+    def _now(self) -> TensorSlot | RepackedSlot:
+        repacked = self._owner.repacked
+        if repacked is None:
+            return TensorSlot(self._owner.weight, (slice(self._start, self._end),))
+        return RepackedSlot(repacked, self._start, self._end)
+
+
+class TensorSlot:
+    """The slot of a weight that is a tensor, or the part of one at `index`, which is contiguous."""
+
+    __slots__ = ("_index", "_offset", "_tensor", "shape")
+    is_repacked = False
+
+    def __init__(self, tensor: Tensor, index: Index = WHOLE) -> None:
+        self._tensor, self._index = tensor, index
+        place = self._place()
+        self.shape = place.shape
+        self._offset = int(place.storage_offset() - tensor.storage_offset()) * tensor.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def address(self) -> int:
+        address = self._tensor.data_ptr()
+        return address and address + self._offset
+
+    def read(self) -> Tensor:
+        return self._place()
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        place = self._place()
+        if values.shape != place.shape:
+            place = place[first_row : first_row + len(values)]
+        place.copy_(values)
+
+    def _place(self) -> Tensor:
+        return part_of(self._tensor.detach(), self._index)
+
+
+class ReorderedSlot:
+    """The slot of a whole tensor whose numbers a checkpoint has in another order.
+
+    The tensor, viewed with `sizes`, with its dims in `order`, and some that are then neighbours
+    joined, is the checkpoint's, of `shape`. The first dim is the same in both.
+    """
+
+    __slots__ = ("_order", "_sizes", "_tensor", "shape")
+    is_repacked = False
+
+    def __init__(
+        self, tensor: Tensor, *, sizes: tuple[int, ...], order: tuple[int, ...], shape: torch.Size
+    ) -> None:
+        self._tensor, self._sizes, self._order, self.shape = tensor, sizes, order, shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,19 +165,21 @@ class TensorSlot:
         return self._tensor.data_ptr()
 
     def read(self) -> Tensor:
-        return self._tensor
+        return self._place().reshape(self.shape)
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
-        place = self._tensor
-        if values.shape != place.shape:
-            place = place[first_row : first_row + len(values)]
-        place.copy_(values)
+        place = self._place()[first_row : first_row + len(values)]
+        place.copy_(values.reshape(place.shape))
+
+    def _place(self) -> Tensor:
+        return self._tensor.detach().view(self._sizes).permute(self._order)
 
 
 class RepackedSlot:
     """The slot of rows [start, end) of a matrix that a backend has packed in its own memory."""
 
     __slots__ = ("_end", "_repacked", "_start")
+    is_repacked = True
 
     def __init__(self, repacked: RepackedWeight, start: int, end: int) -> None:
         self._repacked, self._start, self._end = repacked, start, end

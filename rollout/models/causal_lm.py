@@ -6,7 +6,7 @@ Shape letters: L logit rows, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,12 @@ from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
-from rollout.layers.weight_slot import TensorSlot, WeightSlot
-from rollout.models.decoder import Decoder, Embedding
+from rollout.layers.weight_slot import WeightSlot
+from rollout.models.decoder import Decoder
+from rollout.models.families.registry import find_family
 from rollout.models.spec import ModelSpec
+from rollout.models.weight_names import table_of
+from rollout.models.weights import WeightTable
 
 INIT_STD = 0.02
 _DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of a weight is made
@@ -52,6 +55,7 @@ class CausalLM(nn.Module):
         ]
         self.fused: FusedDecoder | None = None
         self.is_prepared = False
+        self._table: WeightTable | None = None
 
     @classmethod
     def random(
@@ -128,22 +132,20 @@ class CausalLM(nn.Module):
             logits_LV = (logits_LV / spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return logits_LV
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """A slot for every weight by its Hugging Face name, to read from and to write to.
+    def weight_slots(self) -> Mapping[str, WeightSlot]:
+        """A slot for every weight by its name in the family's saved directories, to read and write.
 
         Tied weights appear under both names and have equal addresses. Persistent buffers are
         weights, too. Follow writes with `refresh`.
         """
-        slots: dict[str, WeightSlot] = {}
-        for path, module in self.named_modules():
-            parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
-            if isinstance(module, Linear | Embedding):
-                named = module.weight_slots()
-            else:
-                named = {n: TensorSlot(p) for n, p in module.named_parameters(recurse=False)}
-            prefix = f"{parent}." if parent else ""
-            slots |= {prefix + name: slot for name, slot in named.items()}
-        return slots | {n: TensorSlot(buffer) for n, buffer in self.persistent_buffers().items()}
+        return self.weight_table().slots
+
+    def weight_table(self) -> WeightTable:
+        """The slots, and the live module's names for them. Made once: slots follow their memory."""
+        if self._table is None:
+            saved_name = find_family(self.spec.family).saved_name
+            self._table = table_of(self, self.persistent_buffers(), saved_name)
+        return self._table
 
     def read_weights(self) -> dict[str, Tensor]:
         """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them."""

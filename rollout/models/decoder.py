@@ -19,7 +19,7 @@ from rollout.layers.base import empty_parameter
 from rollout.layers.experts import MixtureOfExperts, MoeSpec
 from rollout.layers.mlp import GatedMLP
 from rollout.layers.norm import LayerNorm, RMSNorm
-from rollout.layers.weight_slot import WeightSlot, rows_slot
+from rollout.layers.weight_slot import RowsSlot, WeightSlot
 from rollout.models.layout import BranchSpec, MixerSpec, layers_of
 from rollout.models.spec import ModelSpec
 
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """The only weight, by name."""
-        return {"weight": rows_slot(self.weight, self.repacked, 0, self.num_tokens)}
+        return {"weight": RowsSlot(self, 0, self.num_tokens)}
 
 
 class Branch(NamedTuple):

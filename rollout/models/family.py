@@ -108,6 +108,7 @@ class Family:
     knows: those that its rules for windows and ropes read, and those without effect on outputs.
     `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
     `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
+    `saved_paths`: parts of live modules' paths that saved directories call otherwise.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Family:
     ropes: RopeRule = same_rope
     moe_layers: MoeRule = no_experts
     mixture: Mixture | None = None
+    saved_paths: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     has_interleaved_rope: bool = False
@@ -133,3 +135,9 @@ class Family:
         keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
         read = {name for key in keys for name in (key.name, key.alias)}
         return self.keys | read | self.defaults.keys() | {self.activation_key}
+
+    def saved_name(self, name: str) -> str:
+        """What saved directories call the weight that a live module calls `name`."""
+        for live, saved in self.saved_paths.items():
+            name = name.replace(live, saved)
+        return name

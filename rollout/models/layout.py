@@ -59,6 +59,7 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
         scale=spec.attention_scale,
         window=spec.windows[layer] if spec.windows else None,
         softcap=spec.attention_softcap,
+        has_sinks=spec.attention_sinks,
     )
 
 

@@ -90,7 +90,7 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
 
     Tied weights are written once. Raises ModelError if the spec has no Hugging Face config.
     """
-    weights = model.read_weights()
+    weights = {name: values.contiguous() for name, values in model.read_weights().items()}
     if model.spec.tie_word_embeddings:
         del weights["lm_head.weight"]
     write_directory(Path(path), model.spec.to_hf_config(), weights)
@@ -147,7 +147,7 @@ def _open_with(
 ) -> tuple[CausalLM, Fill]:
     """Return a model whose weights are undefined, and the call that copies `tensors` into them."""
     model = CausalLM(spec, device)
-    return model, lambda: copy_weights(model.weight_slots(), tensors, origin)
+    return model, lambda: copy_weights(model.weight_table(), tensors, origin)
 
 
 def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:

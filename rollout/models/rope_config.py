@@ -120,6 +120,8 @@ def _common(
     """Fields of RopeSpec that every kind may have."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is None and config.get("rotary_dim"):
+        partial = config["rotary_dim"] / config["head_dim"]
     common = {
         "theta": theta,
         "kind": "longrope" if kind == "su" else kind,  # the first name of longrope

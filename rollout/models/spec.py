@@ -77,6 +77,7 @@ class ModelSpec:
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
+    attention_sinks: bool = False  # a learned score without a value for each query head
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0

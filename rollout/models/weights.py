@@ -1,15 +1,19 @@
-"""Copying named tensors into the weights of a model. Every mismatch is an error that names it."""
+"""WeightTable: the weights of a model by name, and copying named tensors into them.
+
+Every mismatch is an error that names it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ModelError
-from rollout.layers.weight_slot import WeightSlot
+from rollout.layers.weight_slot import WHOLE, Index, WeightAlias, WeightSlot, part_of
 from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.spec import DTYPES
 
@@ -30,52 +34,107 @@ class NamedTensors(Protocol):
     def items(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
-@torch.no_grad()
-def copy_weights(slots: Mapping[str, WeightSlot], tensors: NamedTensors, origin: str) -> None:
-    """Fill `slots` from `tensors`, casting floating dtypes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTable:
+    """The weights of a model by every name under which they may come.
 
-    Tied weights may come under either name, or equal under both. `origin` names the source
-    in errors. Sharded tensors are gathered when their turn comes, which is a collective. Raises
-    ModelError for missing, unknown, misshaped or quantized tensors and for tied ones that differ;
-    `slots` may then be partly written.
+    slots: each weight once, by its name in the family's saved directories; tied weights under each
+    of their names, with equal addresses. aliases: the live module's names where they differ, such
+    as those of stacked experts. buffers: names in either dialect of persistent buffers, which
+    `named_parameters` of a module leaves out.
     """
-    _check_names(slots, tensors.keys(), origin)
+
+    slots: Mapping[str, WeightSlot]
+    aliases: Mapping[str, WeightAlias]
+    buffers: frozenset[str]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of the tensor that may come under each name."""
+        shapes = {name: slot.shape for name, slot in self.slots.items()}
+        return shapes | {name: alias.shape for name, alias in self.aliases.items()}
+
+    def parts(self, name: str) -> Mapping[str, Index]:
+        """The weights that a tensor of this name holds, and where. Raises KeyError."""
+        return {name: WHOLE} if name in self.slots else self.aliases[name].parts
+
+    def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of what the model has under this name. Raises KeyError."""
+        if name in self.slots:
+            return self.slots[name].shape, self.slots[name].dtype
+        alias = self.aliases[name]
+        return alias.shape, self.slots[next(iter(alias.parts))].dtype
+
+    def unknown(self, names: Collection[str]) -> list[str]:
+        """Those of `names` that the model lacks."""
+        return sorted(name for name in names if name not in self.slots and name not in self.aliases)
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """What tensors of these names lack of the model: nothing if each weight comes with them.
+
+        Weights that lie in one alias and all lack are named by it, if `names` has aliases.
+        """
+        given = {self.slots[part].address for name in names for part in self.parts(name)}
+        missing = [name for name, slot in self.slots.items() if slot.address not in given]
+        if missing and not self.aliases.keys().isdisjoint(names):
+            lacking = set(missing)
+            for name, alias in self.aliases.items():
+                if lacking.issuperset(alias.parts):
+                    missing = [name, *(n for n in missing if n not in alias.parts)]
+        return missing
+
+
+@torch.no_grad()
+def copy_weights(table: WeightTable, tensors: NamedTensors, origin: str) -> None:
+    """Fill the slots of `table` from `tensors`, casting floating dtypes.
+
+    Weights that are tied, or have two names, may come under either, or equal under both. `origin`
+    names the source in errors. Sharded tensors are gathered when their turn comes, which is a
+    collective. Raises ModelError for missing, unknown, misshaped or quantized tensors and for those
+    that should be equal and differ; the slots may then be partly written.
+    """
+    _check_names(table, tensors.keys(), origin)
     written: dict[int, str] = {}
     for name, tensor in tensors.items():
         if is_computed(name):
             continue
-        slot = slots[name]
-        _check_tensor(name, tensor, slot, origin)
+        _check_tensor(name, tensor, table, origin)
         tensor = full_tensor(tensor)
-        tied_name = written.setdefault(slot.address, name)
-        if tied_name == name:
-            slot.write(tensor)
-        elif not torch.equal(values := slot.read(), tensor.to(values)):
-            raise ModelError(
-                f"{name!r} and {tied_name!r} differ in {origin}, but its config ties them; "
-                "set tie_word_embeddings to false"
-            )
+        for weight, index in table.parts(name).items():
+            slot, values = table.slots[weight], part_of(tensor, index)
+            first_name = written.setdefault(slot.address, name)
+            if first_name == name:
+                slot.write(values)
+            elif not torch.equal(held := slot.read(), values.to(held)):
+                raise ModelError(_difference(name, first_name, table, origin))
 
 
-def _check_names(slots: Mapping[str, WeightSlot], names: Collection[str], origin: str) -> None:
+def _difference(name: str, first_name: str, table: WeightTable, origin: str) -> str:
+    if table.parts(name).keys().isdisjoint(table.parts(first_name)):
+        return (
+            f"{name!r} and {first_name!r} differ in {origin}, but its config ties them; "
+            "set tie_word_embeddings to false"
+        )
+    return f"{name!r} and {first_name!r} hold the same weights and differ in {origin}; keep one"
+
+
+def _check_names(table: WeightTable, names: Collection[str], origin: str) -> None:
     given = {name for name in names if not is_computed(name)}
-    if extra := sorted(given - slots.keys()):
+    if extra := table.unknown(given):
         raise ModelError(
             f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"
         )
-    filled = {slots[name].address for name in given}
-    missing = [name for name, slot in slots.items() if slot.address not in filled]
-    if missing:
+    if missing := table.missing(given):
         raise ModelError(f"{origin} lacks {_listing(missing)}; save the whole model again")
 
 
-def _check_tensor(name: str, tensor: Tensor, slot: WeightSlot, origin: str) -> None:
+def _check_tensor(name: str, tensor: Tensor, table: WeightTable, origin: str) -> None:
     if reason := refusal(tensor):
         raise ModelError(f"{name!r} in {origin} {reason}")
-    if tensor.shape != slot.shape:
+    shape, _ = table.form(name)
+    if tensor.shape != shape:
         raise ModelError(
             f"{name!r} in {origin} has shape {list(tensor.shape)}, but the config gives "
-            f"{list(slot.shape)}; does its config belong to it?"
+            f"{list(shape)}; does its config belong to it?"
         )
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise ModelError(

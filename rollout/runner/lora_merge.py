@@ -52,7 +52,7 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
     num_users = Counter(slot.address for slot in slots.values())
     for module, pair in pairs.items():
         name = f"{module}.weight"
-        if module not in linear:
+        if module not in linear or name not in slots:
             kind = "expert weights" if ".experts" in module else "no linear layer of this model"
             raise WeightUpdateError(
                 f"{pair.names[0]!r} adapts {module!r}, which is {kind}; leave it out of "
@@ -109,18 +109,13 @@ def adapt_given(
     weights: Mapping[str, Tensor],
     check: Callable[[], None],
 ) -> AdaptedWeights:
-    """Put an adapter on full `weights`, as they are once they are served in the model's dtypes."""
+    """Put an adapter on all `weights` as they are in the model's dtypes, in which they serve."""
     tensors = dict(weights)
     bases: dict[str, Tensor] = {}
     for module, pair in pairs.items():
         check()
         name = f"{module}.weight"
-        if name not in weights:
-            raise WeightUpdateError(f"{name!r} is adapted, but missing from the adapter's base")
-        base_NK = full_tensor(weights[name]).detach()
-        if base_NK.shape != slots[name].shape:
-            continue  # refused by name with all other weights
-        bases[name] = base_NK.to("cpu", slots[name].dtype, copy=True)
+        bases[name] = weights[name].detach().to("cpu", slots[name].dtype, copy=True)
         tensors[name] = _merged(bases[name], pair)
     return AdaptedWeights(tensors=tensors, bases=bases)
 

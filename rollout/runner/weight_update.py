@@ -6,21 +6,33 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
-from rollout.layers.weight_slot import WeightSlot
+from rollout.layers.weight_slot import WeightSlot, part_of
 from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
-from rollout.models.weights import is_computed
+from rollout.models.weights import WeightTable, is_computed
 
 MAX_VERSION = 2**31 - 1
 # A module gives its parameters and persistent buffers. An adapter changes some weights only.
 NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
 Fingerprint = Sequence[int]  # hash, number of non-finite values
+
+
+class Piece(NamedTuple):
+    """One of the model's weights in a source: the whole tensor of its name, or a part of one."""
+
+    weight: str
+    tensor: str
+
+    def __str__(self) -> str:
+        part = "" if self.weight == self.tensor else f" ({self.weight!r} in it)"
+        return f"{self.tensor!r}{part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +98,18 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
 
 
-def checked_source(
-    named_tensors: NamedTensors, slots: Mapping[str, WeightSlot]
-) -> dict[str, Tensor]:
-    """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `slots`.
+def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str, Tensor]:
+    """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `table`.
 
     Sharded tensors are gathered in the order of their names: a collective of all ranks that hold a
     part. Tables that a model computes are left out. Raises WeightUpdateError naming the tensor.
     """
     given = by_name(named_tensors)
     source = {name: tensor for name, tensor in given.items() if not is_computed(name)}
-    _check_names(source, slots)
+    _check_names(source, table)
     for name, tensor in source.items():
         with blaming(f"checking {name!r}"):
-            _check_form(name, tensor, slots[name])
+            _check_form(name, tensor, table)
     full: dict[str, Tensor] = {}
     for name in sorted(source):
         with blaming(f"gathering {name!r}"):
@@ -107,34 +117,48 @@ def checked_source(
     return {name: full[name] for name in source}
 
 
-def _check_names(source: Mapping[str, Tensor], slots: Mapping[str, WeightSlot]) -> None:
-    if extra := sorted(source.keys() - slots.keys()):
+def pieces_of(source: Mapping[str, Tensor], table: WeightTable) -> dict[Piece, Tensor]:
+    """Return the values of each of the model's weights in the tensors of a source: views."""
+    return {
+        Piece(weight, name): part_of(tensor, index)
+        for name, tensor in source.items()
+        for weight, index in table.parts(name).items()
+    }
+
+
+def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
+    if extra := table.unknown(source.keys()):
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
             "send the parameters of the same architecture under their Hugging Face names. A buffer "
             "that is the trainer's own: leave it out, pushing a mapping instead of the module. An "
             "adapter: push LoraAdapter.from_peft(model)"
         )
-    given = {slots[name].address for name in source}
-    missing = [name for name, slot in slots.items() if slot.address not in given]
-    if missing:
+    if missing := table.missing(source.keys()):
+        remedy = "send all parameters at once"
+        if table.buffers.issuperset(missing):
+            remedy = (
+                "these are buffers, which named_parameters() leaves out: send state_dict(), or the "
+                "module itself"
+            )
         raise WeightUpdateError(
             f"the update lacks {len(missing)} of the model's tensors ({_listing(missing)}); "
-            "send all parameters at once"
+            f"{remedy}"
         )
 
 
-def _check_form(name: str, tensor: Tensor, slot: WeightSlot) -> None:
-    """Refuse a tensor that cannot become the slot's values, whatever its own values are."""
+def _check_form(name: str, tensor: Tensor, table: WeightTable) -> None:
+    """Refuse a tensor that cannot become the model's, whatever its own values are."""
     if reason := refusal(tensor):
         raise WeightUpdateError(f"{name!r} {reason}")
-    if tensor.shape != slot.shape:
+    shape, dtype = table.form(name)
+    if tensor.shape != shape:
         raise WeightUpdateError(
-            f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(slot.shape)}"
+            f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
         )
-    if tensor.dtype != slot.dtype and not tensor.is_floating_point():
+    if tensor.dtype != dtype and not tensor.is_floating_point():
         raise WeightUpdateError(
-            f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {slot.dtype}; "
+            f"{name!r} has dtype {tensor.dtype}, which cannot become the model's {dtype}; "
             "send a floating dtype"
         )
 
@@ -156,37 +180,38 @@ def blaming(culprit: str) -> Iterator[None]:
 
 
 def check_finite(
-    fingerprints: Mapping[str, Fingerprint], dtypes: Mapping[str, torch.dtype]
+    fingerprints: Mapping[Piece, Fingerprint], dtypes: Mapping[Piece, torch.dtype]
 ) -> None:
-    """Raise WeightUpdateError naming a tensor that holds NaN or infinity in its dtype."""
-    for name, (_, num_bad) in fingerprints.items():
+    """Raise WeightUpdateError naming a piece that holds NaN or infinity in its dtype."""
+    for piece, (_, num_bad) in fingerprints.items():
         if num_bad:
             raise WeightUpdateError(
-                f"{name!r} holds NaN or infinity (as {dtypes[name]}); the serving weights are "
+                f"{piece} holds NaN or infinity (as {dtypes[piece]}); the serving weights are "
                 "kept. reject_non_finite_weights=False would let it pass"
             )
 
 
 def checked_origins(
     slots: Mapping[str, WeightSlot],
-    fingerprints: Mapping[str, Fingerprint],
+    fingerprints: Mapping[Piece, Fingerprint],
     *,
     reject_non_finite: bool,
-) -> dict[str, str]:
-    """Return, for each of the model's weights, the name of the source's tensor for it.
+) -> dict[str, Piece]:
+    """Return, for each of the model's weights, the piece of the source that becomes it.
 
-    Tied weights have the same origin. `fingerprints` are those of the source, in the model's
-    dtypes. Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for tensors
-    that are tied in the model and differ in the source.
+    Tied weights have the same one. `fingerprints` are those of the source, in the model's dtypes.
+    Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for pieces of the same
+    or tied weights that differ.
     """
     if reject_non_finite:
-        check_finite(fingerprints, {name: slot.dtype for name, slot in slots.items()})
-    chosen: dict[int, str] = {}
-    for name, fingerprint in fingerprints.items():
-        first = chosen.setdefault(slots[name].address, name)
+        check_finite(fingerprints, {piece: slots[piece.weight].dtype for piece in fingerprints})
+    chosen: dict[int, Piece] = {}
+    for piece, fingerprint in fingerprints.items():
+        first = chosen.setdefault(slots[piece.weight].address, piece)
         if fingerprint != fingerprints[first]:
+            same = "the same weight" if first.weight == piece.weight else "tied in this model"
             raise WeightUpdateError(
-                f"{name!r} and {first!r} are tied in this model, but the update gives them "
+                f"{piece} and {first} are {same}, but the update gives them "
                 "different values; send one of them, or equal ones"
             )
     return {name: chosen[slot.address] for name, slot in slots.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from rollout.backends.base import Backend
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.layers.weight_slot import RepackedSlot, WeightSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
 from rollout.runner.lora_merge import (
@@ -27,6 +26,7 @@ from rollout.runner.lora_merge import (
 from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
+    Piece,
     blaming,
     check_checksum,
     check_finite,
@@ -35,10 +35,12 @@ from rollout.runner.weight_update import (
     checksum_of,
     hashed_dtype,
     next_version,
+    pieces_of,
 )
 
 _BUFFER = "weights"
 _ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+Key = TypeVar("Key")
 
 
 class WeightBackup:
@@ -202,29 +204,29 @@ class ServedWeights:
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        slots = self._model.weight_slots()
-        adapted = AdaptedWeights()
+        table, adapted = self._model.weight_table(), AdaptedWeights()
         if isinstance(named_tensors, LoraAdapter):
-            adapted = self._adapt(named_tensors, slots, check, source_checksum)
+            adapted = self._adapt(named_tensors, check, source_checksum)
             named_tensors, source_checksum = adapted.tensors, ""
-        source = checked_source(named_tensors, slots)
-        dtypes = {name: slot.dtype for name, slot in slots.items()}
-        fingerprints = self._fingerprints(source, dtypes, check)
+        slots, source = table.slots, checked_source(named_tensors, table)
+        pieces = pieces_of(source, table)
+        dtypes = {piece: slots[piece.weight].dtype for piece in pieces}
+        fingerprints = self._fingerprints(pieces, dtypes, check)
         if source_checksum:
-            # Only tensors that the model casts to another dtype are read again.
-            own = {name: hashed_dtype(tensor.dtype) for name, tensor in source.items()}
-            cast = {name: tensor for name, tensor in source.items() if own[name] != dtypes[name]}
-            check_checksum(fingerprints | self._fingerprints(cast, own, check), source_checksum)
+            own = self._own_fingerprints(source, fingerprints, dtypes, check)
+            check_checksum(own, source_checksum)
         origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
-        names = [name for name in dict.fromkeys(origins.values()) if name not in adapted.unchanged]
+        chosen = {p.weight: pieces[p] for p in dict.fromkeys(origins.values())}
+        for name in adapted.unchanged & chosen.keys():
+            del chosen[name]
         return StagedWeights(
-            tensors={n: source[n] for n in names if not isinstance(slots[n], RepackedSlot)},
+            tensors={n: values for n, values in chosen.items() if not slots[n].is_repacked},
             packed=self._pack(
-                {slots[name].address: source[o] for name, o in origins.items()}, check
+                {slots[name].address: pieces[origin] for name, origin in origins.items()}, check
             ),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
-            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in names),
+            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in chosen),
             bases=adapted.bases,
             follows_served=adapted.follows_served,
             checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
@@ -278,26 +280,26 @@ class ServedWeights:
             self._model.refresh(staged.packed)
 
     def _adapt(
-        self,
-        adapter: LoraAdapter,
-        slots: Mapping[str, WeightSlot],
-        check: Callable[[], None],
-        source_checksum: str,
+        self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
     ) -> AdaptedWeights:
         """Return all weights under `adapter`, once its own tensors have been checked."""
+        table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
             adapter = replace(adapter, tensors=gathered(adapter.tensors))
-        dtypes = {name: hashed_dtype(tensor.dtype) for name, tensor in adapter.tensors.items()}
-        fingerprints = self._fingerprints(adapter.tensors, dtypes, check)
+        pieces = {Piece(name, name): tensor for name, tensor in adapter.tensors.items()}
+        dtypes = {piece: hashed_dtype(tensor.dtype) for piece, tensor in pieces.items()}
+        fingerprints = self._fingerprints(pieces, dtypes, check)
         if source_checksum:
-            check_checksum(fingerprints, source_checksum)
+            check_checksum({p.tensor: f for p, f in fingerprints.items()}, source_checksum)
         if self._reject_non_finite:
             check_finite(fingerprints, dtypes)
-        if adapter.base is not None:
-            return adapt_given(adapter.pairs(), slots, adapter.base, check)
-        self.require_values("stage an adapter")
-        return adapt_served(adapter.pairs(), slots, self._bases, check)
+        if adapter.base is None:
+            self.require_values("stage an adapter")
+            return adapt_served(adapter.pairs(), table.slots, self._bases, check)
+        pieces = pieces_of(checked_source(adapter.base, table), table)
+        base = {piece.weight: values for piece, values in pieces.items()}
+        return adapt_given(adapter.pairs(), table.slots, base, check)
 
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
@@ -313,22 +315,45 @@ class ServedWeights:
                 packed.append(layer.stage(parts))
         return packed
 
+    def _own_fingerprints(
+        self,
+        source: Mapping[str, Tensor],
+        known: Mapping[Piece, Fingerprint],
+        dtypes: Mapping[Piece, torch.dtype],
+        check: Callable[[], None],
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the tensors as they came, of which `known` has some.
+
+        Only those that the model casts, or takes apart, are read again.
+        """
+        fingerprints: dict[str, Fingerprint] = {}
+        unknown: dict[Piece, Tensor] = {}
+        for name, tensor in source.items():
+            piece = Piece(name, name)
+            if dtypes.get(piece) == hashed_dtype(tensor.dtype):
+                fingerprints[name] = known[piece]
+            else:
+                unknown[piece] = tensor
+        own = {piece: hashed_dtype(tensor.dtype) for piece, tensor in unknown.items()}
+        read = self._fingerprints(unknown, own, check)
+        return fingerprints | {piece.tensor: read[piece] for piece in read}
+
     def _fingerprints(
         self,
-        tensors: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
+        pieces: Mapping[Piece, Tensor],
+        dtypes: Mapping[Piece, torch.dtype],
         check: Callable[[], None] = lambda: None,
-    ) -> dict[str, Fingerprint]:
-        """Return the fingerprint of each tensor, cast to its dtype in `dtypes`.
+    ) -> dict[Piece, Fingerprint]:
+        """Return the fingerprint of each piece, cast to its dtype in `dtypes`.
 
         Each is computed on the tensor's device, which need not be the model's. Raises
         WeightUpdateError naming the tensor.
         """
-        queued: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
+        queued: dict[Piece, Tensor] = {}
+        for piece, tensor in pieces.items():
             check()
-            with blaming(f"checking {name!r}"):
-                queued[name] = self._ops.fingerprint(tensor, dtypes[name])
+            with blaming(f"checking {piece}"):
+                queued[piece] = self._ops.fingerprint(tensor, dtypes[piece])
         return _fetch(queued)
 
     # ---- memory
@@ -393,12 +418,12 @@ class ServedWeights:
             parameter.data = place
 
 
-def _fetch(queued: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+def _fetch(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     """Return the numbers of fingerprints, with one copy to the host for each device."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, fingerprint in queued.items():
-        by_device.setdefault(fingerprint.device, {})[name] = fingerprint
-    fetched: dict[str, Fingerprint] = {}
+    by_device: dict[torch.device, dict[Key, Tensor]] = {}
+    for key, fingerprint in queued.items():
+        by_device.setdefault(fingerprint.device, {})[key] = fingerprint
+    fetched: dict[Key, Fingerprint] = {}
     for device, rows in by_device.items():
         with blaming(f"checking the tensors on {device}"):
             values = torch.stack([*rows.values()]).cpu().tolist()

@@ -111,7 +111,7 @@ def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) ->
     assert_like_the_trainer(model, again)
     new_model = model_of(family, seed=1)
     engine.pause()
-    engine.update_weights(new_model.named_parameters())
+    engine.update_weights(new_model)
     engine.unpause()
     add_all(engine, num_greedy=4)
     assert_like_the_trainer(new_model, list(drain(engine).values()))
@@ -179,18 +179,7 @@ def prompt_logprobs(model: Any, prompt: list[int]) -> np.ndarray:
     return logits_TV.log_softmax(-1).numpy()[range(len(prompt) - 1), prompt[1:]]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            family,
-            marks=[pytest.mark.xfail(strict=True, reason="experts of files have other names")]
-            if FAMILIES[family].mixture
-            else [],
-        )
-        for family in FAMILY_CASES
-    ],
-)
+@all_families
 def test_directories_hold_the_live_model_both_ways(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     model.save_pretrained(tmp_path / "theirs")
@@ -199,8 +188,11 @@ def test_directories_hold_the_live_model_both_ways(family: str, tmp_path: Path) 
     save_hf_directory(loaded, tmp_path / "ours")
     theirs = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager")
     weights = live.read_weights()
-    assert weights.keys() == loaded.read_weights().keys() >= dict(theirs.named_parameters()).keys()
-    for name, values in theirs.named_parameters():
+    assert weights.keys() == loaded.read_weights().keys()
+    for name, values in loaded.read_weights().items():
         assert torch.equal(weights[name], values), name
+    given, read_back = model.state_dict(), theirs.state_dict()
+    assert given.keys() == read_back.keys()
+    assert all(torch.equal(given[name], values) for name, values in read_back.items())
     prompt = prompt_of(max(LENGTHS))
     assert_allclose(full_logits(theirs, prompt), full_logits(model, prompt), rtol=0, atol=1e-5)

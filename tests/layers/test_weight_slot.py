@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.backends.products.native_weight import NativeWeight
+from rollout.layers.expert_slots import slots_of_transposed_stacks
 from rollout.layers.linear import Linear
-from rollout.layers.weight_slot import RepackedSlot, TensorSlot, WeightSlot
+from rollout.layers.weight_slot import ReorderedSlot, RepackedSlot, TensorSlot, WeightSlot
 from tests.contracts.implementations import kernels
 
 ROWS, INPUTS = 24, 40
@@ -44,6 +45,20 @@ def rows_of_a_fused_weight(dtype: torch.dtype) -> Case:
     )
 
 
+def part_of_a_stack(dtype: torch.dtype) -> Case:
+    stack = torch.zeros(3, ROWS + 7, INPUTS, dtype=dtype)
+    slot = TensorSlot(stack, (1, slice(7, None)))
+    return Case(slot=slot, neighbours=lambda: [stack[0], stack[1, :7], stack[2]])
+
+
+def halves_that_alternate(dtype: torch.dtype) -> Case:
+    around = torch.zeros(ROWS + 2, INPUTS, dtype=dtype)
+    halves = (ROWS, 2, INPUTS // 2)
+    shape = torch.Size((ROWS, INPUTS))
+    slot = ReorderedSlot(around[1:-1], sizes=halves, order=(0, 2, 1), shape=shape)
+    return Case(slot=slot, neighbours=lambda: [around[:1], around[-1:]])
+
+
 def repacked(first_rows: int, lanes: int) -> Callable[[torch.dtype], Case]:
     """Rows of a weight in panels, which begin at a panel's first output or within a panel."""
 
@@ -66,6 +81,8 @@ def repacked(first_rows: int, lanes: int) -> Callable[[torch.dtype], Case]:
 FORMS = {
     "own tensor": own_tensor,
     "rows of a fused weight": rows_of_a_fused_weight,
+    "part of a stack": part_of_a_stack,
+    "halves that alternate": halves_that_alternate,
     "panels of 16, from a first output": repacked(16, 8),
     "panels of 16, from within one": repacked(13, 8),
     "panels of 32, across two": repacked(30, 16),
@@ -115,3 +132,52 @@ def test_a_number_alone_is_a_weight_as_well() -> None:
     number = torch.zeros(())
     TensorSlot(number).write(torch.tensor(2.5))
     assert number.item() == 2.5
+
+
+@all_forms
+def test_a_slot_says_whether_a_backend_holds_the_weight(form: Form) -> None:
+    slot = form(torch.float32).slot
+    assert slot.is_repacked == isinstance(slot, RepackedSlot)
+
+
+def test_a_slot_follows_its_parameter_to_other_memory_and_out_of_it() -> None:
+    stack = nn.Parameter(torch.zeros(3, ROWS, INPUTS), requires_grad=False)
+    slot, values = TensorSlot(stack, (2, slice(4, 9))), randn(3, ROWS, INPUTS)
+    stack.data = values
+    assert torch.equal(slot.read(), values[2, 4:9])
+    assert slot.address == values[2, 4:9].data_ptr()
+    stack.data = stack.data.new_empty(0)
+    assert (slot.address, slot.shape) == (0, (5, INPUTS))
+    stack.data = values.clone()
+    slot.write(torch.ones(5, INPUTS))
+    assert torch.equal(stack[2, 4:9], torch.ones(5, INPUTS))
+    assert torch.equal(stack[2, 9:], values[2, 9:])
+
+
+def test_stacks_that_are_transposed_on_disk_keep_gates_before_ups() -> None:
+    """As transformers' gpt_oss reads them: gates and ups are every other column."""
+    saved = {
+        "gate_up_proj": randn(3, 4, 10, seed=1),
+        "gate_up_proj_bias": randn(3, 10, seed=2),
+        "down_proj": randn(3, 5, 4, seed=3),
+        "down_proj_bias": randn(3, 4, seed=4),
+    }
+    kept = {
+        "gate_up_proj": torch.zeros(3, 10, 4),
+        "gate_up_proj_bias": torch.zeros(3, 10),
+        "down_proj": torch.zeros(3, 4, 5),
+        "down_proj_bias": torch.zeros(3, 4),
+    }
+    for name, slot in slots_of_transposed_stacks(kept).items():
+        slot.write(saved[name])
+        assert torch.equal(slot.read(), saved[name]), name
+        slot.write(torch.zeros(saved[name][:2].shape), 1)
+        assert torch.equal(slot.read()[:1], saved[name][:1])
+        slot.write(saved[name][1:], 1)
+    columns = saved["gate_up_proj"]
+    gates, ups = columns[..., ::2].mT, columns[..., 1::2].mT
+    assert torch.equal(kept["gate_up_proj"], torch.cat([gates, ups], 1))
+    bias = saved["gate_up_proj_bias"]
+    assert torch.equal(kept["gate_up_proj_bias"], torch.cat([bias[:, ::2], bias[:, 1::2]], 1))
+    assert torch.equal(kept["down_proj"], saved["down_proj"].mT)
+    assert torch.equal(kept["down_proj_bias"], saved["down_proj_bias"])

@@ -326,7 +326,7 @@ def with_tensor(half: str, tensor: Tensor, module: str = Q, **fields: Any) -> Lo
         (lambda: of_module("model.embed_tokens"), "'model.embed_tokens', which is no linear"),
         (lambda: of_module("model.layers.9.self_attn.q_proj"), "layers.9.*no linear layer"),
         (lambda: of_module("model.layers.0.mlp.experts.3.gate_proj"), "which is expert weights"),
-        (lambda: replace(with_tensor("A", torch.ones(3, 64)), base={}), "missing from the adapter"),
+        (lambda: replace(with_tensor("A", torch.ones(3, 64)), base={}), "the update lacks"),
     ],
     ids=["nan", "overflow", "in", "out", "rank", "embedding", "layer", "experts", "base"],
 )

@@ -191,8 +191,9 @@ def test_a_lazily_negated_tensor_has_its_own_values() -> None:
 
 def engine_with_a_router() -> tuple[DynamicInferenceEngine, CausalLM]:
     """An engine whose model has a persistent buffer, which is float32 whatever the weights are."""
-    model = build_model(tiny_model(seed=1))
+    model = CausalLM(build_model(tiny_model(seed=1)).spec)
     model.model.layers[0].mlp.register_buffer("e_score_correction_bias", torch.zeros(4))
+    model.randomize(seed=1)
     config = InferenceConfig(block_size_tokens=8, buffer_size_gb=0.001, max_sequence_length=64)
     return DynamicInferenceEngine.from_model(model, config), model
 

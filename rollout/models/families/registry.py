@@ -10,15 +10,21 @@ from rollout.models.families.gemma import GEMMA
 from rollout.models.families.gemma2 import GEMMA2
 from rollout.models.families.gemma3 import GEMMA3
 from rollout.models.families.glm4 import GLM4
+from rollout.models.families.glm4_moe import GLM4_MOE
+from rollout.models.families.gpt_oss import GPT_OSS
 from rollout.models.families.granite import GRANITE
 from rollout.models.families.llama import LLAMA
+from rollout.models.families.minimax_m2 import MINIMAX_M2
 from rollout.models.families.ministral import MINISTRAL
 from rollout.models.families.ministral3 import MINISTRAL3
 from rollout.models.families.mistral import MISTRAL
+from rollout.models.families.mixtral import MIXTRAL
 from rollout.models.families.olmo2 import OLMO2
 from rollout.models.families.olmo3 import OLMO3
+from rollout.models.families.olmoe import OLMOE
 from rollout.models.families.phi3 import PHI3
 from rollout.models.families.qwen2 import QWEN2
+from rollout.models.families.qwen2_moe import QWEN2_MOE
 from rollout.models.families.qwen3 import QWEN3
 from rollout.models.families.qwen3_moe import QWEN3_MOE
 from rollout.models.families.seed_oss import SEED_OSS
@@ -30,7 +36,8 @@ FAMILIES = MappingProxyType(
         family.name: family
         for family in (
             *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, SMOLLM3),
-            *(SEED_OSS, GRANITE, GLM4, GEMMA, GEMMA2, GEMMA3, COHERE2, QWEN3_MOE),
+            *(SEED_OSS, GRANITE, GLM4, GEMMA, GEMMA2, GEMMA3, COHERE2),
+            *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GPT_OSS, MINIMAX_M2, GLM4_MOE),
         )
     }
 )

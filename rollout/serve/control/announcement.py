@@ -73,8 +73,8 @@ def tensor_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Shapes of the model's tensors by name, tied ones under each of their names, and the dtype in
-    which its config has them.
+    """Shapes of the model's tensors by every name under which they may come, and the dtype in which
+    its config has them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -84,8 +84,8 @@ class ModelTensors:
     def of_directory(cls, directory: str | Path) -> ModelTensors:
         """Those of the model whose config.json lies there. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
-        slots = CausalLM(spec, torch.device("meta")).weight_slots()
-        return cls({name: tuple(slot.shape) for name, slot in slots.items()}, spec.dtype)
+        shapes = CausalLM(spec, torch.device("meta")).weight_table().shapes()
+        return cls({name: tuple(shape) for name, shape in shapes.items()}, spec.dtype)
 
     @property
     def max_bytes(self) -> int:

@@ -1,0 +1,76 @@
+"""The weights of stacked experts by the names that checkpoints have for them.
+
+A live module of transformers has each stack as one parameter, which is how it is kept here. Saved
+directories, and pushes in their names, have a matrix for each part of each expert.
+Shape letters: N experts, G = 2 F rows of gates and then ups, F expert size, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rollout.layers.weight_slot import Index, ReorderedSlot, TensorSlot, WeightAlias, WeightSlot
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of live modules
+GATE_UP_BIAS, DOWN_BIAS = f"{GATE_UP}_bias", f"{DOWN}_bias"
+
+
+def slots_of_experts(
+    gate_up_NGE: Tensor, down_NEF: Tensor, *, gate: str, up: str, down: str
+) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
+    """(slots by the names of each expert, the names of the stacks).
+
+    `gate`, `up`, `down`: what directories call an expert's matrices, as in `3.gate_proj.weight`.
+    """
+    num_experts, num_rows, _ = gate_up_NGE.shape
+    halves = {gate: slice(0, num_rows // 2), up: slice(num_rows // 2, num_rows)}
+    gate_up: dict[str, Index] = {
+        f"{expert}.{part}.weight": (expert, rows)
+        for expert in range(num_experts)
+        for part, rows in halves.items()
+    }
+    downs: dict[str, Index] = {f"{n}.{down}.weight": (n,) for n in range(num_experts)}
+    stacks = {GATE_UP: (gate_up_NGE, gate_up), DOWN: (down_NEF, downs)}
+    slots: dict[str, WeightSlot] = {}
+    for stack, parts in stacks.values():
+        slots |= {name: TensorSlot(stack, index) for name, index in parts.items()}
+    aliases = {
+        name: WeightAlias(shape=stack.shape, parts=parts) for name, (stack, parts) in stacks.items()
+    }
+    return slots, aliases
+
+
+def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, WeightSlot]:
+    """The slots of stacks that directories and live modules have in one piece, transposed.
+
+    Gates and ups alternate there: `gate_up_proj` is [N, E, G], `down_proj` [N, F, E], and of the
+    biases `gate_up_proj_bias` [N, G], `down_proj_bias` [N, E].
+    """
+    num_experts, hidden_size, size = stacks[DOWN].shape
+    halves = num_experts, 2, size
+    slots: dict[str, WeightSlot] = {
+        GATE_UP: ReorderedSlot(
+            stacks[GATE_UP],
+            sizes=(*halves, hidden_size),
+            order=(0, 3, 2, 1),
+            shape=torch.Size((num_experts, hidden_size, 2 * size)),
+        ),
+        DOWN: ReorderedSlot(
+            stacks[DOWN],
+            sizes=(num_experts, hidden_size, size),
+            order=(0, 2, 1),
+            shape=torch.Size((num_experts, size, hidden_size)),
+        ),
+    }
+    if GATE_UP_BIAS in stacks:
+        slots[GATE_UP_BIAS] = ReorderedSlot(
+            stacks[GATE_UP_BIAS],
+            sizes=halves,
+            order=(0, 2, 1),
+            shape=torch.Size((num_experts, 2 * size)),
+        )
+        slots[DOWN_BIAS] = TensorSlot(stacks[DOWN_BIAS])
+    return slots

@@ -1,0 +1,36 @@
+"""GLM-4.5, 4.6, 4.7: sigmoid scores with a correction, groups of experts, a shared expert, and an
+MLP in the first layers.
+"""
+
+from rollout.models.family import QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.layer_rules import experts_after_first
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    title="GLM-4.5, 4.6, 4.7",
+    architecture="Glm4MoeForCausalLM",
+    values={
+        "qk_norm": Key(name="use_qk_norm"),
+        "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
+        "experts_per_token": Key(name="num_experts_per_tok"),
+        "expert_size": Key(name="moe_intermediate_size"),
+        "num_shared_experts": Key(name="n_shared_experts"),
+        "router_normalizes": Key(name="norm_topk_prob"),
+        "router_scale": Key(name="routed_scaling_factor"),
+        "num_expert_groups": Key(name="n_group"),
+        "num_chosen_groups": Key(name="topk_group"),
+        **QKV_BIAS,
+    },
+    defaults={
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+    },
+    # The last two describe a head that predicts a further token.
+    keys=ROUTER_LOSSES | {"num_nextn_predict_layers", "num_mtp_layers"},
+    moe_layers=experts_after_first,
+    mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
+)

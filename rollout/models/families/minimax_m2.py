@@ -1,0 +1,39 @@
+"""MiniMax-M2: sigmoid scores with a correction, which is the whole mixture's buffer; query and key
+normed over all heads together; a part of each head turns.
+"""
+
+from dataclasses import replace
+
+from rollout.models.families.mixtral import SPARSE_BLOCK, W_NAMES
+from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.layer_rules import experts_everywhere
+
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    title="MiniMax-M2",
+    architecture="MiniMaxM2ForCausalLM",
+    values={
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "num_experts": Key(name="num_local_experts", alias="num_experts"),
+        "experts_per_token": Key(name="num_experts_per_tok"),
+        "expert_size": Key(name="intermediate_size"),
+        "router_normalizes": True,
+    },
+    defaults={"head_dim": 128, "num_experts_per_tok": 8, "rope_theta": 5_000_000.0},
+    # Those after the first line stand in published configs for what the model does anyway, or
+    # describe heads that predict further tokens.
+    keys=ROUTER_LOSSES
+    | {"partial_rotary_factor", "rotary_dim"}
+    | {"scoring_func", "use_routing_bias", "use_qk_norm", "qk_norm_type", "attn_type_list"}
+    | {"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"}
+    | {"mlp_intermediate_size", "shared_moe_mode"}
+    | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},
+    moe_layers=experts_everywhere,
+    mixture=Mixture(
+        scores="sigmoid",
+        has_correction=True,
+        names=replace(W_NAMES, is_correction_of_router=False),
+    ),
+    saved_paths=SPARSE_BLOCK,
+)

@@ -1,0 +1,25 @@
+"""Mixtral: experts in every layer, whose weights sum to 1."""
+
+from rollout.layers.experts import MoeNames
+from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.layer_rules import experts_everywhere, same_window
+
+SPARSE_BLOCK = {".mlp.": ".block_sparse_moe."}
+W_NAMES = MoeNames(gate="w1", up="w3", down="w2")
+MIXTRAL = Family(
+    name="mixtral",
+    title="Mixtral 8x7B, 8x22B",
+    architecture="MixtralForCausalLM",
+    values={
+        "num_experts": Key(name="num_local_experts", alias="num_experts"),
+        "experts_per_token": Key(name="num_experts_per_tok"),
+        "expert_size": Key(name="intermediate_size"),
+        "router_normalizes": True,
+    },
+    defaults={"num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    keys=ROUTER_LOSSES | {"sliding_window"},
+    windows=same_window,
+    moe_layers=experts_everywhere,
+    mixture=Mixture(scores="softmax", names=W_NAMES),
+    saved_paths=SPARSE_BLOCK,
+)

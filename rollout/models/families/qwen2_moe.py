@@ -1,0 +1,44 @@
+"""Qwen1.5-MoE and Qwen2-MoE: a shared expert with a gate of its own beside the chosen ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.layers.experts import MoeNames
+from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.layer_rules import Windows, experts_by_step, windows_if_used
+from rollout.models.rope_config import FULL, SLIDING
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """As by type; without types every other layer below `max_window_layers` slides."""
+    if not config.get("use_sliding_window"):
+        return ()
+    end = int(config.get("max_window_layers") or 0)
+    types = [FULL if n % 2 or n >= end else SLIDING for n in range(num_layers)]
+    return windows_if_used({"layer_types": types, **config}, num_layers)
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    title="Qwen1.5-MoE, Qwen2-57B-A14B",
+    architecture="Qwen2MoeForCausalLM",
+    values={
+        "attention_bias": Key(name="qkv_bias"),
+        "num_experts": Key(name="num_experts", alias="num_local_experts"),
+        "experts_per_token": Key(name="num_experts_per_tok"),
+        "expert_size": Key(name="moe_intermediate_size"),
+        "num_shared_experts": 1,
+        "shared_expert_size": Key(name="shared_expert_intermediate_size"),
+        "router_normalizes": Key(name="norm_topk_prob"),
+    },
+    defaults={"num_experts_per_tok": 4, "qkv_bias": True},
+    keys=ROUTER_LOSSES
+    | {"decoder_sparse_step", "mlp_only_layers"}
+    | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+    windows=_windows,
+    moe_layers=experts_by_step,
+    mixture=Mixture(
+        scores="softmax",
+        names=MoeNames(shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
+)

@@ -1,0 +1,122 @@
+"""A mixture's weights in both dialects, by transformers: a live module's, and what it saves."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rollout.models import CausalLM, build_model
+from rollout.models.families.registry import FAMILIES
+from tests.family_cases import FAMILY_CASES, family_model
+from tests.inspected_engine import InspectedEngine
+from tests.tiny_models import tiny_engine
+
+Weights = dict[str, Tensor]
+MIXTURES = [name for name in FAMILY_CASES if FAMILIES[name].mixture is not None]
+STACKED = [name for name in MIXTURES if name != "gpt_oss"]  # only in live modules
+CORRECTED = [name for name in MIXTURES if name in ("glm4_moe", "minimax_m2", "deepseek_v3")]
+_OF_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+_PLACES = {  # stack, and which half of an expert's rows
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", None),
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
+    "w2": ("down_proj", None),
+}
+
+
+class Dialects(NamedTuple):
+    """One model's weights: as its live module has them, and as transformers saves them."""
+
+    live: Weights
+    saved: Weights
+
+    def place(self, name: str) -> tuple[str, Any]:
+        """The live tensor, and the part of it, that a name of either dialect means.
+
+        Raises LookupError for a name that means nothing.
+        """
+        if name in self.live:
+            return name, ...
+        live_name = name.replace("block_sparse_moe", "mlp")
+        if match := _OF_EXPERT.fullmatch(live_name):
+            block, expert, part = match.groups()
+            stack, half = _PLACES[part]
+            live_name = f"{block}.experts.{stack}"
+            num_experts, num_rows = self.live[live_name].shape[:2]
+            if int(expert) >= num_experts:
+                raise LookupError(name)
+            rows = slice(None)
+            if half is not None:
+                rows = slice(half * num_rows // 2, (half + 1) * num_rows // 2)
+            return live_name, (int(expert), rows)
+        if live_name not in self.live:
+            raise LookupError(name)
+        return live_name, ...
+
+    def are_whole(self, given: Weights) -> bool:
+        """Whether each number of the live module is given, and equal where it is given again."""
+        values = {name: torch.zeros_like(tensor) for name, tensor in self.live.items()}
+        is_given = {name: torch.zeros_like(v, dtype=torch.bool) for name, v in values.items()}
+        for name, tensor in given.items():
+            try:
+                live_name, where = self.place(name)
+            except LookupError:
+                return False
+            again = is_given[live_name][where]
+            if not torch.equal(values[live_name][where][again], tensor[again]):
+                return False
+            values[live_name][where] = tensor
+            is_given[live_name][where] = True
+        return all(bool(tensor.all()) for tensor in is_given.values())
+
+
+@cache
+def trainer(family: str, seed: int) -> Any:
+    """A live module, whose persistent buffers are random as well."""
+    model = family_model(family, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if not isinstance(tensor, nn.Parameter):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return model
+
+
+@cache
+def dialects(family: str, seed: int) -> Dialects:
+    """The tensors of that module, which are not to be written."""
+    with TemporaryDirectory() as directory:
+        trainer(family, seed).save_pretrained(directory)
+        saved = load_file(Path(directory) / "model.safetensors")
+    return Dialects(dict(trainer(family, seed).state_dict()), saved)
+
+
+@cache
+def served(family: str) -> tuple[InspectedEngine, CausalLM]:
+    """An engine that serves some weights of the family, and its model. Tests share it."""
+    model = build_model(trainer(family, 0))
+    return tiny_engine(model, buffer_size_gb=0.001), model
+
+
+@cache
+def checksum_of(family: str, seed: int) -> str:
+    """Of an engine made from the live module."""
+    return tiny_engine(trainer(family, seed), num_blocks=8).weights_checksum()
+
+
+def assert_serves(family: str, seed: int) -> None:
+    """The very bits that transformers saves, under their names, and the module's checksum."""
+    engine, model = served(family)
+    weights, saved = model.read_weights(), dialects(family, seed).saved
+    assert weights.keys() == saved.keys()
+    for name, values in saved.items():
+        assert torch.equal(weights[name], values), name
+    assert engine.weights_checksum() == checksum_of(family, seed)
