@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from rollout.layers.weight_slot import Index, ReorderedSlot, TensorSlot, WeightAlias, WeightSlot
@@ -49,28 +48,13 @@ def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, Weight
     Gates and ups alternate there: `gate_up_proj` is [N, E, G], `down_proj` [N, F, E], and of the
     biases `gate_up_proj_bias` [N, G], `down_proj_bias` [N, E].
     """
-    num_experts, hidden_size, size = stacks[DOWN].shape
-    halves = num_experts, 2, size
     slots: dict[str, WeightSlot] = {
-        GATE_UP: ReorderedSlot(
-            stacks[GATE_UP],
-            sizes=(*halves, hidden_size),
-            order=(0, 3, 2, 1),
-            shape=torch.Size((num_experts, hidden_size, 2 * size)),
-        ),
-        DOWN: ReorderedSlot(
-            stacks[DOWN],
-            sizes=(num_experts, hidden_size, size),
-            order=(0, 2, 1),
-            shape=torch.Size((num_experts, size, hidden_size)),
-        ),
+        GATE_UP: ReorderedSlot(stacks[GATE_UP], alternate=True, is_transposed=True),
+        DOWN: ReorderedSlot(stacks[DOWN], alternate=False, is_transposed=True),
     }
     if GATE_UP_BIAS in stacks:
         slots[GATE_UP_BIAS] = ReorderedSlot(
-            stacks[GATE_UP_BIAS],
-            sizes=halves,
-            order=(0, 2, 1),
-            shape=torch.Size((num_experts, 2 * size)),
+            stacks[GATE_UP_BIAS], alternate=True, is_transposed=False
         )
         slots[DOWN_BIAS] = TensorSlot(stacks[DOWN_BIAS])
     return slots

@@ -147,23 +147,13 @@ class Experts(nn.Module):
             parameter = empty_parameter(*shape, dtype=dtype, device=device)
             self.register_parameter(name, parameter)
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """Each expert's matrices by their names in saved directories, or the stacks."""
-        if self.names.is_transposed:
-            return slots_of_transposed_stacks(dict(self.named_parameters()))
-        return self._slots_and_aliases()[0]
-
-    def weight_aliases(self) -> dict[str, WeightAlias]:
-        """The stacks by their names in live modules, where directories have no stacks."""
-        return {} if self.names.is_transposed else self._slots_and_aliases()[1]
-
-    def _slots_and_aliases(self) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
+    def slots_and_aliases(self) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
+        """Slots by the names in saved directories, and what live modules call other stacks."""
         weights, names = self.weights, self.names
+        if names.is_transposed:
+            return slots_of_transposed_stacks(dict(self.named_parameters())), {}
         return slots_of_experts(
-            *(weights.gate_up_NGE, weights.down_NEF),
-            gate=names.gate,
-            up=names.up,
-            down=names.down,
+            *(weights.gate_up_NGE, weights.down_NEF), gate=names.gate, up=names.up, down=names.down
         )
 
     @property

@@ -143,8 +143,14 @@ class CausalLM(nn.Module):
     def weight_table(self) -> WeightTable:
         """The slots, and the live module's names for them. Made once: slots follow their memory."""
         if self._table is None:
-            saved_name = find_family(self.spec.family).saved_name
-            self._table = table_of(self, self.persistent_buffers(), saved_name)
+            spec = self.spec
+            mtp_layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+            self._table = table_of(
+                self,
+                self.persistent_buffers(),
+                find_family(spec.family).saved_name,
+                unserved=tuple(f"model.layers.{index}." for index in mtp_layers),
+            )
         return self._table
 
     def read_weights(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ Pickled checkpoints are never opened: unpickling runs code.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAPPED_BYTES = 8 << 20  # of tensors that are read before their file is mapped anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Checkpoint:
         """Find the weights. Raises ModelError naming the file that is missing or broken."""
         single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
         if single.is_file():
-            return cls({single: _tensor_names(single)})
+            return cls({single: tensor_names(single)})
         if not index.is_file():
             raise ModelError(
                 f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pickled weights are not "
@@ -53,8 +54,7 @@ class Checkpoint:
         Raises ModelError naming a file that cannot be read.
         """
         for path, names in self.shards.items():
-            for name in names:
-                yield name, read_tensor(path, name)
+            yield from read_tensors(path, names)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -86,22 +86,32 @@ def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, 
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return one tensor of a file, a view of the mapped file. Raises ModelError naming the file."""
-    # The file is mapped anew for each tensor: pages that were read count as memory of this process
-    # until they are unmapped, and a shard may be as large as the model.
-    try:
-        with safe_open(path, framework="pt") as shard:
-            tensor: Tensor = shard.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise _broken(path, error) from error
+    _, tensor = next(read_tensors(path, [name]))
     return tensor
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file, views of the mapped file. Raises ModelError naming the file."""
-    return {name: read_tensor(path, name) for name in _tensor_names(path)}
+def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a file, views of it. Raises ModelError naming the file."""
+    # The file is mapped anew now and then: pages that were read count as memory of this process
+    # until they are unmapped, and a shard may be as large as the model. Not for each tensor: to
+    # open a file means to parse all its names, a millisecond for each of ten thousand experts.
+    start = 0
+    while start < len(names):
+        num_bytes = 0
+        try:
+            with safe_open(path, framework="pt") as shard:
+                while start < len(names) and num_bytes < _MAPPED_BYTES:
+                    tensor: Tensor = shard.get_tensor(names[start])
+                    num_bytes += tensor.nbytes
+                    yield names[start], tensor
+                    start += 1
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error) from error
+        del tensor
 
 
-def _tensor_names(path: Path) -> list[str]:
+def tensor_names(path: Path) -> list[str]:
+    """Return the names in a file. Raises ModelError naming the file."""
     try:
         with safe_open(path, framework="pt") as shard:
             return list(shard.keys())
@@ -122,7 +132,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     for path, names in shards.items():
         if not path.is_file():
             raise ModelError(f"shard {path} is missing; download or save the checkpoint again")
-        if absent := sorted(set(names) - set(_tensor_names(path))):
+        if absent := sorted(set(names) - set(tensor_names(path))):
             raise ModelError(
                 f"shard {path} lacks {absent[0]!r}, which {index.name} puts there; "
                 "download or save the checkpoint again"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
-from rollout.models.checkpoint import read_json, read_tensors
+from rollout.models.checkpoint import read_json, read_tensors, tensor_names
 from rollout.models.plain_tensors import named_weights, refusal
 
 CONFIG_FILE = "adapter_config.json"
@@ -113,8 +113,9 @@ class LoraAdapter:
         """Read what PEFT's `save_pretrained` has written. Raises ModelError for files that are
         missing or broken, WeightUpdateError naming what B @ A does not express.
         """
+        weights = Path(directory) / WEIGHTS_FILE
         config = read_json(Path(directory) / CONFIG_FILE)
-        return _from_config(config, read_tensors(Path(directory) / WEIGHTS_FILE))
+        return _from_config(config, dict(read_tensors(weights, tensor_names(weights))))
 
     def pairs(self) -> dict[str, LoraPair]:
         """Return A, B and scale of each adapted module by its name.

@@ -73,6 +73,7 @@ class ModelSpec:
     router_scale: float = 1.0
     num_expert_groups: int = 1
     num_chosen_groups: int = 1
+    num_mtp_layers: int = 0  # predict further tokens; saved after the others, and not served
     windows: tuple[int | None, ...] = ()
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)

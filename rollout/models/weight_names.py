@@ -14,27 +14,28 @@ from rollout.models.weights import WeightTable
 
 
 def table_of(
-    model: nn.Module, buffers: Mapping[str, Tensor], saved_name: Callable[[str], str]
+    model: nn.Module,
+    buffers: Mapping[str, Tensor],
+    saved_name: Callable[[str], str],
+    unserved: tuple[str, ...],
 ) -> WeightTable:
     """Return the table of the weights of `model`, whose paths of modules are those of live ones.
 
     `buffers`: the persistent ones by their live names. `saved_name` turns a live name into that of
-    the family's directories.
+    the family's directories. `unserved` is the table's.
     """
     slots: dict[str, WeightSlot] = {}
     aliases: dict[str, WeightAlias] = {}
     live: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, Experts):
+            named, stacks = module.slots_and_aliases()
+            saved_names = {name: saved_name(f"{path}.{name}") for name in named}
             # Per expert no live module has names, so these are no aliases of renamed ones.
-            slots |= {saved_name(f"{path}.{n}"): slot for n, slot in module.weight_slots().items()}
-            aliases |= {
-                f"{path}.{stack}": WeightAlias(
-                    shape=alias.shape,
-                    parts={saved_name(f"{path}.{n}"): index for n, index in alias.parts.items()},
-                )
-                for stack, alias in module.weight_aliases().items()
-            }
+            slots |= {saved_names[name]: slot for name, slot in named.items()}
+            for stack, alias in stacks.items():
+                parts = {saved_names[name]: index for name, index in alias.parts.items()}
+                aliases[f"{path}.{stack}"] = WeightAlias(shape=alias.shape, parts=parts)
         else:
             # A linear layer is of several weights, whose names are beside its own.
             parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
@@ -46,7 +47,10 @@ def table_of(
         if saved_name(name) != name:
             aliases[name] = WeightAlias(shape=slot.shape, parts={saved_name(name): WHOLE})
     return WeightTable(
-        slots=slots, aliases=aliases, buffers=frozenset({*buffers, *map(saved_name, buffers)})
+        slots=slots,
+        aliases=aliases,
+        buffers=frozenset({*buffers, *map(saved_name, buffers)}),
+        unserved=unserved,
     )
 
 

@@ -41,12 +41,18 @@ class WeightTable:
     slots: each weight once, by its name in the family's saved directories; tied weights under each
     of their names, with equal addresses. aliases: the live module's names where they differ, such
     as those of stacked experts. buffers: names in either dialect of persistent buffers, which
-    `named_parameters` of a module leaves out.
+    `named_parameters` of a module leaves out. unserved: how names of tensors begin that may come as
+    well and that the model does not use.
     """
 
     slots: Mapping[str, WeightSlot]
     aliases: Mapping[str, WeightAlias]
     buffers: frozenset[str]
+    unserved: tuple[str, ...]
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether a tensor of this name is ignored: the model computes it, or does not use it."""
+        return is_computed(name) or name.startswith(self.unserved)
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of the tensor that may come under each name."""
@@ -95,7 +101,7 @@ def copy_weights(table: WeightTable, tensors: NamedTensors, origin: str) -> None
     _check_names(table, tensors.keys(), origin)
     written: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if is_computed(name):
+        if table.is_passed_over(name):
             continue
         _check_tensor(name, tensor, table, origin)
         tensor = full_tensor(tensor)
@@ -118,7 +124,7 @@ def _difference(name: str, first_name: str, table: WeightTable, origin: str) -> 
 
 
 def _check_names(table: WeightTable, names: Collection[str], origin: str) -> None:
-    given = {name for name in names if not is_computed(name)}
+    given = {name for name in names if not table.is_passed_over(name)}
     if extra := table.unknown(given):
         raise ModelError(
             f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"

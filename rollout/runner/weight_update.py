@@ -16,7 +16,7 @@ from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot, part_of
 from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
-from rollout.models.weights import WeightTable, is_computed
+from rollout.models.weights import WeightTable
 
 MAX_VERSION = 2**31 - 1
 # A module gives its parameters and persistent buffers. An adapter changes some weights only.
@@ -102,10 +102,11 @@ def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str,
     """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `table`.
 
     Sharded tensors are gathered in the order of their names: a collective of all ranks that hold a
-    part. Tables that a model computes are left out. Raises WeightUpdateError naming the tensor.
+    part. What the model computes itself, or does not use, is left out. Raises WeightUpdateError
+    naming the tensor.
     """
     given = by_name(named_tensors)
-    source = {name: tensor for name, tensor in given.items() if not is_computed(name)}
+    source = {name: tensor for name, tensor in given.items() if not table.is_passed_over(name)}
     _check_names(source, table)
     for name, tensor in source.items():
         with blaming(f"checking {name!r}"):

@@ -16,6 +16,7 @@ from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
+from rollout.models.weights import is_computed
 from rollout.runner.lora_merge import (
     AdaptedWeights,
     adapt_given,
@@ -28,6 +29,7 @@ from rollout.runner.weight_update import (
     NamedTensors,
     Piece,
     blaming,
+    by_name,
     check_checksum,
     check_finite,
     checked_origins,
@@ -208,12 +210,12 @@ class ServedWeights:
         if isinstance(named_tensors, LoraAdapter):
             adapted = self._adapt(named_tensors, check, source_checksum)
             named_tensors, source_checksum = adapted.tensors, ""
-        slots, source = table.slots, checked_source(named_tensors, table)
-        pieces = pieces_of(source, table)
+        slots, given = table.slots, by_name(named_tensors)
+        pieces = pieces_of(checked_source(given, table), table)
         dtypes = {piece: slots[piece.weight].dtype for piece in pieces}
         fingerprints = self._fingerprints(pieces, dtypes, check)
         if source_checksum:
-            own = self._own_fingerprints(source, fingerprints, dtypes, check)
+            own = self._own_fingerprints(given, fingerprints, dtypes, check)
             check_checksum(own, source_checksum)
         origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
         chosen = {p.weight: pieces[p] for p in dict.fromkeys(origins.values())}
@@ -324,11 +326,13 @@ class ServedWeights:
     ) -> dict[str, Fingerprint]:
         """Return the fingerprints of the tensors as they came, of which `known` has some.
 
-        Only those that the model casts, or takes apart, are read again.
+        Only those that the model casts, takes apart or does not use are read again.
         """
         fingerprints: dict[str, Fingerprint] = {}
         unknown: dict[Piece, Tensor] = {}
         for name, tensor in source.items():
+            if is_computed(name):
+                continue
             piece = Piece(name, name)
             if dtypes.get(piece) == hashed_dtype(tensor.dtype):
                 fingerprints[name] = known[piece]

@@ -51,11 +51,9 @@ def part_of_a_stack(dtype: torch.dtype) -> Case:
     return Case(slot=slot, neighbours=lambda: [stack[0], stack[1, :7], stack[2]])
 
 
-def halves_that_alternate(dtype: torch.dtype) -> Case:
+def vectors_whose_halves_alternate(dtype: torch.dtype) -> Case:
     around = torch.zeros(ROWS + 2, INPUTS, dtype=dtype)
-    halves = (ROWS, 2, INPUTS // 2)
-    shape = torch.Size((ROWS, INPUTS))
-    slot = ReorderedSlot(around[1:-1], sizes=halves, order=(0, 2, 1), shape=shape)
+    slot = ReorderedSlot(around[1:-1], alternate=True, is_transposed=False)
     return Case(slot=slot, neighbours=lambda: [around[:1], around[-1:]])
 
 
@@ -82,7 +80,7 @@ FORMS = {
     "own tensor": own_tensor,
     "rows of a fused weight": rows_of_a_fused_weight,
     "part of a stack": part_of_a_stack,
-    "halves that alternate": halves_that_alternate,
+    "halves that alternate": vectors_whose_halves_alternate,
     "panels of 16, from a first output": repacked(16, 8),
     "panels of 16, from within one": repacked(13, 8),
     "panels of 32, across two": repacked(30, 16),

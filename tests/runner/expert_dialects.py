@@ -1,19 +1,29 @@
-"""A mixture's weights in both dialects, by transformers: a live module's, and what it saves."""
+"""A mixture's weights in both dialects, by transformers: a live module's, and what it saves.
+
+And the ways in which they come to an engine.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rollout import DynamicInferenceEngine, WeightUpdateError
+from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
+from rollout.serve.control.announcement import ModelTensors, tensor_metadata
+from rollout.serve.control.update_round import UpdateRound
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.inspected_engine import InspectedEngine
 from tests.tiny_models import tiny_engine
@@ -22,6 +32,10 @@ Weights = dict[str, Tensor]
 MIXTURES = [name for name in FAMILY_CASES if FAMILIES[name].mixture is not None]
 STACKED = [name for name in MIXTURES if name != "gpt_oss"]  # only in live modules
 CORRECTED = [name for name in MIXTURES if name in ("glm4_moe", "minimax_m2", "deepseek_v3")]
+all_mixtures = pytest.mark.parametrize("family", MIXTURES)
+stacked_mixtures = pytest.mark.parametrize("family", STACKED)
+corrected_mixtures = pytest.mark.parametrize("family", CORRECTED)
+Door = Callable[[DynamicInferenceEngine, Weights, ModelTensors, np.random.Generator], None]
 _OF_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 _PLACES = {  # stack, and which half of an expert's rows
     "gate_proj": ("gate_up_proj", 0),
@@ -120,3 +134,70 @@ def assert_serves(family: str, seed: int) -> None:
     for name, values in saved.items():
         assert torch.equal(weights[name], values), name
     assert engine.weights_checksum() == checksum_of(family, seed)
+
+
+def without(*names: str) -> Callable[[Weights], Weights]:
+    return lambda given: {name: given[name] for name in given if name not in names}
+
+
+def last_of(names: list[str], part: str) -> str:
+    """The last of the names that end with this part, or else have it."""
+    return max(names, key=lambda name: (name.endswith(part), part in name, names.index(name)))
+
+
+def assert_refused(family: str, given: Any, message: str) -> None:
+    """Nothing is changed, and the next good push works."""
+    engine, _ = served(family)
+    engine.update_weights(trainer(family, 0), in_flight=True)
+    version = engine.weights_version
+    with pytest.raises(WeightUpdateError, match=message):
+        engine.update_weights(given, in_flight=True)
+    assert engine.weights_version == version
+    assert_serves(family, 0)
+    engine.update_weights(dialects(family, 1).saved, in_flight=True)
+    assert_serves(family, 1)
+
+
+# ---- ways in
+
+
+def in_a_dict(
+    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
+) -> None:
+    engine.update_weights(given, in_flight=True)
+
+
+def one_by_one(
+    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
+) -> None:
+    engine.update_weights(iter(given.items()), in_flight=True)
+
+
+def through_shared_memory(
+    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
+) -> None:
+    publisher = WeightPublisher()
+    try:
+        source = publisher.publish(given)
+        checksum = source.tensors_checksum
+        staged = engine.stage_weights(fetch_weights(source), source_checksum=checksum)
+        engine.commit_weights(staged, in_flight=True)
+    finally:
+        publisher.close()
+
+
+def in_cuts(
+    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
+) -> None:
+    """As a trainer that broadcasts some tensors at a time to a server."""
+    pushed, names = UpdateRound(model, model.max_bytes), [*given]
+    while names:
+        size = int(rng.integers(1, len(names) + 1))
+        cut, names = names[:size], names[size:]
+        dtypes = [str(given[name].dtype) for name in cut]
+        pushed.announce(tensor_metadata(cut, dtypes, [[*given[name].shape] for name in cut]))
+        pushed.add([(name, given[name]) for name in cut], None)
+    engine.update_weights(pushed.tensors(), in_flight=True)
+
+
+DOORS: tuple[Door, ...] = (in_a_dict, one_by_one, through_shared_memory, in_cuts)

@@ -2,80 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout import DynamicInferenceEngine, WeightUpdateError
-from rollout.coordinator.publisher import WeightPublisher, fetch_weights
-from rollout.serve.control.announcement import ModelTensors, tensor_metadata
-from rollout.serve.control.update_round import UpdateRound
+from rollout import WeightUpdateError
+from rollout.serve.control.announcement import ModelTensors
 from tests.run_seed import run_seed
 from tests.runner.expert_dialects import (
-    CORRECTED,
+    DOORS,
     MIXTURES,
-    STACKED,
     Dialects,
     Weights,
+    all_mixtures,
+    assert_refused,
     assert_serves,
+    corrected_mixtures,
     dialects,
+    last_of,
     served,
+    stacked_mixtures,
     trainer,
+    without,
 )
 from tests.tiny_models import IS_LONG
 
 NUM_MIXTURES = 300 if IS_LONG else 12  # of names, for each family
-all_mixtures = pytest.mark.parametrize("family", MIXTURES)
-stacked_mixtures = pytest.mark.parametrize("family", STACKED)
-corrected_mixtures = pytest.mark.parametrize("family", CORRECTED)
-Door = Callable[[DynamicInferenceEngine, Weights, ModelTensors, np.random.Generator], None]
-
-
-# ---- ways in
-
-
-def in_a_dict(
-    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
-) -> None:
-    engine.update_weights(given, in_flight=True)
-
-
-def one_by_one(
-    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
-) -> None:
-    engine.update_weights(iter(given.items()), in_flight=True)
-
-
-def through_shared_memory(
-    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
-) -> None:
-    publisher = WeightPublisher()
-    try:
-        source = publisher.publish(given)
-        checksum = source.tensors_checksum
-        staged = engine.stage_weights(fetch_weights(source), source_checksum=checksum)
-        engine.commit_weights(staged, in_flight=True)
-    finally:
-        publisher.close()
-
-
-def in_cuts(
-    engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
-) -> None:
-    """As a trainer that broadcasts some tensors at a time to a server."""
-    pushed, names = UpdateRound(model, model.max_bytes), [*given]
-    while names:
-        size = int(rng.integers(1, len(names) + 1))
-        cut, names = names[:size], names[size:]
-        dtypes = [str(given[name].dtype) for name in cut]
-        pushed.announce(tensor_metadata(cut, dtypes, [[*given[name].shape] for name in cut]))
-        pushed.add([(name, given[name]) for name in cut], None)
-    engine.update_weights(pushed.tensors(), in_flight=True)
-
-
-DOORS: tuple[Door, ...] = (in_a_dict, one_by_one, through_shared_memory, in_cuts)
 
 
 # ---- mixtures of names
@@ -144,3 +98,67 @@ def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
                 door(engine, given, model, rng)
             assert engine.weights_version == version
         assert_serves(family, serving)
+
+
+# ---- what is refused, by name
+
+
+@stacked_mixtures
+def test_half_a_stack_of_experts_is_refused_by_the_names_that_lack(family: str) -> None:
+    saved = dialects(family, 1).saved
+    experts = [name for name in saved if ".experts." in name]
+    gone = [name for name in experts if ".experts.1." in name or ".experts.3." in name]
+    message = rf"lacks {len(gone)} of the model's tensors \('.*\.experts\.[13]\."
+    assert_refused(family, without(*gone)(saved), message)
+    assert_refused(family, without(experts[4])(saved), f"lacks 1 of .*'{re.escape(experts[4])}'")
+
+
+@stacked_mixtures
+def test_a_stack_that_lacks_wholly_is_named_as_the_live_module_names_it(family: str) -> None:
+    live = dialects(family, 1).live
+    stack = last_of([*live], ".experts.down_proj")
+    message = f"lacks 1 of the model's tensors \\('{re.escape(stack)}'\\)"
+    assert_refused(family, without(stack)(live), message)
+
+
+@stacked_mixtures
+def test_an_expert_that_the_model_lacks_is_refused_by_name(family: str) -> None:
+    saved = dialects(family, 1).saved
+    name = last_of([*saved], ".experts.0.")
+    extra = name.replace(".experts.0.", ".experts.64.")
+    assert_refused(family, saved | {extra: saved[name]}, f"model lacks .*'{re.escape(extra)}'")
+
+
+@stacked_mixtures
+def test_a_stack_beside_its_experts_must_be_equal(family: str) -> None:
+    weights = dialects(family, 1)
+    stack = last_of([*weights.live], ".experts.gate_up_proj")
+    engine, _ = served(family)
+    both = weights.saved | {stack: weights.live[stack]}
+    engine.update_weights(both, in_flight=True)
+    assert_serves(family, 1)
+    changed = weights.live[stack].clone()
+    changed[2, 0, 0] += 1
+    message = rf"'{re.escape(stack)}' \('.*experts\.2\.(gate_proj|w1)\.weight' in it\).*same weight"
+    assert_refused(family, weights.saved | {stack: changed}, message)
+
+
+@all_mixtures
+def test_a_value_that_is_not_finite_is_refused_by_the_name_it_came_under(family: str) -> None:
+    live = dialects(family, 1).live
+    stack = last_of([*live], ".experts.down_proj")
+    changed = live[stack].clone()
+    changed[1, 0, 0] = float("nan")
+    assert_refused(family, live | {stack: changed}, f"'{re.escape(stack)}'.*holds NaN")
+
+
+@corrected_mixtures
+def test_parameters_without_the_routers_corrections_are_refused_with_the_remedy(
+    family: str,
+) -> None:
+    module = trainer(family, 1)
+    message = r"e_score_correction_bias'.*named_parameters\(\) leaves out: send state_dict\(\)"
+    assert_refused(family, module.named_parameters(), message)
+    saved = dialects(family, 1).saved
+    gone = last_of([*saved], "e_score_correction_bias")
+    assert_refused(family, without(gone)(saved), f"lacks 1 .*'{re.escape(gone)}'.*state_dict")

@@ -19,6 +19,7 @@ GLM4_MOE = Family(
         "router_scale": Key(name="routed_scaling_factor"),
         "num_expert_groups": Key(name="n_group"),
         "num_chosen_groups": Key(name="topk_group"),
+        "num_mtp_layers": Key(name="num_nextn_predict_layers", alias="num_mtp_layers"),
         **QKV_BIAS,
     },
     defaults={
@@ -29,8 +30,7 @@ GLM4_MOE = Family(
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
-    # The last two describe a head that predicts a further token.
-    keys=ROUTER_LOSSES | {"num_nextn_predict_layers", "num_mtp_layers"},
+    keys=ROUTER_LOSSES,
     moe_layers=experts_after_first,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
 )

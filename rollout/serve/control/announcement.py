@@ -73,19 +73,21 @@ def tensor_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Shapes of the model's tensors by every name under which they may come, and the dtype in which
-    its config has them.
+    """Shapes of the model's tensors by every name under which they may come, the dtype in which its
+    config has them, and how the names begin of what may come and is not used.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
+    unserved: tuple[str, ...] = ()
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
         """Those of the model whose config.json lies there. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
-        shapes = CausalLM(spec, torch.device("meta")).weight_table().shapes()
-        return cls({name: tuple(shape) for name, shape in shapes.items()}, spec.dtype)
+        table = CausalLM(spec, torch.device("meta")).weight_table()
+        shapes = {name: tuple(shape) for name, shape in table.shapes().items()}
+        return cls(shapes, spec.dtype, table.unserved)
 
     @property
     def max_bytes(self) -> int:
@@ -94,7 +96,7 @@ class ModelTensors:
 
     def check(self, tensor: TensorMetadata) -> None:
         """Raise WeightUpdateError if the model has no such tensor."""
-        if is_computed(tensor.name):
+        if is_computed(tensor.name) or tensor.name.startswith(self.unserved):
             return
         shape = self.shapes.get(tensor.name)
         if shape is None:
