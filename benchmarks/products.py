@@ -46,7 +46,7 @@ class Contest:
         kernels = None if library is None else Kernels(library)
         self.products = {product.name: product for product in available_products(kernels)}
         self._layers = layers
-        weights = [layer.weight.detach() for layer in layers]
+        weights = [plain_weight(layer) for layer in layers]
         self._handles = {
             name: [LinearHandle(weight, None, [product]) for weight in weights]
             for name, product in self.products.items()
@@ -68,7 +68,8 @@ class Contest:
     def chosen(self, num_rows: int) -> dict[str, str]:
         """What the engine takes, by shape."""
         bucket = bucket_of(num_rows)
-        return {label(layer.weight): layer.handle.products[bucket].name for layer in self._layers}
+        pairs = zip(self.weights, self._layers, strict=True)
+        return {label(weight): layer.handle.products[bucket].name for weight, layer in pairs}
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -80,6 +81,12 @@ class Contest:
                 shape, seconds = label(weight), time.thread_time() - start
                 spent[shape] = spent.get(shape, 0.0) + seconds
         return spent
+
+
+def plain_weight(layer: Linear) -> Tensor:
+    """The weight, [N, K], also where the engine has packed it in its own memory."""
+    repacked = layer.repacked
+    return layer.weight.detach() if repacked is None else repacked.read(0, repacked.shape[0])
 
 
 def label(weight: Tensor) -> str:

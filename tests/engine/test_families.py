@@ -158,9 +158,22 @@ def test_sequences_end_where_longrope_changes_all_angles() -> None:
 def test_bfloat16_is_as_near_to_float32_as_the_trainers_is(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the mean error of the log-probs of a prompt's tokens."""
+    """By the mean error of the log-probs of a prompt's tokens.
+
+    In a mixture rounding may give a token another expert, here or there, which changes log-probs
+    In a mixture rounding may give a token another expert, here or there, which changes log-probs
+    much more than rounding does. So several models are counted together, and less precisely.
+    """
     monkeypatch.setenv("ROLLOUT_TUNE", "native" if load_library() else "0")
-    model, prompt = deepcopy(model_of(family)), prompt_of(max(LENGTHS))
+    num_models, factor = (4, 1.5) if FAMILIES[family].mixture else (1, 1.2)
+    errors = np.array([bfloat16_errors(family, seed) for seed in range(num_models)])
+    ours, theirs = errors.mean(0)
+    assert ours < factor * theirs
+
+
+def bfloat16_errors(family: str, seed: int) -> tuple[float, float]:
+    """The mean errors (of the engine, of the trainer's forward pass) in bfloat16."""
+    model, prompt = deepcopy(model_of(family, seed)), prompt_of(max(LENGTHS))
     exact = prompt_logprobs(model, prompt)
     model.to(torch.bfloat16)
     engine = tiny_engine(model, max_sequence_length=128)
@@ -169,8 +182,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_trainers_is(
     )
     (request,) = drain(engine).values()
     ours = np.abs(request.prompt_log_probs.numpy() - exact).mean()
-    theirs = np.abs(prompt_logprobs(model, prompt) - exact).mean()
-    assert ours < 1.2 * theirs
+    return ours, np.abs(prompt_logprobs(model, prompt) - exact).mean()
 
 
 def prompt_logprobs(model: Any, prompt: list[int]) -> np.ndarray:

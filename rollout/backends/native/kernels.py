@@ -19,6 +19,9 @@ _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 _SIGNATURES = {
     "run_parts": "pppiii",
     "linear_part": "ppii",
+    "sort_experts": "p",
+    "experts_gate_up_part": "ppii",
+    "experts_down_part": "ppii",
     "pack_weights": "ppiiiiii",
     "unpack_weights": "ppiiiiii",
     "exchange": "ppiip",
@@ -109,6 +112,19 @@ class LinearArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
         *((name, c_int64) for name in ("lanes", "is_bfloat16", "accumulate")),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """struct experts of experts.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("out", "x", "ids", "weights", "gate_up", "down")),
+        *((name, c_void_p) for name in ("gate_up_bias", "down_bias")),
+        *((name, c_void_p) for name in ("starts", "order", "active")),
+        *((name, c_int64) for name in ("tokens", "per_token", "experts", "hidden", "size")),
+        *((name, c_int64) for name in ("type", "lanes", "activation")),
+        *((name, c_double) for name in ("alpha", "limit")),
     )
 
 

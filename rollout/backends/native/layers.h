@@ -49,4 +49,15 @@ INLINE void silu_mul_row(float *out, const float *gate_up, int64_t size) {
     }
 }
 
+/* (up + 1) * gate * sigmoid(alpha * gate), the first `size` of gate_up the gates: at most `limit`, ups at
+   most that far from 0. */
+INLINE void clamped_swiglu_row(float *out, const float *gate_up, int64_t size, float alpha, float limit) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        v8f gate = load(gate_up + i), up = load(gate_up + size + i);
+        gate = select_v8(gate > limit, splat(limit), gate);
+        up = select_v8(up > limit, splat(limit), select_v8(up < -limit, splat(-limit), up));
+        store(out + i, (up + 1.0f) * gate / (1.0f + exp_v8(-alpha * gate)));
+    }
+}
+
 #endif

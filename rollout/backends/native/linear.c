@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define UNROLL _Pragma("GCC unroll 16")
 #define FAR_AHEAD 32 /* inputs from a read to what is prefetched with it */
 
 /* How many tokens are multiplied with all panels before the next: half the second cache of x. */

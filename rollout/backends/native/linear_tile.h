@@ -1,11 +1,8 @@
 /* linear_<WIDTH>, the product with vectors of WIDTH floats and tiles of up to MAX_TOKENS tokens.
    linear.c includes it for each width. */
 
-#define JOIN_(name, width) name##_##width
-#define JOIN(name, width) JOIN_(name, width)
-#define vec JOIN(vec, WIDTH)
-#define words JOIN(words, WIDTH)
-#define load_weights JOIN(load_weights, WIDTH)
+#include "wide.h"
+
 #define store_sums JOIN(store_sums, WIDTH)
 #define tile JOIN(tile, WIDTH)
 #define tile_of JOIN(tile_of, WIDTH)
@@ -13,20 +10,6 @@
 #define widened JOIN(widened, WIDTH)
 #define few_tokens JOIN(few_tokens, WIDTH)
 #define PANEL (2 * WIDTH)
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
-
-INLINE vec load_weights(const char *p, const int is_bfloat16) {
-    if (!is_bfloat16) return *(const vec *)p;
-    const uint16_t *h = (const uint16_t *)p; /* one by one: GCC makes one instruction of it */
-#if WIDTH == 8
-    return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
-#else
-    return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], h[8], h[9], h[10], h[11], h[12],
-                         h[13], h[14], h[15]} << 16);
-#endif
-}
 
 /* A panel's sums of one token to their place in y; the last panel may be wider than what is left. */
 static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t token, int64_t panel,
@@ -73,7 +56,9 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
             const char *here = w + j * step * bytes;
             weights[2 * j] = load_weights(here, is_bfloat16);
             weights[2 * j + 1] = load_weights(here + WIDTH * size, is_bfloat16);
-            __builtin_prefetch(here + FAR_AHEAD * PANEL * size);
+            UNROLL for (int64_t line = 0; line < PANEL * size; line += CACHE_LINE) {
+                __builtin_prefetch(here + FAR_AHEAD * PANEL * size + line);
+            }
         }
         UNROLL for (int i = 0; i < tokens; i++) {
             vec value = x[i * a->x_stride + k] - (vec){0}; /* in every lane; x - 0 is x */
@@ -164,11 +149,6 @@ static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t l
     free(wide);
 }
 
-#undef JOIN_
-#undef JOIN
-#undef vec
-#undef words
-#undef load_weights
 #undef store_sums
 #undef tile
 #undef tile_of

@@ -7,8 +7,6 @@
 
 #define MAX_DIM 256 /* of a head */
 
-enum { FLOAT32, BFLOAT16 };
-
 /* Strides count numbers: from token to token, and in the cache from block to block; heads of one
    token are contiguous. Decode rows come first, one token each. */
 struct attention {
@@ -31,28 +29,6 @@ struct attention {
 /* The first position that the token at `position` sees. */
 static inline int64_t first_seen(const struct attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
-}
-
-typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
-
-INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
-
-/* Numbers [i, i + 8) of an array of this type. */
-INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
-    if (type == FLOAT32) return load((const float *)array + i);
-    const uint16_t *h = (const uint16_t *)array + i; /* one by one: GCC makes one instruction of it */
-    return (v8f)((v8u){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
-}
-
-/* Bfloat16 rounds to nearest, ties to even; a NaN stays one. */
-INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
-    if (type == FLOAT32) {
-        store((float *)array + i, x);
-        return;
-    }
-    v8u bits = (v8u)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    v8u kept = (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc0));
-    *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(kept, v8h);
 }
 
 /* K of a row's token for all KV heads; its V follows after kv_heads * dim numbers. */

@@ -1,8 +1,9 @@
-"""NativeOps: CpuOps with norms, rotary, activation and sampling in C, for float32.
+"""NativeOps: CpuOps with norms, rotary, activation, experts and sampling in C, for float32.
 
 Anything the kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where
-they expect none) takes the inherited torch path. Shape letters: T tokens, H query heads, G
-key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens, N top-n.
+they expect none) takes the inherited torch path. Experts are bfloat16 as well. Shape letters: T
+tokens, H query heads, G key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens,
+N top-n; E hidden size, K experts of a token.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rollout.backends.base import ExpertWeights
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
+from rollout.backends.ops.native_experts import can_run, run_experts
 from rollout.backends.products.selection import ProductSelection
 
 _LANES = 8
@@ -95,6 +98,14 @@ class NativeOps(CpuOps):
         if not _is_plain_pair(gate_up):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
+
+    def experts(
+        self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    ) -> Tensor:
+        """Each token's weighted sum over its experts; see `Ops.experts`."""
+        if not can_run(experts):
+            return super().experts(x_TE, ids_TK, weights_TK, experts)
+        return run_experts(self._kernels, x_TE, ids_TK, weights_TK, experts)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""

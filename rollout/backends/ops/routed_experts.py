@@ -71,7 +71,7 @@ def _sum(
     sorted_AE = product(hidden_AF, ids_A, experts.down_NEF, experts.down_bias_NE)
     out_AE = torch.empty_like(sorted_AE, dtype=torch.float32)
     out_AE[order_A] = sorted_AE.float()
-    out_TKE = out_AE.view(*ids_TK.shape, -1)
+    out_TKE = out_AE.view(*ids_TK.shape, x_TE.shape[1])
     return out_TKE.mul_(weights_TK[:, :, None]).sum(1).to(x_TE.dtype)
 
 

@@ -1,0 +1,139 @@
+/* Routed experts: for each token the weighted sum of the gated feed-forward networks that it was sent to.
+
+   Tokens are sorted by expert, and each expert's weights are read once, for all of its tokens (of large
+   batches, for TOKENS_AT_ONCE). A sum's terms are added in the same order whatever tokens are beside it,
+   and a token's experts in the order of their ids: what a token gets does not depend on the others. */
+
+#include "experts.h"
+
+#include "layers.h"
+
+#include <stdlib.h>
+
+#define TOKENS_AT_ONCE 96 /* of one expert, whose x fits the second cache */
+#define ROWS 8
+
+#define WIDTH 8
+#define MAX_TOKENS 3 /* 12 sums in 16 registers */
+#include "experts_tile.h"
+#undef WIDTH
+#undef MAX_TOKENS
+
+#ifdef __AVX512F__
+#ifdef __clang__
+#define SHUFFLE16_(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE16_(a, b, ...) __builtin_shuffle(a, b, (words_16){__VA_ARGS__})
+#endif
+/* The same choice of 4 numbers in each quarter. */
+#define SHUFFLE16(a, b, i, j, k, l) SHUFFLE16_(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, \
+                                               k + 8, l + 8, i + 12, j + 12, k + 12, l + 12)
+#define WIDTH 16
+#define MAX_TOKENS 6 /* 24 sums in 32 registers */
+#include "experts_tile.h"
+#undef WIDTH
+#undef MAX_TOKENS
+#endif
+
+/* 8 rows of a weight from `row` on, with the tokens of x: y[token * y_stride + row]. */
+static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, const void *weight, int64_t row,
+                          int64_t inputs, const float *const *x, int64_t tokens, float *room) {
+    const char *w = (const char *)weight + row * inputs * size_of(a->type);
+#ifdef __AVX512F__
+    if (a->lanes != 8 && inputs % 16 == 0) {
+        multiply_rows_16(y, y_stride, w, inputs, x, tokens, a->type, room);
+        return;
+    }
+#endif
+    multiply_rows_8(y, y_stride, w, inputs, x, tokens, a->type, room);
+}
+
+/* The assignments by expert, those of an expert in their own order: counting sort. */
+void experts_sort(const struct experts *a) {
+    const int64_t count = a->tokens * a->per_token;
+    memset(a->starts, 0, (a->experts + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < count; i++) a->starts[a->ids[i]]++;
+    for (int64_t e = 0, end = 0; e <= a->experts; e++) a->starts[e] = end += a->starts[e];
+    for (int64_t i = count - 1; i >= 0; i--) a->order[--a->starts[a->ids[i]]] = i;
+}
+
+INLINE void activate(const struct experts *a, float *out, const float *gate_up) {
+    if (a->activation == SILU) silu_mul_row(out, gate_up, ROWS);
+    else if (a->activation == GELU_TANH) gelu_mul_row(out, gate_up, ROWS);
+    else clamped_swiglu_row(out, gate_up, ROWS, (float)a->alpha, (float)a->limit);
+}
+
+/* The activations of rows [first, last), by 8, of one expert and the assignments [start, end) in order. */
+static void gate_up_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
+                       int64_t last, float *room) {
+    const float *x[TOKENS_AT_ONCE];
+    float gate_up[TOKENS_AT_ONCE][2 * ROWS];
+    const int64_t count = end - start;
+    for (int64_t i = 0; i < count; i++) x[i] = a->x + a->order[start + i] / a->per_token * a->hidden;
+    for (int64_t row = first * ROWS; row < last * ROWS; row += ROWS) {
+        const int64_t gate = expert * 2 * a->size + row, up = gate + a->size;
+        multiply_rows(a, gate_up[0], 2 * ROWS, a->gate_up, gate, a->hidden, x, count, room);
+        multiply_rows(a, gate_up[0] + ROWS, 2 * ROWS, a->gate_up, up, a->hidden, x, count, room);
+        for (int64_t i = 0; i < count; i++) {
+            if (a->gate_up_bias) {
+                store(gate_up[i], load(gate_up[i]) + load_as(a->gate_up_bias, gate, a->type));
+                store(gate_up[i] + ROWS, load(gate_up[i] + ROWS) + load_as(a->gate_up_bias, up, a->type));
+            }
+            activate(a, a->active + (start + i) * a->size + row, gate_up[i]);
+        }
+    }
+}
+
+/* Add rows [first, last), by 8, of what one expert makes of the assignments [start, end) in order. */
+static void down_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
+                    int64_t last, float *room) {
+    const float *x[TOKENS_AT_ONCE];
+    float y[TOKENS_AT_ONCE][ROWS];
+    const int64_t count = end - start;
+    for (int64_t i = 0; i < count; i++) x[i] = a->active + (start + i) * a->size;
+    for (int64_t row = first * ROWS; row < last * ROWS; row += ROWS) {
+        const int64_t place = expert * a->hidden + row;
+        const v8f bias = a->down_bias ? load_as(a->down_bias, place, a->type) : splat(0);
+        multiply_rows(a, y[0], ROWS, a->down, place, a->size, x, count, room);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t assignment = a->order[start + i];
+            float *out = a->out + assignment / a->per_token * a->hidden + row;
+            store(out, load(out) + a->weights[assignment] * (load(y[i]) + bias));
+        }
+    }
+}
+
+typedef void (*of_expert)(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
+                          int64_t last, float *room);
+
+/* Rows [first, last), by 8, of all experts in use, in order. `inputs`: of a row. */
+INLINE void of_experts(of_expert function, const struct experts *a, int64_t first, int64_t last, int64_t inputs) {
+    float *room = a->type == BFLOAT16 ? malloc(4 * inputs * sizeof(float)) : NULL;
+    for (int64_t e = 0; e < a->experts; e++) {
+        for (int64_t start = a->starts[e]; start < a->starts[e + 1]; start += TOKENS_AT_ONCE) {
+            const int64_t end = start + TOKENS_AT_ONCE;
+            function(a, e, start, end < a->starts[e + 1] ? end : a->starts[e + 1], first, last, room);
+        }
+    }
+    free(room);
+}
+
+void experts_gate_up(const struct experts *a, int64_t first, int64_t last) {
+    of_experts(gate_up_of, a, first, last, a->hidden);
+}
+
+void experts_down(const struct experts *a, int64_t first, int64_t last) {
+    of_experts(down_of, a, first, last, a->size);
+}
+
+EXPORT void sort_experts(const struct experts *a) { experts_sort(a); }
+
+EXPORT void experts_gate_up_part(const void *args, void *scratch, int64_t first, int64_t last) {
+    (void)scratch;
+    experts_gate_up(args, first, last);
+}
+
+EXPORT void experts_down_part(const void *args, void *scratch, int64_t first, int64_t last) {
+    (void)scratch;
+    experts_down(args, first, last);
+}

@@ -1,0 +1,173 @@
+"""Contract of `Ops.experts` against float64: 1e-5 in float32, 5e-2 in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.backends.base import ExpertWeights, GatedActivation
+from rollout.backends.ops.native_experts import run_experts
+from tests.contracts.implementations import OPS, is_interpreted, kernels
+
+ACTIVATIONS = {
+    "silu": GatedActivation(),
+    "gelu_tanh": GatedActivation(kind="gelu_tanh"),
+    "clamped_swiglu": GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.5),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+NARROW = "native, vectors of 256 bits"
+
+Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
+all_ops = pytest.mark.parametrize("name", [*OPS, NARROW])
+native = pytest.mark.parametrize("lanes", [0, 8])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+def experts_of(name: str) -> Experts:
+    return partial(run_experts, kernels(), lanes=8) if name == NARROW else OPS[name]().experts
+
+
+def random_experts(
+    num_experts: int, hidden_size: int, expert_size: int, *, dtype: torch.dtype, has_bias: bool
+) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        values = torch.randn(num_experts, *shape, generator=generator) * shape[-1] ** -0.5
+        return values.to(dtype)
+
+    return ExpertWeights(
+        gate_up_NGE=drawn(2 * expert_size, hidden_size) * 2,
+        down_NEF=drawn(hidden_size, expert_size),
+        gate_up_bias_NG=drawn(2 * expert_size) if has_bias else None,
+        down_bias_NE=drawn(hidden_size) if has_bias else None,
+    )
+
+
+def random_tokens(
+    num_tokens: int, experts: ExpertWeights, per_token: int, seed: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, and the best of random scores: ids that are not sorted, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, hidden_size, _ = experts.down_NEF.shape
+    x_TE = torch.randn(num_tokens, hidden_size, generator=generator).to(experts.down_NEF.dtype)
+    scores_TN = torch.randn(num_tokens, num_experts, generator=generator).softmax(-1)
+    weights_TK, ids_TK = scores_TN.topk(per_token)
+    return x_TE, ids_TK, weights_TK
+
+
+def gated_f64(activation: GatedActivation, gate: Tensor, up: Tensor) -> Tensor:
+    if activation.kind == "silu":
+        return gate * gate.sigmoid() * up
+    if activation.kind == "gelu_tanh":
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + inner.tanh()) * up
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * gate * (activation.alpha * gate).sigmoid()
+
+
+def experts_f64(x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights) -> Tensor:
+    """Each token with the matrices of its own experts."""
+    gate_up_TKG = torch.einsum("tkge,te->tkg", experts.gate_up_NGE[ids_TK].double(), x_TE.double())
+    if experts.gate_up_bias_NG is not None:
+        gate_up_TKG += experts.gate_up_bias_NG[ids_TK]
+    active_TKF = gated_f64(experts.activation, *gate_up_TKG.chunk(2, -1))
+    out_TKE = torch.einsum("tkef,tkf->tke", experts.down_NEF[ids_TK].double(), active_TKF)
+    if experts.down_bias_NE is not None:
+        out_TKE += experts.down_bias_NE[ids_TK]
+    return (out_TKE * weights_TK.double()[:, :, None]).sum(1)
+
+
+@all_ops
+@dtypes
+@given(
+    kind=st.sampled_from([*ACTIVATIONS]),
+    num_tokens=st.sampled_from([0, 1, 2, 7, 30, 130]),
+    routing=st.sampled_from([(1, 1), (4, 2), (16, 8), (40, 3)]),
+    # Whole vectors of 16, of 8, and neither: then torch does it.
+    sizes=st.sampled_from([(32, 48), (24, 40), (64, 8), (20, 9)]),
+    has_bias=st.booleans(),
+)
+def test_it_is_the_weighted_sum_of_each_tokens_experts(
+    name: str,
+    dtype: torch.dtype,
+    kind: str,
+    num_tokens: int,
+    routing: tuple[int, int],
+    sizes: tuple[int, int],
+    has_bias: bool,
+) -> None:
+    if is_interpreted(name) and dtype == torch.bfloat16:
+        dtype = torch.float16
+    if name == NARROW and sizes[0] % 8:
+        return
+    num_experts, per_token = routing
+    experts = random_experts(num_experts, *sizes, dtype=dtype, has_bias=has_bias)
+    experts = replace(experts, activation=ACTIVATIONS[kind])
+    x_TE, ids_TK, weights_TK = random_tokens(num_tokens, experts, per_token)
+    actual_TE = experts_of(name)(x_TE, ids_TK, weights_TK, experts)
+    expected_TE = experts_f64(x_TE, ids_TK, weights_TK, experts)
+    assert actual_TE.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual_TE.double(), expected_TE, rtol=tolerance, atol=tolerance)
+
+
+@native
+@dtypes
+def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(
+    lanes: int, dtype: torch.dtype
+) -> None:
+    experts = random_experts(4, 64, 48, dtype=dtype, has_bias=True)
+    tokens = random_tokens(230, experts, 3)
+    run = partial(run_experts, kernels(), experts=experts, lanes=lanes)
+    together_TE = run(*tokens)
+    for start, end in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 47), (60, 160), (101, 230)):
+        alone = run(*(part[start:end] for part in tokens))
+        assert torch.equal(alone, together_TE[start:end]), (start, end)
+    reversed_TE = run(*(part.flip(0) for part in tokens))
+    assert torch.equal(reversed_TE.flip(0), together_TE)
+
+
+@native
+def test_it_is_the_same_on_several_threads(lanes: int) -> None:
+    experts = random_experts(8, 256, 512, dtype=torch.float32, has_bias=True)
+    tokens = random_tokens(20, experts, 4)
+    alone = run_experts(kernels(), *tokens, experts, lanes=lanes)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(run_experts(kernels(), *tokens, experts, lanes=lanes), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@native
+def test_what_is_not_finite_stays_with_its_token(lanes: int) -> None:
+    experts = random_experts(4, 32, 16, dtype=torch.float32, has_bias=False)
+    x_TE, ids_TK, weights_TK = random_tokens(9, experts, 2)
+    expected_TE = run_experts(kernels(), x_TE, ids_TK, weights_TK, experts, lanes=lanes)
+    x_TE[4, 3] = torch.nan
+    actual_TE = run_experts(kernels(), x_TE, ids_TK, weights_TK, experts, lanes=lanes)
+    assert actual_TE[4].isnan().all()
+    others = [token for token in range(9) if token != 4]
+    assert torch.equal(actual_TE[others], expected_TE[others])
+
+
+def test_weights_with_gaps_are_left_to_torch() -> None:
+    """As checkpoints with gates and ups in turn are seen."""
+    experts = random_experts(4, 32, 16, dtype=torch.float32, has_bias=False)
+    apart = torch.empty(4, 32, 64)
+    apart[:, :, ::2] = experts.gate_up_NGE
+    tokens = random_tokens(9, experts, 2)
+    strided = replace(experts, gate_up_NGE=apart[:, :, ::2])
+    actual_TE = OPS["native"]().experts(*tokens, strided)
+    torch.testing.assert_close(
+        actual_TE.double(), experts_f64(*tokens, experts), rtol=1e-5, atol=1e-5
+    )
