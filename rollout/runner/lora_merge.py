@@ -6,7 +6,7 @@ Shape letters: R rank, N out features, K in features of a layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,8 @@ from rollout.layers.weight_slot import WeightSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraPair
 from rollout.models.plain_tensors import full_tensor
+
+_SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +92,14 @@ def adapt_served(
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
+    merger = _Merger(pairs.values())
     for name, slot in slots.items():
         check()
         base = bases.get(name)
         pair = pairs.get(name.removesuffix(".weight"))
         if pair is not None:
             kept[name] = slot.read().to("cpu", copy=True) if base is None else base
-            tensors[name] = _merged(kept[name], pair)
+            tensors[name] = merger.merged(kept[name], pair)
         else:
             tensors[name] = slot.read() if base is None else base
     unchanged = frozenset(tensors.keys() - kept.keys() - bases.keys())
@@ -112,16 +115,36 @@ def adapt_given(
     """Put an adapter on all `weights` as they are in the model's dtypes, in which they serve."""
     tensors = dict(weights)
     bases: dict[str, Tensor] = {}
+    merger = _Merger(pairs.values())
     for module, pair in pairs.items():
         check()
         name = f"{module}.weight"
         bases[name] = weights[name].detach().to("cpu", slots[name].dtype, copy=True)
-        tensors[name] = _merged(bases[name], pair)
+        tensors[name] = merger.merged(bases[name], pair)
     return AdaptedWeights(tensors=tensors, bases=bases)
 
 
-@torch.no_grad()
-def _merged(base_NK: Tensor, pair: LoraPair) -> Tensor:
-    """Base and product are added in float32, [N, K], on the host, in one layer at a time."""
-    change_NK = (pair.b_NR.float() @ pair.a_RK.float()).mul_(pair.scale)
-    return change_NK.add_(base_NK).to(base_NK.dtype)
+class _Merger:
+    """Adds A and B to bases, one layer after the other, in memory of its own.
+
+    Fresh memory for each product would cost a page fault for every 4 KiB, more than the sums.
+    """
+
+    def __init__(self, pairs: Iterable[LoraPair]) -> None:
+        sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
+        self._scratch = torch.empty(max(sizes), dtype=torch.float32)
+
+    @torch.no_grad()
+    def merged(self, base_NK: Tensor, pair: LoraPair) -> Tensor:
+        """base + (B @ A) * scale in float32, [N, K], on the host, cast to the dtype of the base."""
+        num_rows, num_columns = base_NK.shape
+        merged_NK = torch.empty_like(base_NK)
+        change_NK = self._scratch[: base_NK.numel()].view(num_rows, num_columns)
+        # In one product, whatever the size: parts of it might be summed in another order.
+        torch.mm(pair.b_NR.float(), pair.a_RK.float(), out=change_NK)
+        rows_at_once = max(1, _SUMMED_AT_ONCE // num_columns)
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            sum_RK = change_NK[rows].mul_(pair.scale).add_(base_NK[rows].float())
+            merged_NK[rows].copy_(sum_RK)
+        return merged_NK

@@ -138,16 +138,27 @@ def full_model(weights: Weights, is_tied: bool) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "glm4", "cohere2"])
-def test_fused_and_other_families_take_adapters(family: str) -> None:
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "glm4", "qwen2_moe", "glm4_moe"])
+def test_fused_projections_and_mixtures_take_adapters(family: str) -> None:
     hf = family_model(family, seed=1)
-    model = build_model(hf)
-    engine = tiny_engine(model, buffer_size_gb=0.01, max_sequence_length=256)
-    base = {name: p.detach().clone() for name, p in hf.named_parameters()}
-    modules = [m for m in linear_modules(base) if m != "lm_head"]
+    engine, full = (tiny_engine(hf, num_blocks=8, max_sequence_length=64) for _ in range(2))
+    base = {name: tensor.detach().clone() for name, tensor in hf.state_dict().items()}
+    modules = [module for module in linear_modules(base) if module != "lm_head"]
+    assert any("shared_expert" in module for module in modules) == family.endswith("moe")
     adapter = random_adapter(base, modules, name=SAVED_NAME)
-    engine.update_weights(adapter, in_flight=True)
-    assert_serves(model, merged(base, adapter))
+    report = engine.update_weights(adapter, in_flight=True)
+    assert report.checksum == engine.weights_checksum()
+    assert report.checksum == full.update_weights(merged(base, adapter), in_flight=True).checksum
+
+
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "3.gate_proj"])
+def test_an_adapter_of_experts_is_refused_by_name(parameter: str) -> None:
+    hf = family_model("glm4_moe", seed=1)
+    engine = tiny_engine(hf, num_blocks=8, max_sequence_length=64)
+    checksum, module = engine.weights_checksum(), f"model.layers.1.mlp.experts.{parameter}"
+    with pytest.raises(WeightUpdateError, match=f"{module}', which is expert weights"):
+        engine.update_weights(of_module(module), in_flight=True)
+    assert engine.weights_checksum() == checksum
 
 
 # ---- a base that does not drift
