@@ -17,6 +17,7 @@ from rollout.backends.ops.native import NativeOps
 from rollout.backends.ops.native_experts import run_experts
 from rollout.backends.ops.reference import ReferenceOps
 from tests.contracts.implementations import OPS, is_interpreted, kernels
+from tests.contracts.test_ops import computable
 
 ACTIVATIONS = {
     "silu": GatedActivation(),
@@ -109,8 +110,8 @@ def test_it_is_the_weighted_sum_of_each_tokens_experts(
     sizes: tuple[int, int],
     has_bias: bool,
 ) -> None:
-    if is_interpreted(name) and dtype == torch.bfloat16:
-        dtype = torch.float16
+    if is_interpreted(name):  # at some 10 ms a program
+        num_tokens, dtype = min(num_tokens, 2), computable(name, dtype)
     if name in LANES and sizes[0] % 8:
         return
     num_experts, per_token = routing
