@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.one_thread import restart_with_one_thread
-from rollout.backends.attention.native import attention_args
-from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.attention.native import NativePlan, set_tensors, set_traits
+from rollout.backends.forward_batch import PLAIN, ForwardBatch
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 from rollout.backends.native.library import load_library
 
@@ -89,9 +89,12 @@ class Problem:
         self._tensors = q, k, v = fused.split(heads, dim=1)
         self._out = torch.empty(q.shape, dtype=case.dtype)
         self._batch = _batch(case, tables.contiguous(), self.caches)
-        self.args = [
-            attention_args(q, k, v, self._out, cache, self._batch) for cache in self.caches
-        ]
+        self.args = []
+        for cache in self.caches:
+            args = NativePlan(self._batch).args
+            set_tensors(args, q, k, v, self._out, cache)
+            set_traits(args, PLAIN, None)
+            self.args.append(args)
 
     def read_seconds(self) -> float:
         """CPU time of a plain read of one layer's KV, from one of all layers, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,34 @@ QWEN_05B = ModelSpec(
     tie_word_embeddings=True,
     attention_bias=True,
 )
+# Qwen3-MoE-like: an expert is small, and most of the parameters rest in a step.
+MOE64 = ModelSpec(
+    family="qwen3_moe",
+    vocab_size=8192,
+    hidden_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1728,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    qk_norm=True,
+    moe_layers=tuple(range(4)),
+    num_experts=64,
+    experts_per_token=8,
+    expert_size=256,
+    router_normalizes=True,
+)
+SMALL_MOE = replace(
+    MOE64,
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=2,
+    moe_layers=(0, 1),
+    head_dim=16,
+    expert_size=32,
+)
 MODELS = {"m45": M45, "small": SMALL}
 
 
@@ -62,7 +91,7 @@ def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Parameters of a model of this shape without biases; tied ones count once."""
+    """Parameters of a dense model of this shape without biases; tied ones count once."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2)
     tables = 1 if spec.tie_word_embeddings else 2

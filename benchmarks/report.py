@@ -13,10 +13,12 @@ from benchmarks.rounds import Contest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestResult:
-    """A contest, and what the bare matrix products of the same steps would have cost."""
+    """A contest, and what the bare matrix products of the same steps would have cost, if that was
+    measured.
+    """
 
     contest: Contest
-    floor_seconds: float
+    floor_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ def _contest_json(result: ContestResult) -> dict[str, Any]:
         "median_ratio": contest.median_ratio,
         "smallest_ratio": contest.smallest_ratio,
         "floor_cpu_seconds": result.floor_seconds,
-        "over_floor": _own_seconds(contest) / result.floor_seconds,
+        "over_floor": result.floor_seconds and _own_seconds(contest) / result.floor_seconds,
     }
 
 
@@ -107,11 +109,14 @@ def _contest_lines(result: ContestResult) -> list[str]:
     if contest.rounds[0].best_peer_knowing_lengths is not None:
         cells = ["-" if r is None else f"{r:.2f}" for r in knowing]
         lines.append(_row("ratio to batches sorted by length", cells))
+    floor = ""
+    if result.floor_seconds is not None:
+        floor = f"; the bare matrix products of the same steps take {result.floor_seconds:.2f}"
     lines += [
         "",
         f"Median ratio {contest.median_ratio:.2f}, smallest {contest.smallest_ratio:.2f}. "
         f"{contest.workload.num_tokens} tokens in {_own_seconds(contest):.2f} CPU seconds "
-        f"(median); the bare matrix products of the same steps take {result.floor_seconds:.2f}.",
+        f"(median){floor}.",
     ]
     if any(r is not None for r in knowing):
         lines += [

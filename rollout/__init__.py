@@ -25,6 +25,7 @@ _HOMES = {
         "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
         "WeightUpdateError"
     ),
+    "rollout.models.lora": "LoraAdapter",
     "rollout.requests.block_hash": "compute_block_hashes_batched",
     "rollout.requests.codec": "deserialize_tensor serialize_tensor",
     "rollout.requests.dynamic_request": "DynamicInferenceRequest",

@@ -35,6 +35,7 @@ from rollout.errors import RolloutError as RolloutError
 from rollout.errors import TokenLimitClamped as TokenLimitClamped
 from rollout.errors import TokenOverflowError as TokenOverflowError
 from rollout.errors import WeightUpdateError as WeightUpdateError
+from rollout.models.lora import LoraAdapter as LoraAdapter
 from rollout.requests.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
 from rollout.requests.codec import deserialize_tensor as deserialize_tensor
 from rollout.requests.codec import serialize_tensor as serialize_tensor

@@ -26,6 +26,20 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # what positions turn, in configs of latent attention
+    "v_head_dim": 20,
+}
+GROUPED_EXPERTS = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 FAMILY_CASES: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
@@ -115,20 +129,48 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
     "glm4_moe": {
-        "num_hidden_layers": 3,
+        **GROUPED_EXPERTS,
         "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
         "n_shared_experts": 2,
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 1.8,
         "use_qk_norm": True,
     },
+    "deepseek_v3": {
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "q_lora_rank": 20,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN | {"mscale": 1.3, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3 as Moonlight": {
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+    },
+    "glm4_moe_lite": {
+        **LATENT,
+        **GROUPED_EXPERTS,
+        "q_lora_rank": 20,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "rope_interleave": False,
+    },
 }
 
 
-def family_model(family: str, seed: int = 0) -> Any:
-    """The family's transformers model. Only its eager attention applies every trait."""
-    return tiny_model(family, seed=seed, attention="eager", **FAMILY_CASES[family])
+def family_model(case: str, seed: int = 0) -> Any:
+    """The case's transformers model. Only its eager attention applies every trait."""
+    return tiny_model(family_of(case), seed=seed, attention="eager", **FAMILY_CASES[case])
+
+
+def family_of(case: str) -> str:
+    """The case's family: its first word."""
+    return case.split()[0]

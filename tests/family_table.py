@@ -48,6 +48,8 @@ def _row(family: Family) -> str:
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
+    if spec.latent is not None:
+        yield "latent (MLA)"
     if spec.windows:
         yield "window on some layers" if None in spec.windows else "window"
     if spec.qk_norm:

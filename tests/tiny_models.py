@@ -91,8 +91,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def pool_gb(model: Any, num_blocks: int, block_size: int = BLOCK_SIZE) -> float:
     """The buffer_size_gb that holds exactly `num_blocks` blocks of a cache in the model's dtype."""
     config, size = model.config, next(model.parameters()).itemsize
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    return num_blocks * block_size * per_token / 2**30
+    per_layer = 2 * config.num_key_value_heads * config.head_dim
+    if hasattr(config, "kv_lora_rank"):
+        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
+    return num_blocks * block_size * config.num_hidden_layers * per_layer * size / 2**30
 
 
 def tiny_engine(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError, WeightUpdateError
+from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, is_sharded, named_weights, refusal
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
 
@@ -48,9 +50,10 @@ class WeightSync:
         """Commit the weights under `version` (None: the next one above the current).
 
         `named_parameters`: a module (a transformers model, say), whose persistent buffers are part
-        of the update, its `named_parameters()`, or a mapping of names to tensors. They are read
-        only, and not kept. Sharded ones (FSDP2) are gathered, so all ranks push at the same time; a
-        rank without an engine takes part through `full_tensors`.
+        of the update, its `named_parameters()`, or a mapping of names to tensors. Of a PEFT model
+        it is the active adapter, which the engines put on their own base: a LoraAdapter is taken,
+        too. Tensors are read only, and not kept. Sharded ones (FSDP2) are gathered, so all ranks
+        push at the same time; a rank without an engine takes part through `full_tensors`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one. An update that
         failed because an engine was lost is tried once more with the remaining engines, unless
@@ -104,7 +107,7 @@ def full_tensors(named_parameters: NamedTensors) -> Iterator[tuple[str, Tensor]]
     with `for _ in full_tensors(policy): pass`, which holds one whole tensor at a time. The sources
     of all ranks have the same names. Raises WeightUpdateError naming what cannot be read.
     """
-    tensors = by_name(named_parameters)
+    tensors = by_name(_detached(named_parameters))
     for name in sorted(tensors):
         if reason := refusal(tensors[name]):
             raise WeightUpdateError(f"{name!r} {reason}")
@@ -115,18 +118,23 @@ async def _result(report: Any) -> Any:
     return await report if inspect.isawaitable(report) else report
 
 
-def _require_repeatable(error: WeightUpdateError, tensors: list[tuple[str, Tensor]]) -> None:
+def _require_repeatable(error: WeightUpdateError, tensors: NamedTensors) -> None:
     """Raise the error of an update unless this process alone can try it once more."""
     if not error.is_transient:
         raise error
-    if any(is_sharded(tensor) for _, tensor in tensors):
+    if any(map(is_sharded, by_name(tensors).values())):
         again = WeightUpdateError(f"{error}; its tensors are sharded: push again on all ranks")
         again.is_transient = True
         raise again from error
 
 
-def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]]:
+def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]] | LoraAdapter:
     """Names and tensors without their graph; tied tensors come once from a module."""
+    if isinstance(named_parameters, nn.Module) and getattr(named_parameters, "peft_config", None):
+        return LoraAdapter.from_peft(named_parameters)
+    if isinstance(named_parameters, LoraAdapter):
+        tensors = {name: tensor.detach() for name, tensor in named_parameters.tensors.items()}
+        return replace(named_parameters, tensors=tensors)
     if isinstance(named_parameters, nn.Module):
         named_parameters = named_weights(named_parameters)
     if isinstance(named_parameters, Mapping):

@@ -27,13 +27,18 @@ from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """What a model's KV cache must hold: one K and one V vector per token, layer and KV head."""
+    """What a model's KV cache must hold: one K and one V vector per token, layer and KV head.
+
+    With `value_dim` it holds K alone, and V is the first `value_dim` dims of K, as in latent
+    attention.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     block_size: int
+    value_dim: int | None = None
 
 
 class RepackedWeight(Protocol):
@@ -215,7 +220,14 @@ class AttentionBackend(Protocol):
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, K and V together; dim 0 counts blocks.
 
-        The blocks it is then given are contiguous each, but may lie apart.
+        The blocks it is then given are contiguous each, but may lie apart. Raises ConfigError for
+        heads that the backend cannot attend with.
+        """
+        ...
+
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """Called once per forward pass, before its layers: the batch that they hand to `attend`,
+        whose `plan` is what all of them share.
         """
         ...
 
@@ -232,7 +244,9 @@ class AttentionBackend(Protocol):
         """Norm and rotate Q and K as `rotation` says, write K and V at `slots_T` of
         `batch.kv[layer]`, then attend causally as `traits` say. [T, H, D].
 
-        Q, K and V may be views of one projection: only their last dim is sure to have unit stride.
+        `batch` is what `begin` returned. Q, K and V may be views of one projection: only their last
+        dim is sure to have unit stride. Where the cache holds K alone, V is only read for its
+        shape, [T, G, value_dim], and so is the last dim of the result.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class ForwardBatch:
     block_size: int
     logit_indices_L: Tensor  # int64: tokens whose logits are wanted
     kv: Sequence[Tensor]
+    plan: Any = None  # what `AttentionBackend.begin` made for its own `attend`
     routing_TLK: Tensor | None = None  # int16: [tokens, layers with experts, experts of a token]
 
     @property

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rollout.backends.base import Ops
 from rollout.backends.cpu import cpu_backend
-from rollout.coordinator.protocol.messages import TensorEntry, WeightsSource
+from rollout.coordinator.protocol.messages import LoraTerms, TensorEntry, WeightsSource
 from rollout.errors import WeightUpdateError
+from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.weights import is_computed
 from rollout.runner.weight_update import (
@@ -49,12 +51,16 @@ class _Segment:
 
 
 class WeightPublisher:
-    """Publishes the last committed weights, and those of a running update."""
+    """Publishes the last committed weights, and those of a running update.
+
+    While adapters are committed, the full weights below them stay for engines that come late.
+    """
 
     def __init__(self, *, reject_non_finite: bool = True) -> None:
         self._reject_non_finite = reject_non_finite
         self._ops: Ops | None = None  # made when it is needed, which may compile its kernels
         self._committed: _Segment | None = None
+        self._base: _Segment | None = None  # the full weights that a committed adapter belongs to
         self._pending: _Segment | None = None
 
     @property
@@ -66,8 +72,9 @@ class WeightPublisher:
         """Copy tensors, on whatever device, into a new segment; `commit` or `drop` it next.
 
         Sharded tensors are gathered one by one, in the order of their names, which is a collective
-        of all ranks. Raises WeightUpdateError naming the tensor that cannot be copied or holds NaN
-        or infinity, if there is no memory, and on other systems than Linux.
+        of all ranks. Of an adapter only A and B are copied: each engine merges them. Raises
+        WeightUpdateError naming the tensor that cannot be copied or holds NaN or infinity, if there
+        is no memory, and on other systems than Linux.
         """
         if not hasattr(os, "memfd_create"):
             raise WeightUpdateError(
@@ -75,6 +82,7 @@ class WeightPublisher:
                 "use_coordinator, which takes them in its own process"
             )
         self.drop()
+        lora = _terms(named_tensors) if isinstance(named_tensors, LoraAdapter) else None
         tensors = {n: tensor for n, tensor in by_name(named_tensors).items() if not is_computed(n)}
         manifest, num_bytes = _layout(tensors)
         name = f"rollout-weights-{uuid.uuid4().hex}"
@@ -97,6 +105,7 @@ class WeightPublisher:
             manifest=manifest,
             checksum="",
             tensors_checksum=checksum_of(fingerprints),
+            lora=lora,
         )
         self._pending = _Segment(descriptor, source)
         return source
@@ -132,9 +141,15 @@ class WeightPublisher:
 
     def commit(self) -> None:
         """The published weights are served: keep them, and release the earlier ones."""
-        if self._pending is not None:
-            _close(self._committed)
-            self._committed, self._pending = self._pending, None
+        if self._pending is None:
+            return
+        before, self._committed, self._pending = self._committed, self._pending, None
+        if self._committed.source.lora is None:
+            _close(self._base)
+            self._base = None
+        elif before is not None and before.source.lora is None:
+            self._base, before = before, None
+        _close(before)
 
     def drop(self) -> None:
         """The published weights were refused: release them."""
@@ -145,11 +160,13 @@ class WeightPublisher:
         """Release all weights. A second call does nothing."""
         self.drop()
         _close(self._committed)
-        self._committed = None
+        _close(self._base)
+        self._committed = self._base = None
 
 
-def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
-    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do.
+def fetch_weights(source: WeightsSource) -> dict[str, Tensor] | LoraAdapter:
+    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do. An
+    adapter comes as such.
 
     Raises WeightUpdateError if the source does not exist any more, is not a sealed file of a
     WeightPublisher, or does not have the size that its manifest says.
@@ -181,7 +198,26 @@ def fetch_weights(source: WeightsSource) -> dict[str, Tensor]:
         raise WeightUpdateError(
             f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
         )
-    return tensors
+    if source.lora is None:
+        return tensors
+    return LoraAdapter(tensors=tensors, **structs.asdict(source.lora))
+
+
+def _terms(adapter: LoraAdapter) -> LoraTerms:
+    """Raises WeightUpdateError naming a tensor that is no half of a pair."""
+    if adapter.base is not None:
+        raise WeightUpdateError(
+            "an adapter with a base is for an engine in this process; push the base by itself, "
+            "then the adapter without it"
+        )
+    adapter.pairs()
+    return LoraTerms(
+        rank=adapter.rank,
+        alpha=float(adapter.alpha),
+        use_rslora=adapter.use_rslora,
+        ranks=dict(adapter.ranks),
+        alphas={module: float(alpha) for module, alpha in adapter.alphas.items()},
+    )
 
 
 def _seals() -> int:

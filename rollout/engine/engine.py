@@ -420,6 +420,7 @@ class Engine:
         return self._counters.stats(
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
+            lora_base_bytes=self._weights.num_base_bytes,
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:

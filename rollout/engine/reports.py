@@ -64,6 +64,7 @@ class MemoryStatus:
     owner. kv_mode: the mode under which the KV was last released. released: owners whose memory was
     released. to_restore: owners that resume restores, also those of a suspend that failed midway.
     has_weights: False while the weights are discarded or mixed, until a full update is committed.
+    lora_base_bytes: on the host, what adapted weights are without their adapter; suspends keep it.
     """
 
     resident_bytes: Mapping[str, int]
@@ -72,6 +73,7 @@ class MemoryStatus:
     released: tuple[str, ...]
     to_restore: tuple[str, ...]
     has_weights: bool
+    lora_base_bytes: int
 
 
 @dataclass(slots=True)
@@ -123,6 +125,7 @@ class EngineStats(SchedulerCounts):
     weights_version: int
     max_sequence_length: int  # of a fleet: the least of its engines
     num_graph_captures: int  # 0 where steps run eagerly
+    lora_base_bytes: int  # on the host: what adapted weights are without their adapter
     num_steps: int
     num_failed_steps: int  # forward passes that raised
     num_prefill_tokens: int
@@ -220,6 +223,7 @@ class EngineCounters:
         counts: SchedulerCounts,
         num_graph_captures: int,
         max_sequence_length: int,
+        lora_base_bytes: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
         others: dict[str, Any] = asdict(self._others)
@@ -230,6 +234,7 @@ class EngineCounters:
             weights_version=weights_version,
             num_graph_captures=num_graph_captures,
             max_sequence_length=max_sequence_length,
+            lora_base_bytes=lora_base_bytes,
             **asdict(counts),
             **asdict(self.steps),
             **others,

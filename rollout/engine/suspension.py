@@ -147,6 +147,7 @@ class Suspension:
             released=tuple(owner for owner in OWNERS if owner in self._released),
             to_restore=tuple(self._to_restore),
             has_weights=weights.has_values,
+            lora_base_bytes=weights.num_base_bytes,
         )
 
     # ---- one owner

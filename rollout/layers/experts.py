@@ -105,10 +105,11 @@ class Router(nn.Module):
         choice_TN = scores_TN if correction_N is None else scores_TN + correction_N
         if spec.num_groups > 1:
             choice_TN = self._in_best_groups(choice_TN)
-        ids_TK = choice_TN.topk(spec.experts_per_token).indices
-        weights_TK = scores_TN.gather(1, ids_TK)
+        weights_TK, ids_TK = choice_TN.topk(spec.experts_per_token)
+        if choice_TN is not scores_TN:
+            weights_TK = scores_TN.gather(1, ids_TK)
         if spec.normalizes:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _SMALLEST_SUM)
+            weights_TK /= weights_TK.sum(-1, keepdim=True).add_(_SMALLEST_SUM)
         return ids_TK, weights_TK if spec.scale == 1.0 else weights_TK * spec.scale
 
     def _logits(self, x_TE: Tensor) -> Tensor:

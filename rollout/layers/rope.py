@@ -40,6 +40,7 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole-numbered ends of the ramp
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosine and sine
+    mscale_all_dim: float = 0.0  # of scores in latent attention, see `yarn_scale`
     short_factors: tuple[float, ...] = ()  # longrope: of each frequency, up to the original context
     long_factors: tuple[float, ...] = ()  # longrope: beyond it, which is not supported
     query_growth: float = 0.0  # b: queries times 1 + b ln(1 + floor(position / original))
@@ -59,6 +60,11 @@ class RopeSpec:
                 f"llama3 rope: high_freq_factor={self.high_freq_factor} must exceed "
                 f"low_freq_factor={self.low_freq_factor}"
             )
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """0.1 w ln(factor) + 1: how much larger queries and keys are to be. YaRN, sec. 3.4."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotary_dim(rope: RopeSpec, head_dim: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import Backend, CacheSpec, FusedDecoder
+from rollout.backends.base import AttentionBackend, Backend, CacheSpec, FusedDecoder
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
@@ -36,6 +36,8 @@ class CausalLM(nn.Module):
     Life: build (weights undefined), fill through `weight_slots`, `prepare`, then run. After an
     in-place change of weights call `refresh`.
     """
+
+    attention: AttentionBackend
 
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -97,6 +99,7 @@ class CausalLM(nn.Module):
         backend.ops.tune(layer.handle for layer in self.linear_layers().values())
         if self.spec.tie_word_embeddings:
             self.model.embed_tokens.repacked = self.lm_head.repacked
+        self.attention = backend.attention
         fuse = backend.fuse_decoder
         self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
@@ -118,7 +121,7 @@ class CausalLM(nn.Module):
             if fused_LE is not None:
                 return fused_LE
         angles = [table(batch.positions_T) for table in self.rotary]
-        hidden_LE: Tensor = self.model(angles, batch)
+        hidden_LE: Tensor = self.model(angles, self.attention.begin(batch))
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
@@ -187,10 +190,12 @@ class CausalLM(nn.Module):
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
         """What the KV cache must hold for this model; `dtype` None means the model's own."""
+        latent = self.spec.latent
         return CacheSpec(
             num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
+            num_kv_heads=self.spec.num_kv_heads if latent is None else 1,
+            head_dim=self.spec.head_dim if latent is None else latent.cached_dim,
+            value_dim=None if latent is None else latent.kv_lora_rank,
             dtype=self.spec.dtype if dtype is None else dtype,
             block_size=block_size,
         )

@@ -36,7 +36,7 @@ class Checkpoint:
         """Find the weights. Raises ModelError naming the file that is missing or broken."""
         single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
         if single.is_file():
-            return cls({single: _tensor_names(single)})
+            return cls({single: tensor_names(single)})
         if not index.is_file():
             raise ModelError(
                 f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pickled weights are not "
@@ -54,7 +54,7 @@ class Checkpoint:
         Raises ModelError naming a file that cannot be read.
         """
         for path, names in self.shards.items():
-            yield from _read_tensors(path, names)
+            yield from read_tensors(path, names)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     Chat models end turns with tokens that only the latter lists. Raises ModelError if a file is
     missing or not valid.
     """
-    config = _read_json(directory / CONFIG_FILE)
+    config = read_json(directory / CONFIG_FILE)
     generation_path = directory / GENERATION_FILE
     if generation_path.is_file():
-        generation = _read_json(generation_path)
+        generation = read_json(generation_path)
         config["eos_token_id"] = union_of_ids(
             config.get("eos_token_id"), generation.get("eos_token_id")
         )
@@ -86,11 +86,11 @@ def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, 
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return one tensor of a file, a view of the mapped file. Raises ModelError naming the file."""
-    _, tensor = next(_read_tensors(path, [name]))
+    _, tensor = next(read_tensors(path, [name]))
     return tensor
 
 
-def _read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a file, views of it. Raises ModelError naming the file."""
     # The file is mapped anew now and then: pages that were read count as memory of this process
     # until they are unmapped, and a shard may be as large as the model. Not for each tensor: to
@@ -110,7 +110,8 @@ def _read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tenso
         del tensor
 
 
-def _tensor_names(path: Path) -> list[str]:
+def tensor_names(path: Path) -> list[str]:
+    """Return the names in a file. Raises ModelError naming the file."""
     try:
         with safe_open(path, framework="pt") as shard:
             return list(shard.keys())
@@ -120,7 +121,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     """Return the names of tensors by shard. Tensors that the index does not list are ignored."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")
     shards: dict[Path, list[str]] = {}
@@ -131,7 +132,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     for path, names in shards.items():
         if not path.is_file():
             raise ModelError(f"shard {path} is missing; download or save the checkpoint again")
-        if absent := sorted(set(names) - set(_tensor_names(path))):
+        if absent := sorted(set(names) - set(tensor_names(path))):
             raise ModelError(
                 f"shard {path} lacks {absent[0]!r}, which {index.name} puts there; "
                 "download or save the checkpoint again"
@@ -139,7 +140,8 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises ModelError naming the file."""
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
     try:

@@ -44,7 +44,8 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
-    """Raise ModelError naming a key that `family` does not know and that may change outputs.
+    """Raise ModelError naming a key that `family` does not know and that may change outputs, or one
+    whose value it does not support.
 
     Keys that are unset (None, False, 0 or empty) and private ones ("_name") pass.
     """
@@ -55,6 +56,12 @@ def refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
             raise ModelError(
                 f"{key}={config[key]!r} in the config is not known to the family {family.name!r}; "
                 "if it has no effect on the model's outputs, remove it from the config"
+            )
+    for key, value in family.fixed.items():
+        if config.get(key, value) != value:
+            raise ModelError(
+                f"{key}={config[key]!r} is not supported in the family {family.name!r}; "
+                f"supported: {value!r}"
             )
 
 

@@ -17,6 +17,7 @@ from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Angles, Attention, AttentionSpec
 from rollout.layers.base import empty_parameter
 from rollout.layers.experts import MixtureOfExperts, MoeSpec
+from rollout.layers.latent_attention import LatentAttention, LatentAttentionSpec
 from rollout.layers.mlp import GatedMLP
 from rollout.layers.norm import LayerNorm, RMSNorm
 from rollout.layers.weight_slot import RowsSlot, WeightSlot
@@ -24,7 +25,7 @@ from rollout.models.layout import BranchSpec, MixerSpec, layers_of
 from rollout.models.spec import ModelSpec
 
 Norm: TypeAlias = RMSNorm | LayerNorm
-Mixer: TypeAlias = Attention | GatedMLP | MixtureOfExperts
+Mixer: TypeAlias = Attention | LatentAttention | GatedMLP | MixtureOfExperts
 
 
 class Embedding(nn.Module):
@@ -99,7 +100,7 @@ class DecoderLayer(nn.Module):
             if not is_parallel:
                 x_TE, residual_TE = _enter(norm_before, delta_TE, residual_TE)
             assert residual_TE is not None
-            if isinstance(mixer, Attention):
+            if isinstance(mixer, Attention | LatentAttention):
                 out_TE = mixer(x_TE, angles, batch, kept_L)
                 if kept_L is not None:
                     x_TE = x_TE.index_select(0, kept_L)
@@ -202,6 +203,10 @@ def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torc
     """The mixer that its spec describes."""
     if isinstance(mixer, AttentionSpec):
         return Attention(layer_index, spec.hidden_size, mixer, dtype=spec.dtype, device=device)
+    if isinstance(mixer, LatentAttentionSpec):
+        return LatentAttention(
+            layer_index, spec.hidden_size, mixer, dtype=spec.dtype, device=device
+        )
     if isinstance(mixer, MoeSpec):
         return MixtureOfExperts(spec.hidden_size, mixer, dtype=spec.dtype, device=device)
     return GatedMLP(spec.hidden_size, mixer, dtype=spec.dtype, device=device)

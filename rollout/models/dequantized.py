@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ModelError
-from rollout.models.checkpoint import Checkpoint, read_tensor
+from rollout.models.checkpoint import Checkpoint, read_tensor, read_tensors
 from rollout.models.quantization import FP8, FP8_BLOCK
 
 _FP8_SCALE = "_scale_inv"
@@ -27,6 +28,14 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
+class _Entry(NamedTuple):
+    """A tensor by its plain name, and what the checkpoint has of it; `scales` None: it is plain."""
+
+    name: str
+    source: str
+    scales: str | None
+
+
 class Dequantized:
     """The tensors of `checkpoint` under the names of plain ones; quantised ones become `dtype`.
 
@@ -37,56 +46,66 @@ class Dequantized:
         """`method` is what `quant_method_of` returns. Raises ModelError naming a tensor that comes
         without its scales, and scales that come without their tensor.
         """
-        self._dtype = dtype
+        self._shards, self._dtype = checkpoint.shards, dtype
         self._paths = {n: path for path, names in checkpoint.shards.items() for n in names}
-        self._is_fp8 = method == FP8
-        pairs = _fp8_scales(self._paths) if self._is_fp8 else _mxfp4_pairs(self._paths)
-        self._pairs: dict[str, tuple[str, str | None]] = pairs
+        entries = _fp8_entries(self._paths) if method == FP8 else _mxfp4_entries(self._paths)
+        self._entries = {entry.source: entry for entry in entries}
+        self._dequantize = _dequantize_fp8 if method == FP8 else _dequantize_mxfp4
 
     def keys(self) -> Collection[str]:
         """Return the names of all tensors, scales excepted."""
-        return self._pairs.keys()
+        return [entry.name for entry in self._entries.values()]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with its values. Raises ModelError naming what cannot be dequantised."""
-        dequantize = _dequantize_fp8 if self._is_fp8 else _dequantize_mxfp4
-        for name, (source, scales) in self._pairs.items():
-            values = self._read(source)
-            if scales is not None:
-                values = dequantize(source, values, self._read(scales), self._dtype)
-            elif values.dtype == torch.float8_e4m3fn:
-                raise ModelError(f"{name!r} has dtype {values.dtype}, but its scales are missing")
-            yield name, values
+        for path, names in self._shards.items():
+            entries = [self._entries[name] for name in names if name in self._entries]
+            # Scales come right after their tensor, if they lie in its file.
+            order = [n for e in entries for n in (e.source, e.scales) if n and self._is_in(path, n)]
+            tensors = read_tensors(path, order)
+            for name, source, scales in entries:
+                _, values = next(tensors)
+                if scales is None:
+                    if values.dtype == torch.float8_e4m3fn:
+                        raise ModelError(
+                            f"{name!r} has dtype {values.dtype}, but its scales are missing"
+                        )
+                    yield name, values
+                elif self._is_in(path, scales):
+                    _, own_scales = next(tensors)
+                    yield name, self._dequantize(source, values, own_scales, self._dtype)
+                else:
+                    own_scales = read_tensor(self._paths[scales], scales)
+                    yield name, self._dequantize(source, values, own_scales, self._dtype)
 
-    def _read(self, name: str) -> Tensor:
-        path: Path = self._paths[name]
-        return read_tensor(path, name)
+    def _is_in(self, path: Path, name: str) -> bool:
+        return self._paths[name] == path
 
 
-def _fp8_scales(names: Collection[str]) -> dict[str, tuple[str, str | None]]:
-    """The tensor and the scales of each name; a tensor that has none is not quantised."""
-    weights = [name for name in names if not name.endswith(_FP8_SCALE)]
-    pairs = {n: (n, scale if (scale := n + _FP8_SCALE) in names else None) for n in weights}
+def _fp8_entries(names: Collection[str]) -> Iterator[_Entry]:
     for name in names:
-        if name.endswith(_FP8_SCALE) and name.removesuffix(_FP8_SCALE) not in pairs:
+        plain = name.removesuffix(_FP8_SCALE)
+        if plain == name:
+            scales = name + _FP8_SCALE
+            yield _Entry(name, name, scales if scales in names else None)
+        elif plain not in names:
             raise ModelError(f"{name!r} are scales of a tensor that is missing")
-    return pairs
 
 
-def _mxfp4_pairs(names: Collection[str]) -> dict[str, tuple[str, str | None]]:
-    pairs: dict[str, tuple[str, str | None]] = {}
+def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
     for name in names:
         plain = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        blocks, scales = plain + _BLOCKS, plain + _SCALES
         if plain == name:
-            pairs[name] = name, None
+            yield _Entry(name, name, None)
             continue
         if plain in names:
             raise ModelError(f"{plain!r} comes twice: plain, and quantised as {name!r}")
-        for other in (plain + _BLOCKS, plain + _SCALES):
+        for other in (blocks, scales):
             if other not in names:
                 raise ModelError(f"{name!r} is there, but {other!r} is missing")
-        pairs[plain] = plain + _BLOCKS, plain + _SCALES
-    return pairs
+        if name == blocks:
+            yield _Entry(plain, blocks, scales)
 
 
 def _dequantize_fp8(

@@ -97,6 +97,17 @@ ATTENTION_BIAS = QKV_BIAS | {"attention_output_bias": Key(name="attention_bias")
 MLP_BIAS = {"mlp_bias": Key(name="mlp_bias")}
 # Without effect in inference: losses of a router's training, and what a forward pass returns.
 ROUTER_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+GROUPED_EXPERTS = {
+    "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
+    "experts_per_token": Key(name="num_experts_per_tok"),
+    "expert_size": Key(name="moe_intermediate_size"),
+    "num_shared_experts": Key(name="n_shared_experts"),
+    "router_normalizes": Key(name="norm_topk_prob"),
+    "router_scale": Key(name="routed_scaling_factor"),
+    "num_expert_groups": Key(name="n_group"),
+    "num_chosen_groups": Key(name="topk_group"),
+    "num_mtp_layers": Key(name="num_nextn_predict_layers", alias="num_mtp_layers"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +117,7 @@ class Family:
     `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are what
     transformers takes for keys that a config lacks. `keys` lists further keys that the family
     knows: those that its rules for windows and ropes read, and those without effect on outputs.
+    `fixed` are keys with the only values that are supported.
     `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
     `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
     `saved_paths`: parts of live modules' paths that saved directories call otherwise.
@@ -118,6 +130,7 @@ class Family:
     values: Mapping[str, Any] = field(default_factory=dict)
     defaults: Config = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
+    fixed: Config = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
     windows: WindowRule = no_windows
     ropes: RopeRule = same_rope
@@ -126,6 +139,7 @@ class Family:
     saved_paths: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    has_latent_attention: bool = False
     has_interleaved_rope: bool = False
     has_sqrt_embedding: bool = False
 
@@ -134,7 +148,8 @@ class Family:
         """Keys that this family reads beside those of all families."""
         keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
         read = {name for key in keys for name in (key.name, key.alias)}
-        return self.keys | read | self.defaults.keys() | {self.activation_key}
+        known = self.keys | self.fixed.keys() | self.defaults.keys()
+        return known | read | {self.activation_key}
 
     def saved_name(self, name: str) -> str:
         """What saved directories call the weight that a live module calls `name`."""

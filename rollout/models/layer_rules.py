@@ -152,3 +152,14 @@ def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
 def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
     """Layers from `first_k_dense_replace` on have experts."""
     return tuple(range(int(config["first_k_dense_replace"]), num_layers))
+
+
+def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Layers of type "sparse" have experts; without types, all but the first."""
+    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise ModelError(
+            f"mlp_layer_types={types!r} must name num_hidden_layers={num_layers} layers, each "
+            "'dense' or 'sparse'"
+        )
+    return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")

@@ -8,12 +8,14 @@ from typing import TypeAlias
 from rollout.backends.base import GatedActivation
 from rollout.layers.attention import AttentionSpec
 from rollout.layers.experts import MoeSpec, RouterSpec
+from rollout.layers.latent_attention import LatentAttentionSpec, LatentDims
 from rollout.layers.mlp import MlpSpec
+from rollout.layers.rope import yarn_scale
 from rollout.models.families.registry import find_family
 from rollout.models.family import BranchNames, Family
 from rollout.models.spec import ModelSpec
 
-MixerSpec: TypeAlias = AttentionSpec | MlpSpec | MoeSpec
+MixerSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,9 @@ def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
     layers = []
     for index in range(spec.num_layers):
         mixers: dict[str, MixerSpec] = {
-            "self_attn": _attention(spec, family, index),
+            "self_attn": _attention(spec, family, index)
+            if spec.latent is None
+            else _latent_attention(spec, spec.latent, index),
             "mlp": _mlp(spec, family, spec.intermediate_size),
         }
         if index in spec.moe_layers:
@@ -60,6 +64,22 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
         window=spec.windows[layer] if spec.windows else None,
         softcap=spec.attention_softcap,
         has_sinks=spec.attention_sinks,
+    )
+
+
+def _latent_attention(spec: ModelSpec, dims: LatentDims, layer: int) -> LatentAttentionSpec:
+    rope = spec.ropes[layer] if spec.ropes else spec.rope
+    assert rope is not None, "latent attention has dims that positions turn"
+    # As DeepSeek-V3's code has it: yarn's scale once for queries and once for keys.
+    yarn = yarn_scale(rope.factor, rope.mscale_all_dim)
+    return LatentAttentionSpec(
+        num_heads=spec.num_heads,
+        dims=dims,
+        bias=spec.attention_bias,
+        output_bias=spec.attention_output_bias,
+        rope=rope,
+        rope_index=spec.distinct_ropes.index(rope),
+        scale=spec.attention_scale or dims.query_dim**-0.5 * yarn * yarn,
     )
 
 

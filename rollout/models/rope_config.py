@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import ModelError
-from rollout.layers.rope import RopeSpec
+from rollout.layers.rope import RopeSpec, yarn_scale
 
 DEFAULT_THETA = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # names of layer types
@@ -89,6 +89,8 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
         parameters["long_factor"] = list(rope.long_factors)
     if rope.kind in ("yarn", "longrope"):
         parameters["attention_factor"] = rope.attention_factor
+    if rope.mscale_all_dim:
+        parameters["mscale_all_dim"] = rope.mscale_all_dim
     if rope.query_growth:
         parameters["llama_4_scaling_beta"] = rope.query_growth
     return parameters
@@ -128,6 +130,8 @@ def _common(
         "partial": 1.0 if partial is None else float(partial),
         "query_growth": float(parameters.get("llama_4_scaling_beta") or 0.0),
     }
+    if kind != "default":
+        common["mscale_all_dim"] = float(parameters.get("mscale_all_dim") or 0.0)
     if common["query_growth"] or common["kind"] in ("llama3", "yarn", "longrope"):
         common["original_max_positions"] = _original_max_positions(parameters, config)
     return common
@@ -177,9 +181,7 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
     if parameters.get("attention_factor") is not None:
         return _number(parameters, "attention_factor")
     factor = _number(parameters, "factor")
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return scale(above) / scale(below) if above and below else scale(1.0)
+    if above and below:
+        return yarn_scale(factor, above) / yarn_scale(factor, below)
+    return yarn_scale(factor, 1.0)

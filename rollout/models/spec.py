@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from rollout.errors import ModelError
+from rollout.layers.latent_attention import LatentDims
 from rollout.layers.rope import RopeSpec, rotary_dim
 from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
 from rollout.models.families.registry import find_family
 from rollout.models.family import Family, Key
-from rollout.models.layer_rules import ropes_by_type
+from rollout.models.layer_rules import experts_after_first, ropes_by_type
 from rollout.models.rope_config import FULL, SLIDING, rope_from_hf, rope_parameters, rope_to_hf
 
 SIZES = (
@@ -78,6 +79,7 @@ class ModelSpec:
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
+    latent: LatentDims | None = None  # of latent attention; head_dim is then its qk_rope_head_dim
     attention_sinks: bool = False  # a learned score without a value for each query head
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -102,6 +104,8 @@ class ModelSpec:
                 raise ModelError(f"{name} must have num_layers={self.num_layers} entries or none")
         for rope in (self.rope, *self.distinct_ropes):
             self._check_rope(rope)
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.moe_layers:
             self._check_experts()
         parse_dtype(self.dtype)
@@ -115,7 +119,7 @@ class ModelSpec:
         """
         family = find_family(config.get("model_type"))
         refuse_unknown(config, family)
-        config = {**family.defaults, **config}
+        config = _with_defaults(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         values: dict[str, Any] = {
             "vocab_size": _size(config, "vocab_size"),
@@ -133,11 +137,14 @@ class ModelSpec:
             "dtype": parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
         }
         values |= _layers_from_hf(config, family, values["num_layers"])
+        if family.has_latent_attention:
+            dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
+            values |= {"latent": dims, "head_dim": dims.qk_rope_head_dim}
         for name, rule in family.values.items():
             if not isinstance(rule, Key):
                 values[name] = rule
-            elif (key := rule.name if rule.name in config else rule.alias) in config:
-                values[name] = rule.read(config[key])
+            elif rule.name in config:
+                values[name] = rule.read(config[rule.name])
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
@@ -168,6 +175,8 @@ class ModelSpec:
             if isinstance(rule, Key):
                 config[rule.name] = rule.write(getattr(self, name))
         config |= self._layers_to_hf(family)
+        if self.latent is not None:
+            config |= asdict(self.latent)
         self._require_same(ModelSpec.from_hf_config(config))
         return config
 
@@ -196,17 +205,39 @@ class ModelSpec:
         if "no_rope_layers" in family.keys:
             ropes = self.ropes or (self.rope,) * self.num_layers
             keys["no_rope_layers"] = [int(rope is not None) for rope in ropes]
+        if "rope_interleave" in family.known_keys:
+            keys["rope_interleave"] = self.rope.is_interleaved
         if "sliding_window" in family.known_keys:
             keys["sliding_window"] = next(filter(None, windows), None)
         if "use_sliding_window" in family.keys:
             keys["use_sliding_window"] = bool(self.windows)
         if "mlp_only_layers" in family.keys:
             keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
-        if "first_k_dense_replace" in family.keys:
+        if family.moe_layers is experts_after_first:
             keys["first_k_dense_replace"] = min(self.moe_layers, default=self.num_layers)
+        if "mlp_layer_types" in family.keys:
+            keys["mlp_layer_types"] = [
+                "sparse" if layer in self.moe_layers else "dense"
+                for layer in range(self.num_layers)
+            ]
         if "layer_types" in family.keys:
             keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
         return keys
+
+    def _check_latent(self, dims: LatentDims) -> None:
+        """Raise ModelError for what latent attention cannot do."""
+        if self.num_kv_heads != self.num_heads:
+            raise ModelError(
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent "
+                "attention: each head has keys and values of its own"
+            )
+        if self.head_dim != dims.qk_rope_head_dim:
+            raise ModelError(
+                f"head_dim={self.head_dim} must be qk_rope_head_dim={dims.qk_rope_head_dim} with "
+                "latent attention: it says how many dims positions turn"
+            )
+        if self.attention_bias and dims.q_lora_rank is None:
+            raise ModelError("attention_bias needs q_lora_rank: q_proj has no bias, the rest would")
 
     def _check_experts(self) -> None:
         """Raise ModelError for numbers of experts that do not fit together."""
@@ -255,6 +286,16 @@ class ModelSpec:
             )
 
 
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config with keys by their first names, and the family's values for those it lacks."""
+    aliased = {
+        rule.name: config[rule.alias]
+        for rule in family.values.values()
+        if isinstance(rule, Key) and rule.alias in config
+    }
+    return {**family.defaults, **aliased, **config}
+
+
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
     """`rope`, `windows`, `ropes` and `moe_layers`; the second and third are empty where all layers
     are alike.
@@ -265,7 +306,7 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
     # Layers of full attention first; none where all layers have the same rope.
     ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
     rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
-    if family.has_interleaved_rope:
+    if config.get("rope_interleave", family.has_interleaved_rope):
         rope = replace(rope, is_interleaved=True)
         each = tuple(own and replace(own, is_interleaved=True) for own in each)
     if rope.partial != 1.0 and "partial_rotary_factor" not in family.known_keys:

@@ -26,7 +26,13 @@ def table_of(
     """
     slots: dict[str, WeightSlot] = {}
     aliases: dict[str, WeightAlias] = {}
-    live: dict[str, WeightSlot] = {}
+
+    def add(live: str, slot: WeightSlot) -> None:
+        saved = saved_name(live)
+        slots[saved] = slot
+        if saved != live:
+            aliases[live] = WeightAlias(shape=slot.shape, parts={saved: WHOLE})
+
     for path, module in model.named_modules():
         if isinstance(module, Experts):
             named, stacks = module.slots_and_aliases()
@@ -39,13 +45,10 @@ def table_of(
         else:
             # A linear layer is of several weights, whose names are beside its own.
             parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
-            prefix = f"{parent}." if parent else ""
-            live |= {prefix + name: slot for name, slot in _own_slots(module).items()}
-    live |= {name: TensorSlot(buffer) for name, buffer in buffers.items()}
-    for name, slot in live.items():
-        slots[saved_name(name)] = slot
-        if saved_name(name) != name:
-            aliases[name] = WeightAlias(shape=slot.shape, parts={saved_name(name): WHOLE})
+            for name, slot in _own_slots(module).items():
+                add(f"{parent}.{name}" if parent else name, slot)
+    for name, buffer in buffers.items():
+        add(name, TensorSlot(buffer))
     return WeightTable(
         slots=slots,
         aliases=aliases,

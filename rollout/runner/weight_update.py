@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot, part_of
+from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
 from rollout.models.weights import WeightTable
 
 MAX_VERSION = 2**31 - 1
-# A module gives its parameters and persistent buffers.
-NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+# A module gives its parameters and persistent buffers. An adapter changes some weights only.
+NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
@@ -81,6 +82,8 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
+    if isinstance(named_tensors, LoraAdapter):
+        return dict(named_tensors.tensors)
     if isinstance(named_tensors, Mapping):
         return dict(named_tensors)
     source: dict[str, Tensor] = {}
@@ -129,7 +132,8 @@ def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
             "send the parameters of the same architecture under their Hugging Face names. A buffer "
-            "that is the trainer's own: leave it out, pushing a mapping instead of the module"
+            "that is the trainer's own: leave it out, pushing a mapping instead of the module. An "
+            "adapter: push LoraAdapter.from_peft(model)"
         )
     if missing := table.missing(source.keys()):
         remedy = "send all parameters at once"
@@ -176,6 +180,18 @@ def blaming(culprit: str) -> Iterator[None]:
 # ---- their values, by fingerprint
 
 
+def check_finite(
+    fingerprints: Mapping[Piece, Fingerprint], dtypes: Mapping[Piece, torch.dtype]
+) -> None:
+    """Raise WeightUpdateError naming a piece that holds NaN or infinity in its dtype."""
+    for piece, (_, num_bad) in fingerprints.items():
+        if num_bad:
+            raise WeightUpdateError(
+                f"{piece} holds NaN or infinity (as {dtypes[piece]}); the serving weights are "
+                "kept. reject_non_finite_weights=False would let it pass"
+            )
+
+
 def checked_origins(
     slots: Mapping[str, WeightSlot],
     fingerprints: Mapping[Piece, Fingerprint],
@@ -188,15 +204,11 @@ def checked_origins(
     Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for pieces of the same
     or tied weights that differ.
     """
+    if reject_non_finite:
+        check_finite(fingerprints, {piece: slots[piece.weight].dtype for piece in fingerprints})
     chosen: dict[int, Piece] = {}
     for piece, fingerprint in fingerprints.items():
-        slot = slots[piece.weight]
-        first = chosen.setdefault(slot.address, piece)
-        if reject_non_finite and fingerprint[1]:
-            raise WeightUpdateError(
-                f"{piece} holds NaN or infinity (as {slot.dtype}); the serving weights are "
-                "kept. reject_non_finite_weights=False would let it pass"
-            )
+        first = chosen.setdefault(slots[piece.weight].address, piece)
         if fingerprint != fingerprints[first]:
             same = "the same weight" if first.weight == piece.weight else "tied in this model"
             raise WeightUpdateError(

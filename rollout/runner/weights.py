@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,15 @@ from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
+from rollout.models.lora import LoraAdapter
 from rollout.models.weights import is_computed
+from rollout.runner.lora_merge import (
+    AdaptedWeights,
+    adapt_given,
+    adapt_served,
+    check_targets,
+    gathered,
+)
 from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
@@ -23,6 +31,7 @@ from rollout.runner.weight_update import (
     blaming,
     by_name,
     check_checksum,
+    check_finite,
     checked_origins,
     checked_source,
     checksum_of,
@@ -78,9 +87,11 @@ class StagedWeights:
 
     `tensors` are the source tensors that a commit copies, tied ones once; the others are there as
     `packed`, what the backend packed for each linear layer. `backup` holds the weights that were
-    served after `num_writes` writes. `num_bytes` is the size of all weights. `started_at` is when
-    staging began, on the clock of time.perf_counter; `seconds` is how long it took. `is_spent`: a
-    commit has begun and was not undone.
+    served after `num_writes` writes. `num_bytes` is the size of the weights that change: all, but
+    under an adapter. `bases` has what adapted weights are without it. `follows_served`: it is an
+    adapter on the weights that were served. `started_at` is when staging began, on the clock of
+    time.perf_counter; `seconds` is how long it took. `is_spent`: a commit has begun and was not
+    undone.
     """
 
     tensors: Mapping[str, Tensor]
@@ -88,6 +99,8 @@ class StagedWeights:
     backup: WeightBackup
     num_writes: int
     num_bytes: int
+    bases: Mapping[str, Tensor]
+    follows_served: bool
     is_spent: bool = False
     checksum: str
     started_at: float
@@ -121,6 +134,7 @@ class ServedWeights:
         self._arena = backend.create_host_arena()
         self._reject_non_finite = reject_non_finite
         self._num_writes = 0
+        self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
         self._places = dict(_layout(model))
         self.num_bytes = max(end for _, end in self._places.values())
         self.version = version
@@ -187,11 +201,15 @@ class ServedWeights:
         names, which is a collective of all ranks that hold a part. `check` is called before each
         tensor, and may raise to end staging. `source_checksum` is what `checksum_of` must give for
         the tensors as they arrive; "" skips that check. Raises WeightUpdateError naming the tensor
-        at fault and what was expected of it, EngineStateError while the memory is released.
+        at fault and what was expected of it, EngineStateError while the memory is released, and for
+        an adapter without a base while the values are missing.
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        table = self._model.weight_table()
+        table, adapted = self._model.weight_table(), AdaptedWeights()
+        if isinstance(named_tensors, LoraAdapter):
+            adapted = self._adapt(named_tensors, check, source_checksum)
+            named_tensors, source_checksum = adapted.tensors, ""
         slots, given = table.slots, by_name(named_tensors)
         pieces = pieces_of(checked_source(given, table), table)
         dtypes = {piece: slots[piece.weight].dtype for piece in pieces}
@@ -201,6 +219,8 @@ class ServedWeights:
             check_checksum(own, source_checksum)
         origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
         chosen = {p.weight: pieces[p] for p in dict.fromkeys(origins.values())}
+        for name in adapted.unchanged & chosen.keys():
+            del chosen[name]
         return StagedWeights(
             tensors={n: values for n, values in chosen.items() if not slots[n].is_repacked},
             packed=self._pack(
@@ -209,6 +229,8 @@ class ServedWeights:
             backup=WeightBackup(self._model),
             num_writes=num_writes,
             num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in chosen),
+            bases=adapted.bases,
+            follows_served=adapted.follows_served,
             checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
             started_at=start,
             seconds=time.perf_counter() - start,
@@ -228,13 +250,19 @@ class ServedWeights:
             )
         before, had_values = self.version, self.has_values
         is_current = staged.num_writes == self._num_writes
+        if staged.follows_served:
+            self.require_values("commit an adapter")
+            if not is_current:
+                raise WeightUpdateError(
+                    "other weights were committed after this adapter was staged; stage it again"
+                )
         backup = staged.backup if is_current else WeightBackup(self._model)
         backup.keep_packed(staged.packed)
         try:
             staged.is_spent = True
             self.has_values = False  # stays so if the restore fails, too
             self._write(staged)
-            self.version, self.has_values = new_version, True
+            self.version, self.has_values, self._bases = new_version, True, staged.bases
         except BaseException:
             backup.restore()
             self.version, self.has_values = before, had_values
@@ -252,6 +280,28 @@ class ServedWeights:
                 slots[name].write(tensor)
         with blaming("taking the packed copies"):
             self._model.refresh(staged.packed)
+
+    def _adapt(
+        self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
+    ) -> AdaptedWeights:
+        """Return all weights under `adapter`, once its own tensors have been checked."""
+        table = self._model.weight_table()
+        check_targets(adapter.pairs(), self._model)
+        with blaming("gathering the adapter"):
+            adapter = replace(adapter, tensors=gathered(adapter.tensors))
+        pieces = {Piece(name, name): tensor for name, tensor in adapter.tensors.items()}
+        dtypes = {piece: hashed_dtype(tensor.dtype) for piece, tensor in pieces.items()}
+        fingerprints = self._fingerprints(pieces, dtypes, check)
+        if source_checksum:
+            check_checksum({p.tensor: f for p, f in fingerprints.items()}, source_checksum)
+        if self._reject_non_finite:
+            check_finite(fingerprints, dtypes)
+        if adapter.base is None:
+            self.require_values("stage an adapter")
+            return adapt_served(adapter.pairs(), table.slots, self._bases, check)
+        pieces = pieces_of(checked_source(adapter.base, table), table)
+        base = {piece.weight: values for piece, values in pieces.items()}
+        return adapt_given(adapter.pairs(), table.slots, base, check)
 
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
@@ -322,12 +372,19 @@ class ServedWeights:
         """Bytes of the host copy that waits for `restore`."""
         return 0 if self.is_resident or not self.has_values else self.num_bytes
 
+    @property
+    def num_base_bytes(self) -> int:
+        """Bytes, on the host, of what the adapted weights are without their adapter."""
+        return sum(base.nbytes for base in self._bases.values())
+
     def release(self, *, discard: bool) -> int:
         """Release the memory, after a copy to the host unless `discard`. Returns bytes released."""
         if not self.is_resident:
             return 0
         self.has_values = self.has_values and not discard
-        if self.has_values:
+        if not self.has_values:
+            self._bases = {}
+        else:
             self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
         self.is_resident = False
         # Since `__init__` weights may have been repacked, which changes their shapes.

@@ -6,6 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.apis.any_llm import AnyLLM, CoroutinesLLM, ThreadsLLM
 from tests.apis.provenance_oracle import check_provenance
 from tests.engine.dense_model import DenseModel
 from tests.engine.test_parity import greedy, transformers_tokens
+from tests.lora_adapters import linear_modules, merged, random_adapter
 from tests.tiny_models import BLOCK_SIZE, VOCAB_SIZE, Margins, prompt_of, tiny_model
 
 CONFIG = InferenceConfig(
@@ -191,6 +193,26 @@ def test_a_refused_update_leaves_weights_and_version(llm: AnyLLM) -> None:
     (request,), margins = llm.call("generate", [prompt_of(9)], sampled(11)), Margins()
     margins.compare_with_oracle(weights(version), request)
     margins.check()
+
+
+def test_an_adapter_is_put_on_the_weights_that_are_served(llm: AnyLLM) -> None:
+    """Adapter, another, and the full weights again: each as the engine in process serves it."""
+    next_weights(llm, in_flight=True)
+    base = {n: p.detach() for n, p in weights(version_of(llm)).named_parameters()}
+    engine = DynamicInferenceEngine.from_model(weights(version_of(llm)), CONFIG)
+    for seed in (1, 2):
+        adapter = random_adapter(base, linear_modules(base)[seed:], seed=seed, rank=4)
+        report = llm.call("update_weights", adapter, in_flight=True)
+        expected = engine.update_weights(merged(base, adapter), in_flight=True)
+        assert report.checksum == llm.call("weights_checksum") == expected.checksum
+        assert report.num_bytes < expected.num_bytes
+    assert llm.call("stats").lora_base_bytes > 0
+    version, bad = version_of(llm), replace(adapter, rank=5)
+    with pytest.raises(WeightUpdateError, match="with rank 5 is expected"):
+        llm.call("update_weights", bad, in_flight=True)
+    assert version_of(llm) == version
+    next_weights(llm, in_flight=True)
+    assert llm.call("stats").lora_base_bytes == 0
 
 
 def test_a_second_suspend_releases_another_owner_and_a_third_has_nothing_left(

@@ -391,3 +391,34 @@ def test_choices_by_rule_are_explained_without_times() -> None:
     ops = CpuOps(selection(FakeStopwatch(tiled_is_fastest), "0"))
     ops.tune([ops.prepare_linear(WEIGHT)])
     assert ops.explain().splitlines()[1].split()[-3:] == ["native-a", "not", "measured"]
+
+
+# ---- a choice between two ways of something else than a weight
+
+
+def two_ways(stopwatch: Stopwatch) -> tuple[list[list[float]], list[list[float]]]:
+    """The plain way is faster from 64 rows on."""
+    plain = [[1.0 if rows >= 64 else 3.0] * 3 for rows in BUCKETS]
+    return plain, [[2.0] * 3 for _ in BUCKETS]
+
+
+def never(stopwatch: Stopwatch) -> tuple[list[list[float]], list[list[float]]]:
+    raise AssertionError("measured again")
+
+
+def test_the_faster_of_two_ways_is_chosen_for_each_bucket_and_kept() -> None:
+    choice = selection(FakeStopwatch(tiled_is_fastest)).choose_for("experts", two_ways)
+    expected = ["plain" if rows >= 64 else "native-a" for rows in BUCKETS]
+    assert [*choice.products] == expected
+    later = selection(FakeStopwatch(tiled_is_fastest))
+    assert [*later.choose_for("experts", never).products] == expected
+    assert "experts" in later.explain()
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [("0", "native-a"), ("native", "native-a"), ("native-b", "native-a"), ("onednn", "plain")],
+)
+def test_a_way_that_is_forced_or_ruled_is_not_measured(switch: str, name: str) -> None:
+    choice = selection(FakeStopwatch(tiled_is_fastest), switch).choose_for("experts", never)
+    assert {*choice.products} == {name}

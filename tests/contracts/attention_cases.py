@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, CacheSpec
-from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ def make_spec(
     head_dim: int = 16,
     num_layers: int = 1,
     dtype: torch.dtype = torch.float32,
+    value_dim: int | None = None,
 ) -> CacheSpec:
     return CacheSpec(
         num_layers=num_layers,
@@ -36,6 +37,7 @@ def make_spec(
         head_dim=head_dim,
         dtype=dtype,
         block_size=block_size,
+        value_dim=value_dim,
     )
 
 
@@ -74,6 +76,19 @@ def make_batch(rows: Sequence[Row], kv: Sequence[Tensor], block_size: int) -> Fo
         logit_indices_L=torch.zeros(0, dtype=torch.int64),
         kv=kv,
     )
+
+
+def attend(
+    attention: AttentionBackend,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    batch: ForwardBatch,
+    rotation: Rotation | None = None,
+    traits: AttentionTraits = PLAIN,
+) -> Tensor:
+    """The attention of layer 0, as a forward pass asks for it."""
+    return attention.attend(q_THD, k_TGD, v_TGD, 0, attention.begin(batch), rotation, traits)
 
 
 def causal_attention(

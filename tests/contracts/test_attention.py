@@ -4,6 +4,7 @@ Scores of a larger scale are larger and round by more, so their part of the boun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,10 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollout.backends.attention.reference import ReferenceAttention
+from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import AttentionBackend
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
 from rollout.backends.ops.reference import ReferenceOps
-from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache, make_spec
+from rollout.errors import ConfigError
+from tests.contracts.attention_cases import (
+    Row,
+    attend,
+    causal_attention,
+    make_batch,
+    make_cache,
+    make_spec,
+)
 from tests.contracts.implementations import ATTENTION, is_interpreted
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -30,13 +41,20 @@ def attention(request: pytest.FixtureRequest) -> AttentionBackend:
 
 
 def qkv_of(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, seed: int
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seed: int,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Views cut out of one fused projection, as a model hands them over."""
+    """Views cut out of one fused projection, as a model hands them over; with `value_dim` V is the
+    first dims of K.
+    """
     generator = torch.Generator().manual_seed(seed)
     fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator) * 2
     q, k, v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    return q, k, v
+    return q, k, v if value_dim is None else k[..., :value_dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +70,7 @@ class Ragged:
     seed: int
     traits: AttentionTraits = PLAIN
     has_sinks: bool = False
+    value_dim: int | None = None
 
     @property
     def all_traits(self) -> AttentionTraits:
@@ -138,11 +157,13 @@ def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> 
         num_kv_heads=ragged.num_heads[1],
         head_dim=ragged.head_dim,
         dtype=ragged.dtype,
+        value_dim=ragged.value_dim,
     )
     kv = make_cache(attention, spec, 2 * sum(counts) + 2)
     whole = [
         qkv_of(
-            row.num_cached + row.num_new, *ragged.num_heads, ragged.head_dim, ragged.seed + index
+            *(row.num_cached + row.num_new, *ragged.num_heads, ragged.head_dim),
+            *(ragged.seed + index, ragged.value_dim),
         )
         for index, row in enumerate(rows)
     ]
@@ -154,21 +175,70 @@ def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> 
         ]
         batch = make_batch(past, kv, ragged.block_size)
         parts = map(torch.cat, zip(*tokens, strict=True))
-        attention.attend(*parts, 0, batch, None, ragged.all_traits)
+        attend(attention, *parts, batch, None, ragged.all_traits)
     tokens = [[p[r.num_cached :] for p in w] for r, w in zip(rows, whole, strict=True)]
     batch = make_batch(rows, kv, ragged.block_size)
     parts = map(torch.cat, zip(*tokens, strict=True))
     traits = ragged.all_traits
-    out = attention.attend(*parts, 0, batch, None, traits)
+    out = attend(attention, *parts, batch, None, traits)
     expected = torch.cat(
         [causal_attention(*w, traits)[r.num_cached :] for r, w in zip(rows, whole, strict=True)]
     )
     assert out.dtype == ragged.dtype
-    tolerance = TOLERANCE[ragged.dtype]
+    tolerance = TOLERANCE[ragged.dtype] * max(1.0, ragged.head_dim / 256)
     if traits.scale is not None:
         times_larger = max(1.0, traits.scale * ragged.head_dim**0.5)
         tolerance += (times_larger - 1) * TOLERANCE[torch.float32]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch_sdpa", "native"])
+@given(
+    ragged=ragged_batches,
+    num_heads=st.sampled_from([(1, 1), (4, 1), (6, 2)]),
+    dims=st.sampled_from([(16, 16), (24, 16), (48, 32), (80, 64)]),
+)
+@settings(max_examples=20)
+def test_values_may_be_the_first_dims_of_keys(
+    name: str, ragged: Ragged, num_heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """As in latent attention, (head dim, value dim): the cache holds keys alone."""
+    head_dim, value_dim = dims
+    latent = replace(ragged, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
+    assert_rows_attend_causally(ATTENTION[name](), latent)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(264, None), (592, None), (48, 32), (576, 512)]
+)
+def test_wide_heads_and_shared_values_work_or_are_refused(
+    attention: AttentionBackend, head_dim: int, value_dim: int | None
+) -> None:
+    """When the cache is made, before any step."""
+    ragged = Ragged(
+        lengths=[(70, 1), (33, 18), (0, 40)],
+        num_heads=(4, 2),
+        head_dim=head_dim,
+        block_size=16,
+        order="scattered",
+        dtype=torch.float32,
+        seed=4,
+        value_dim=value_dim,
+    )
+    if isinstance(attention, ReferenceAttention | TorchSdpaAttention):
+        assert_rows_attend_causally(attention, ragged)
+    else:
+        with pytest.raises(ConfigError, match=f"head_dim={head_dim}, value_dim={value_dim}.*cpu"):
+            assert_rows_attend_causally(attention, ragged)
+
+
+def test_a_cache_of_keys_alone_takes_half_the_room_of_keys_and_values() -> None:
+    """Of 576 and 512 dims: what latent attention is for."""
+    for backend in (ReferenceAttention(), TorchSdpaAttention()):
+        spec = make_spec(num_kv_heads=1, head_dim=576)
+        shape = backend.cache_shape(replace(spec, value_dim=512), 3)
+        assert math.prod(shape) == 3 * spec.block_size * 576
+        assert 2 * math.prod(shape) == math.prod(backend.cache_shape(spec, 3))
 
 
 def block_ids(count: int, order: str, seed: int) -> list[int]:
@@ -192,7 +262,7 @@ def test_prefill_in_chunks_equals_whole_prefill(attention: AttentionBackend, chu
         end = min(start + chunk, 50)
         row = Row(num_cached=start, num_new=end - start, blocks=blocks)
         batch = make_batch([row], kv, 16)
-        outs.append(attention.attend(q[start:end], k[start:end], v[start:end], 0, batch))
+        outs.append(attend(attention, q[start:end], k[start:end], v[start:end], batch))
     torch.testing.assert_close(
         torch.cat(outs).double(), causal_attention(q, k, v), rtol=2e-5, atol=2e-5
     )
@@ -202,15 +272,15 @@ def test_forked_rows_share_the_blocks_of_their_prompt(attention: AttentionBacken
     spec = make_spec()
     kv = make_cache(attention, spec, 8)
     q, k, v = qkv_of(34, 4, 2, 16, seed=1)
-    attention.attend(
+    attend(
+        attention,
         q[:32],
         k[:32],
         v[:32],
-        0,
         make_batch([Row(num_cached=0, num_new=32, blocks=(4, 5))], kv, 16),
     )
     rows = [Row(num_cached=32, num_new=1, blocks=(4, 5, last)) for last in (6, 2)]
-    out = attention.attend(q[32:], k[32:], v[32:], 0, make_batch(rows, kv, 16))
+    out = attend(attention, q[32:], k[32:], v[32:], make_batch(rows, kv, 16))
     for index in range(2):
         own = [torch.cat((x[:32], x[32 + index :][:1])) for x in (q, k, v)]
         expected = causal_attention(*own)[-1].float()
@@ -235,7 +305,7 @@ def test_heads_are_normed_and_rotated_before_they_meet(
         rotation = Rotation(angles_TD[part].cos(), angles_TD[part].sin(), *norms)
         row = Row(num_cached=start, num_new=end - start, blocks=(2, 3))
         batch = make_batch([row], kv, 16)
-        outs.append(attention.attend(q[part], k[part], v[part], 0, batch, rotation))
+        outs.append(attend(attention, q[part], k[part], v[part], batch, rotation))
     ops = ReferenceOps()
     turned = [q, k]
     if has_norms:
@@ -251,5 +321,5 @@ def test_large_scores_do_not_overflow(attention: AttentionBackend) -> None:
     q, k, v = qkv_of(20, 4, 2, 16, seed=2)
     q, k = q * 100, k * 100
     batch = make_batch([Row(num_cached=0, num_new=20, blocks=(1, 2))], kv, 16)
-    out = attention.attend(q, k, v, 0, batch)
+    out = attend(attention, q, k, v, batch)
     torch.testing.assert_close(out.double(), causal_attention(q, k, v), rtol=1e-3, atol=1e-3)

@@ -129,7 +129,8 @@ def fused(model: CausalLM, batch: ForwardBatch) -> Tensor | None:
 
 
 def one_by_one(model: CausalLM, batch: ForwardBatch) -> Tensor:
-    hidden_LE: Tensor = model.model([table(batch.positions_T) for table in model.rotary], batch)
+    angles = [table(batch.positions_T) for table in model.rotary]
+    hidden_LE: Tensor = model.model(angles, model.attention.begin(batch))
     return hidden_LE
 
 

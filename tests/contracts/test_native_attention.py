@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.attention.native import NativePagedAttention
-from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache, make_spec
+from tests.contracts.attention_cases import (
+    Row,
+    attend,
+    causal_attention,
+    make_batch,
+    make_cache,
+    make_spec,
+)
 from tests.contracts.implementations import kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -102,7 +109,7 @@ class Decoding:
         batch = make_batch([self.rows[i] for i in rows], self.kv, self.forest.block_size)
         if as_prompts:
             batch = replace(batch, num_decode_rows=0)
-        return attention.attend(self.q[rows], self.k[rows], self.v[rows], 0, batch)
+        return attend(attention, self.q[rows], self.k[rows], self.v[rows], batch)
 
     def expected(self, index: int) -> Tensor:
         """After its K and V were written."""
@@ -169,9 +176,9 @@ def test_threads_change_no_bit(num_heads: tuple[int, int], num_threads: int) -> 
     q, k, v = torch.randn(705, heads + 2 * kv_heads, 64).split([heads, kv_heads, kv_heads], 1)
     batch = make_batch(rows, kv, 64)
     torch.set_num_threads(1)
-    alone = attention.attend(q, k, v, 0, batch)
+    alone = attend(attention, q, k, v, batch)
     torch.set_num_threads(num_threads)
-    assert torch.equal(attention.attend(q, k, v, 0, batch), alone)
+    assert torch.equal(attend(attention, q, k, v, batch), alone)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
@@ -186,7 +193,7 @@ def test_prefill_of_any_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     for start, end in ((0, 61), (61, 150)):
         row = Row(num_cached=start, num_new=end - start, blocks=(5, 2, 3, 7, 1, 6, 0))
         batch = make_batch([row], kv, 24)
-        outs.append(attention.attend(q[start:end], k[start:end], v[start:end], 0, batch))
+        outs.append(attend(attention, q[start:end], k[start:end], v[start:end], batch))
     expected = causal_attention(q, k, v)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(torch.cat(outs).double(), expected, rtol=tolerance, atol=tolerance)
@@ -199,7 +206,7 @@ def test_float32_is_rounded_to_nearest_even_in_a_bfloat16_cache() -> None:
     k = bits.view(torch.float32).view(1, 2, 16)
     v = torch.full((1, 2, 16), torch.nan)
     batch = make_batch([Row(num_cached=0, num_new=1, blocks=(1,))], kv, 16)
-    attention.attend(torch.ones(1, 4, 16), k, v, 0, batch)
+    attend(attention, torch.ones(1, 4, 16), k, v, batch)
     assert torch.equal(kv[0][1, 0, 0], k[0].bfloat16())
     assert kv[0][1, 0, 1].isnan().all()
 
@@ -209,7 +216,7 @@ def test_float32_queries_meet_a_bfloat16_cache() -> None:
     kv = make_cache(attention, make_spec(dtype=torch.bfloat16), 4)
     q, k, v = torch.randn(40, 8, 16).split([4, 2, 2], dim=1)
     batch = make_batch([Row(num_cached=0, num_new=40, blocks=(3, 1, 2))], kv, 16)
-    out = attention.attend(q, k, v, 0, batch)
+    out = attend(attention, q, k, v, batch)
     expected = causal_attention(q, k.bfloat16(), v.bfloat16())
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 

@@ -11,16 +11,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
 
+from rollout import LoraAdapter
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.errors import WeightUpdateError
+from tests.lora_adapters import random_adapter
 from tests.tiny_models import tiny_engine, tiny_model
 
 WAIT_S = 30.0
@@ -294,3 +297,72 @@ sys.stdin.read()
     assert torch.equal(fetched, torch.arange(5.0))
     with pytest.raises(WeightUpdateError, match="is the publisher alive"):
         fetch_weights(there)
+
+
+# ---- adapters
+
+
+def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
+    weights = dict(tiny_model("qwen2").named_parameters())
+    adapter = random_adapter(weights, rank=2, use_rslora=True, dtype=torch.bfloat16)
+    adapter = replace(adapter, alphas={"lm_head": 3})
+    publisher = WeightPublisher()
+    source = over_the_wire(publisher.publish(adapter))
+    assert sum(entry.num_bytes for entry in source.manifest.values()) == sum(
+        tensor.nbytes for tensor in adapter.tensors.values()
+    )
+    fetched = fetch_weights(source)
+    assert isinstance(fetched, LoraAdapter)
+    pairs = fetched.pairs()
+    assert pairs.keys() == adapter.pairs().keys()
+    for module, pair in adapter.pairs().items():
+        assert pairs[module].scale == pair.scale
+        assert torch.equal(pairs[module].a_RK, pair.a_RK)
+        assert torch.equal(pairs[module].b_NR, pair.b_NR)
+    engine, other = tiny_engine(tiny_model("qwen2")), tiny_engine(tiny_model("qwen2"))
+    staged = engine.stage_weights(fetched, source_checksum=source.tensors_checksum)
+    assert staged.checksum == other.stage_weights(adapter).checksum
+    with pytest.raises(WeightUpdateError, match="have the checksum"):
+        engine.stage_weights(fetched, source_checksum="0" * 16)
+    publisher.close()
+
+
+def test_the_full_weights_below_an_adapter_stay_until_the_next_full_ones() -> None:
+    before = weight_files()
+    adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
+    publisher = WeightPublisher()
+    full = publisher.publish({"w.weight": torch.ones(4)})
+    publisher.commit()
+    for _ in range(3):
+        published = publisher.publish(adapter)
+        publisher.commit()
+        assert weight_files() == before + 2
+    assert torch.equal(fetch_weights(full)["w.weight"], torch.ones(4))
+    publisher.publish({"w.weight": torch.zeros(4)})
+    publisher.commit()
+    assert weight_files() == before + 1
+    for gone in (full, published):
+        with pytest.raises(WeightUpdateError, match="cannot be opened"):
+            fetch_weights(gone)
+    publisher.publish(adapter)
+    publisher.commit()
+    publisher.close()
+    assert weight_files() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base": {}}, "an adapter with a base"),
+        ({"tensors": {"x.lora_A.weight": torch.ones(3, 2)}}, "not its lora_B"),
+        ({"rank": 4}, "rank 4"),
+    ],
+)
+def test_an_adapter_that_is_none_is_refused_before_it_is_published(
+    changes: dict[str, object], message: str
+) -> None:
+    adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
+    before = weight_files()
+    with pytest.raises(WeightUpdateError, match=message):
+        WeightPublisher().publish(replace(adapter, **changes))  # type: ignore[arg-type]
+    assert weight_files() == before

@@ -132,6 +132,11 @@ def test_no_random_schedule_changes_a_bit(data: st.DataObject) -> None:
     assert [bits(finished[ids[i]]) for i in range(len(REQUESTS))] == alone("qwen3")
 
 
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="deterministic=True needs layers of one attention"):
+        tiny_engine(family_model("qwen3_moe"), deterministic=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"), [({"head_dim": 12}, "head_dim=12"), ({"hidden_size": 44}, "44")]
 )

@@ -98,6 +98,9 @@ class OracleOps:
 class OracleAttention:
     """Dense causal attention, one sequence at a time; a layer's cache is [slots, 2, G, D]."""
 
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch
+
     def attend(
         self,
         q_THD: Tensor,

@@ -10,8 +10,10 @@ from torch.testing import assert_close
 
 from rollout.errors import ModelError
 from rollout.models import CausalLM, ModelSpec, build_model
+from tests.family_cases import FAMILY_CASES
 from tests.models.hf_models import PROMPT, hf_config, hf_logits, hf_model
 from tests.models.oracle_backend import logits_of, make_batch, make_cache
+from tests.tiny_models import tiny_config
 
 
 def spec_of(family: str = "qwen3", **changes: object) -> ModelSpec:
@@ -80,6 +82,17 @@ def test_random_weights_have_the_documented_spread() -> None:
     assert weights["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.1)
     assert (weights["model.layers.0.input_layernorm.weight"] == 1).all()
     assert (weights["model.layers.1.self_attn.q_proj.bias"] == 0).all()
+
+
+def test_random_experts_have_the_documented_spread_and_no_bias() -> None:
+    for family in ("gpt_oss", "minimax_m2"):
+        config = tiny_config(family, **FAMILY_CASES[family])
+        model = CausalLM.random(ModelSpec.from_hf_config(config.to_dict()))
+        for name, values in (model.state_dict()).items():
+            if name.endswith(("bias", "sinks")):
+                assert (values == 0).all(), name
+            elif "experts" in name:
+                assert values.std().item() == pytest.approx(0.02, rel=0.1), name
 
 
 def test_cache_spec_describes_the_kv_cache() -> None:

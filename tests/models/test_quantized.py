@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from rollout import SamplingParams
 from rollout.errors import ModelError
+from rollout.layers.weight_slot import part_of
 from rollout.models import build_model, save_hf_directory
 from rollout.models.checkpoint import Checkpoint
 from rollout.models.dequantized import Dequantized
 from rollout.models.quantization import FP8, MXFP4, quant_method_of
 from tests.models.hf_models import hf_model
+from tests.tiny_models import Margins, generate_all, prompt_of, tiny_engine, tiny_model
 
 Tensors = dict[str, Tensor]
 FP8_CONFIG = {
@@ -201,7 +204,88 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         build_model(directory)
 
 
+def test_experts_of_fp8_load_to_what_transformers_dequantizes(tmp_path: Path) -> None:
+    hf = tiny_model(
+        "qwen3_moe",
+        seed=1,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=32,
+    )
+    hf.bfloat16().save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update(fp8_tensors(tensors)))
+    edit_config(tmp_path, quantization_config=FP8_CONFIG | {"modules_to_not_convert": ["gate"]})
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert load_file(tmp_path / "model.safetensors")[name].dtype == torch.float8_e4m3fn
+    assert_equal_to_transformers(tmp_path)
+
+
+def assert_equal_to_transformers(directory: Path) -> None:
+    """An engine's model has the bits that transformers loads, under the live module's names."""
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    table, compared = build_model(directory).weight_table(), set()
+    for name, tensor in expected.state_dict().items():
+        for weight, index in table.parts(name).items():
+            values = table.slots[weight].read()
+            assert torch.equal(bits(values), bits(part_of(tensor, index))), (name, weight)
+            compared.add(weight)
+    assert compared == table.slots.keys()
+
+
 # ---- mxfp4
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    """A directory of a tiny gpt_oss whose experts are mxfp4, as published ones are."""
+    config = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 11}
+    hf = tiny_model("gpt_oss", seed=1, hidden_size=64, intermediate_size=96, **config)
+    hf.bfloat16().save_pretrained(tmp_path)
+
+    def pack(tensors: Tensors) -> None:
+        generator = torch.Generator().manual_seed(2)
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, num_inputs, num_rows = tensors.pop(name).shape
+            shape = num_experts, num_rows, num_inputs // 32
+            drawn = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = drawn
+            exponents = torch.randint(120, 126, shape, generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = exponents
+
+    edit_tensors(tmp_path, pack)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    return tmp_path
+
+
+def test_an_mxfp4_directory_loads_to_what_transformers_dequantizes(gpt_oss: Path) -> None:
+    assert_equal_to_transformers(gpt_oss)
+
+
+def test_it_generates_as_transformers_does_and_is_saved_plain(
+    gpt_oss: Path, tmp_path: Path
+) -> None:
+    live = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32)
+    engine = tiny_engine(live, buffer_size_gb=0.01)
+    model = build_model(gpt_oss, dtype="float32")
+    from_directory = tiny_engine(model, buffer_size_gb=0.01)
+    assert from_directory.weights_checksum() == engine.weights_checksum()
+    params, margins = SamplingParams(num_tokens_to_generate=12, seed=1), Margins()
+    for request in generate_all(from_directory, [(prompt_of(n), params) for n in (3, 30)]):
+        margins.compare_with_oracle(live, request)
+    margins.check()
+    save_hf_directory(model, tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+    assert_equal_to_transformers(tmp_path / "plain")
+
+
+def test_experts_without_their_scales_are_refused_by_name(gpt_oss: Path) -> None:
+    name = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(gpt_oss, lambda tensors: tensors.pop(f"{name}_scales"))
+    with pytest.raises(ModelError, match=f"'{name}_blocks' is there, but '{name}_scales'"):
+        build_model(gpt_oss)
 
 
 @settings(max_examples=40, deadline=None)

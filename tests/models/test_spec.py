@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from rollout.backends.attention.reference import ReferenceAttention
+from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.errors import ModelError
+from rollout.kv.layout import bytes_per_block
+from rollout.layers.latent_attention import LatentAttentionSpec, LatentDims
 from rollout.layers.rope import RopeSpec
-from rollout.models import ModelSpec
+from rollout.models import CausalLM, ModelSpec
+from rollout.models.families.registry import FAMILIES
+from rollout.models.layout import layers_of
 from tests.family_cases import FAMILY_CASES
 from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config
@@ -36,6 +43,51 @@ QWEN2_V4 = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+
+
+# As Moonlight-16B-A3B was published, without what has no effect.
+MOONLIGHT = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+# The scaling of DeepSeek-V3 itself.
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -121,6 +173,95 @@ def test_layers_without_types_have_the_windows_that_transformers_gives_them() ->
         assert [window is not None for window in windows] == is_sliding, family
 
 
+def test_latent_attention_is_read_and_written() -> None:
+    spec = ModelSpec.from_hf_config(MOONLIGHT)
+    assert spec.latent == LatentDims(
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    assert spec.head_dim == 64
+    assert spec.rope == RopeSpec(theta=50_000.0, is_interleaved=True)
+    assert spec.moe_layers == tuple(range(1, 27))
+    plain = ModelSpec.from_hf_config(MOONLIGHT | {"rope_interleave": False})
+    for each in (spec, plain):
+        assert ModelSpec.from_hf_config(each.to_hf_config()) == each
+
+
+def test_the_cache_of_latent_attention_keeps_576_numbers_of_a_token_and_layer() -> None:
+    """Moonlight's heads would need 16 x (192 + 128), nine times as many."""
+    spec = CausalLM(ModelSpec.from_hf_config(MOONLIGHT), "meta").cache_spec(64, torch.bfloat16)
+    for attention in (ReferenceAttention(), TorchSdpaAttention()):
+        assert bytes_per_block(attention, spec) == 27 * 64 * 576 * 2
+
+
+def test_yarns_scale_of_scores_follows_mscale_all_dim() -> None:
+    """As DeepSeek-V3's own code has it: 192^-0.5 (0.1 ln(40) + 1)^2; cosines have no factor."""
+    spec = ModelSpec.from_hf_config(MOONLIGHT | {"rope_scaling": DEEPSEEK_YARN})
+    assert spec.rope.attention_factor == 1.0
+    mixers = [layer[0].mixer for layer in layers_of(spec)]
+    scales = {mixer.scale for mixer in mixers if isinstance(mixer, LatentAttentionSpec)}
+    assert [*scales] == [pytest.approx(0.1352337788608801)]
+    assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'.*'sigmoid'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"num_key_value_heads": 4}, "num_kv_heads=4 must be num_heads=16"),
+        ({"attention_bias": True}, "attention_bias needs q_lora_rank"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank=0"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63"),
+        ({"v_head_dim": None}, "v_head_dim=None"),
+        ({"sliding_window": 8}, "sliding_window=8"),
+    ],
+)
+def test_latent_attention_that_would_run_wrongly_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_hf_config(MOONLIGHT | change)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_how_many_first_layers_have_no_experts_is_read_and_written(family: str) -> None:
+    for count in range(4):
+        sizes = FAMILY_CASES[family] | {"first_k_dense_replace": count}
+        spec = ModelSpec.from_hf_config(tiny_config(family, **sizes).to_dict())
+        assert spec.moe_layers == tuple(range(count, 3))
+        assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
+
+
+def test_layers_are_named_dense_or_sparse() -> None:
+    config = tiny_config("glm4_moe_lite", **FAMILY_CASES["glm4_moe_lite"]).to_dict()
+    spec = ModelSpec.from_hf_config(config)
+    assert spec.moe_layers == (1,)
+    assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
+    assert ModelSpec.from_hf_config(config | {"mlp_layer_types": None}).moe_layers == (1, 2)
+    for types in (["dense"], ["dense", "sparse", "mamba"]):
+        with pytest.raises(ModelError, match="mlp_layer_types"):
+            ModelSpec.from_hf_config(config | {"mlp_layer_types": types})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_config_lacks_have_the_values_that_transformers_gives_them(family: str) -> None:
+    """Of which only sizes are said, and what a release decides for itself."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 256}
+    is_latent = FAMILIES[family].has_latent_attention
+    sizes |= {"num_key_value_heads": 4} if is_latent else {"num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
+    known = experts & FAMILIES[family].known_keys
+    theirs = AutoConfig.for_model(family, **sizes, **dict.fromkeys(known, 16)).to_dict()
+    said = {*sizes, *experts, "model_type", "eos_token_id"}
+    config = {key: value for key, value in theirs.items() if key in said}
+    assert ModelSpec.from_hf_config(config) == ModelSpec.from_hf_config(theirs)
+
+
 def test_keys_that_are_unset_or_private_pass() -> None:
     unset = {"attn_logit_softcapping": None, "num_experts": 0, "extra": [], "_name": "x"}
     assert ModelSpec.from_hf_config(QWEN2_V4 | unset) == ModelSpec.from_hf_config(QWEN2_V4)
@@ -133,6 +274,11 @@ def test_keys_that_are_unset_or_private_pass() -> None:
         ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
         ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 11}),
         ("cohere2", {"layer_switch": 4, "rotary_pct": 1.0, "use_parallel_block": True}),
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}),
+        ("glm4_moe_lite", {"partial_rotary_factor": 1.0, "first_k_dense_replace": 1}),
+        ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 64}),
+        ("minimax_m2", {"scoring_func": "sigmoid", "use_mtp": True, "attn_type_list": [1, 1]}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     ],
 )
 def test_keys_without_effect_of_published_configs_pass(family: str, keys: dict[str, Any]) -> None:
@@ -184,6 +330,41 @@ def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
 def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_hf_config(QWEN2_V4 | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3_moe", {"num_experts": 0}, "num_experts=0 must be positive"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9 exceeds the 8"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*'olmoe'"),
+        ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1.*'mixtral'"),
+        ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported"),
+        ("glm4_moe", {"n_group": 3}, "num_experts=8 must make num_expert_groups=3"),
+        ("glm4_moe", {"n_group": 8}, "num_expert_groups=8 of two or more"),
+        ("glm4_moe", {"topk_group": 5}, "num_chosen_groups=5"),
+        ("glm4_moe", {"num_experts_per_tok": 5}, "experts_per_token=5 exceeds the 4"),
+    ],
+)
+def test_mixtures_that_would_run_wrongly_are_refused(
+    family: str, change: dict[str, Any], message: str
+) -> None:
+    config = tiny_config(family, **FAMILY_CASES[family]).to_dict() | change
+    if "num_experts" in change:
+        del config["num_local_experts"]
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_hf_config(config)
+
+
+@pytest.mark.parametrize(("changes", "layers"), [({}, (1, 3)), ({"mlp_only_layers": [3]}, (1,))])
+def test_every_nth_layer_has_experts_unless_it_is_listed(
+    changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    sizes = FAMILY_CASES["qwen3_moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
+    config = tiny_config("qwen3_moe", **(sizes | {"decoder_sparse_step": 2} | changes)).to_dict()
+    spec = ModelSpec.from_hf_config(config)
+    assert (spec.moe_layers, spec.num_moe_layers) == (layers, len(layers))
+    assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
 
 
 def test_a_spec_its_family_cannot_express_is_not_written() -> None:

@@ -24,12 +24,12 @@ from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
 from rollout.serve.control.announcement import ModelTensors, tensor_metadata
 from rollout.serve.control.update_round import UpdateRound
-from tests.family_cases import FAMILY_CASES, family_model
+from tests.family_cases import family_model
 from tests.inspected_engine import InspectedEngine
 from tests.tiny_models import tiny_engine
 
 Weights = dict[str, Tensor]
-MIXTURES = [name for name in FAMILY_CASES if FAMILIES[name].mixture is not None]
+MIXTURES = [name for name, family in FAMILIES.items() if family.mixture is not None]
 STACKED = [name for name in MIXTURES if name != "gpt_oss"]  # only in live modules
 CORRECTED = [name for name in MIXTURES if name in ("glm4_moe", "minimax_m2", "deepseek_v3")]
 all_mixtures = pytest.mark.parametrize("family", MIXTURES)

@@ -25,6 +25,8 @@ from rollout import (
 from rollout.coordinator.publisher import WeightPublisher, fetch_weights
 from rollout.models import CausalLM, build_model
 from rollout.models.loading import without_shards
+from rollout.models.plain_tensors import is_sharded
+from tests.family_cases import family_model
 from tests.processes import PROCESSES
 from tests.runner.trainer_ranks import gloo_mesh, publish_or_take_part
 from tests.tiny_models import tiny_engine, tiny_model
@@ -80,6 +82,20 @@ def test_engine_processes_are_sent_a_sharded_model_whole(mesh: DeviceMesh) -> No
     for name, view in build_model(plain).read_weights().items():
         assert torch.equal(whole.read_weights()[name], view)
     assert without_shards(plain, "auto") is plain
+
+
+def test_stacks_of_experts_are_gathered_and_then_taken_apart(mesh: DeviceMesh) -> None:
+    """Their corrections, which are buffers, come with the module."""
+    whole, sharded = family_model("glm4_moe", 2), family_model("glm4_moe", 2)
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    stack = sharded.model.layers[1].mlp.experts.down_proj
+    assert is_sharded(stack)
+    engine = tiny_engine(family_model("glm4_moe", 1))
+    engine.update_weights(fully_shard(sharded, mesh=mesh), in_flight=True)
+    expected = tiny_engine(whole).weights_checksum()
+    assert engine.weights_checksum() == expected
+    assert tiny_engine(sharded).weights_checksum() == expected
 
 
 def test_sharded_parameters_are_published_whole(mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.engine.state import EngineState, StateMachine
 from rollout.errors import WeightUpdateError
 from rollout.requests import DynamicInferenceRequest, Status
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
 from rollout.sampling_params import SamplingParams
 
 
@@ -51,7 +51,7 @@ class FakeLLM:
     ) -> WeightUpdateReport:
         self._machine.require(EngineState.PAUSED, EngineState.SUSPENDED, to="update weights")
         self.calls.append("update")
-        weights = dict(named_tensors)
+        weights = by_name(named_tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             raise WeightUpdateError("not finite")
         self.weights = weights

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from rollout import LoraAdapter
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
+from tests.lora_adapters import PeftLike, merged, random_adapter
+from tests.tiny_models import tiny_engine, tiny_model
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
-from trainer_hooks import InProcessWeightSync, SharedMemoryWeightSync, WeightSync
+from trainer_hooks import InProcessWeightSync, SharedMemoryWeightSync, WeightSync, full_tensors
 
 
 def test_one_class_has_the_names_of_both_kinds_of_llm() -> None:
@@ -95,3 +98,37 @@ def test_an_update_that_lost_an_engine_is_tried_once_more() -> None:
     for llm in (LosesAnEngine(2), LosesAnEngine(1, is_transient=False)):
         with pytest.raises(WeightUpdateError, match="rank 1"):
             InProcessWeightSync(llm).push(module, version=8)
+
+
+# ---- adapters
+
+
+def test_a_peft_model_pushes_its_active_adapter() -> None:
+    model, llm = PeftLike("default"), FakeLLM(EngineState.SUSPENDED)
+    sync = InProcessWeightSync(llm)
+    for source in (model, LoraAdapter.from_peft(model)):
+        sync.push(source)
+        assert sorted(name.partition(".lora_")[2] for name in llm.weights) == [
+            "A.default.weight",
+            "B.default.weight",
+        ]
+        assert not any(tensor.requires_grad for tensor in llm.weights.values())
+    asyncio.run(InProcessWeightSync(FakeAsyncLLM(EngineState.SUSPENDED)).apush(model))
+
+
+def test_a_rank_without_an_engine_gathers_the_adapter_that_others_push() -> None:
+    names = [name for name, _ in full_tensors(PeftLike("default"))]
+    assert names == sorted(LoraAdapter.from_peft(PeftLike("default")).tensors)
+
+
+def test_an_adapter_of_live_tensors_is_pushed_with_their_values_of_today() -> None:
+    hf = tiny_model("qwen2", seed=1)
+    base = {name: p.detach().clone() for name, p in hf.named_parameters()}
+    adapter, engine = random_adapter(base), tiny_engine(hf)
+    engine.pause()
+    for scale in (1.0, -0.5):
+        for tensor in adapter.tensors.values():
+            tensor.mul_(scale)
+        checksum = InProcessWeightSync(engine).push(adapter).checksum
+    full = tiny_engine(hf)
+    assert full.update_weights(merged(base, adapter), in_flight=True).checksum == checksum

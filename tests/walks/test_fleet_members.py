@@ -20,7 +20,8 @@ from tests.apis.engine_children import NUM_STEPS_OF_THE_KILLED, engine_child
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle, num_resumed
 from tests.apis.leftovers import fleet_pids
-from tests.tiny_models import IS_LONG, Margins, prompt_of
+from tests.lora_adapters import merged, random_adapter
+from tests.tiny_models import IS_LONG, Margins, prompt_of, tiny_engine
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,24 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
             os.kill(child.process.pid or 0, signal.SIGUSR1)
             assert await child.word("work") == (version, checksum)
             check_all(await load.end())
+
+    fleet.run(work)
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_late_puts_the_adapter_on_the_fleets_base(fleet: Fleet) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        version = llm.weights_version + 1
+        await update(llm, version)
+        base = {name: p.detach() for name, p in weights(version).named_parameters()}
+        for seed in (1, 2):
+            adapter = random_adapter(base, seed=seed)
+            report = await llm.update_weights(adapter, in_flight=True)
+        full = tiny_engine(weights(version)).stage_weights(merged(base, adapter))
+        assert report.checksum == full.checksum
+        with engine_child(llm.address, directory(), CONFIG) as child:
+            assert await child.word("work") == (version + 2, report.checksum)
+        await update(llm, version + 3)
 
     fleet.run(work)
 

@@ -11,20 +11,44 @@ from __future__ import annotations
 
 from ctypes import addressof
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
+from rollout.backends.attention.torch_sdpa import TorchPlan, TorchSdpaAttention
 from rollout.backends.base import Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.native.kernels import AttentionArgs, Kernels
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_GROUP = 240  # query heads per KV head
 _MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of paged_cache.h
+
+
+class NativePlan(TorchPlan):
+    """What all layers of a forward pass share, for the kernels and for the torch path."""
+
+    @cached_property
+    def args(self) -> AttentionArgs:
+        """The kernels' view of the batch; each layer sets what is its own."""
+        batch = self.batch
+        assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
+        return AttentionArgs(
+            slots=batch.slots_T.data_ptr(),
+            tables=batch.block_tables_RM.data_ptr(),
+            query_starts=batch.query_starts.ctypes.data,
+            context_lens=batch.context_lens.ctypes.data,
+            table_stride=batch.block_tables_RM.stride(0),
+            block_size=batch.block_size,
+        )
+
+    @cached_property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the contexts of all decode rows."""
+        return int(self.batch.context_lens[: self.batch.num_decode_rows].sum())
 
 
 class NativePagedAttention(TorchSdpaAttention):
@@ -33,6 +57,10 @@ class NativePagedAttention(TorchSdpaAttention):
     def __init__(self, kernels: Kernels, ops: Ops | None = None) -> None:
         super().__init__(ops)
         self._kernels = kernels
+
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with a NativePlan."""
+        return replace(batch, plan=NativePlan(batch))
 
     def attend(
         self,
@@ -50,17 +78,19 @@ class NativePagedAttention(TorchSdpaAttention):
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
             return super().attend(q_THD, k_TGD, v_TGD, layer, batch, None, traits)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        if traits.sinks_H is not None:
-            traits = replace(traits, sinks_H=traits.sinks_H.detach().float().contiguous())
-        args = attention_args(q_THD, k_TGD, v_TGD, out_THD, cache, batch, traits)
+        sinks_H = None if traits.sinks_H is None else traits.sinks_H.detach().float().contiguous()
+        args = batch.plan.args
+        set_tensors(args, q_THD, k_TGD, v_TGD, out_THD, cache)
+        set_traits(args, traits, sinks_H)
         self._kernels.write_tokens(addressof(args))
         num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
         if num_decode:
-            kv_bytes = int(batch.context_lens[:num_decode].sum()) * cache[0, 0].nbytes
-            self._decode(args, num_decode, kv_bytes)
+            token_bytes = cache.stride(1) * cache.itemsize
+            self._decode(args, num_decode, batch.plan.num_decode_tokens * token_bytes)
         if num_rows > num_decode:
             self._prefill(args, num_decode, num_rows)
-        return out_THD
+        # Where V is a part of K, the kernels have summed the other dims as well.
+        return out_THD if cache.shape[2] == 2 else out_THD[..., : v_TGD.shape[2]]
 
     def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
         num_parts = max(1, min(torch.get_num_threads(), kv_bytes // _MIN_KV_BYTES_PER_THREAD))
@@ -84,32 +114,29 @@ class NativePagedAttention(TorchSdpaAttention):
         self._kernels.split(num_parts, work)
 
 
-def attention_args(
+def set_tensors(
+    args: AttentionArgs,
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
     out_THD: Tensor,
     cache: Tensor,
-    batch: ForwardBatch,
-    traits: AttentionTraits = PLAIN,
-) -> AttentionArgs:
-    """The kernels' view of these tensors, which must outlive it; sinks are float32."""
-    assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
-    num_tokens, num_kv_heads, head_dim = k_TGD.shape
-    return AttentionArgs(
-        out_THD.data_ptr(),
-        *(q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()),
-        *(cache.data_ptr(), batch.slots_T.data_ptr(), batch.block_tables_RM.data_ptr()),
-        *(batch.query_starts.ctypes.data, batch.context_lens.ctypes.data),
-        *(q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)),
-        *(batch.block_tables_RM.stride(0), cache.stride(0), batch.block_size),
-        *(num_tokens, q_THD.shape[1], num_kv_heads, head_dim),
-        *(CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]),
-        window=traits.window or 0,
-        sinks=None if traits.sinks_H is None else traits.sinks_H.data_ptr(),
-        scale=traits.scale_of(head_dim),
-        softcap=traits.softcap or 0.0,
-    )
+) -> None:
+    """What the kernels read and write, which must outlive `args`."""
+    args.out, args.cache = out_THD.data_ptr(), cache.data_ptr()
+    args.q, args.k, args.v = q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
+    args.q_stride, args.k_stride, args.v_stride = q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)
+    args.block_stride = cache.stride(0)
+    args.tokens, args.heads, args.dim = q_THD.shape
+    args.kv_heads, args.planes = k_TGD.shape[1], cache.shape[2]
+    args.token_type, args.cache_type = CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]
+
+
+def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | None) -> None:
+    """`sinks_H` are float32, and must outlive `args`."""
+    args.window, args.softcap = traits.window or 0, traits.softcap or 0.0
+    args.sinks = None if sinks_H is None else sinks_H.data_ptr()
+    args.scale = traits.scale_of(args.dim)
 
 
 def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
@@ -122,5 +149,10 @@ def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) ->
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
         and q_THD.shape[1] // k_TGD.shape[1] <= MAX_GROUP
-        and all(x.stride()[1:] == (head_dim, 1) for x in (q_THD, k_TGD, v_TGD))
+        and all(_has_gapless_heads(x) for x in (q_THD, k_TGD))
+        and (cache.shape[2] == 1 or _has_gapless_heads(v_TGD))
     )
+
+
+def _has_gapless_heads(x_THD: Tensor) -> bool:
+    return x_THD.stride()[1:] == (x_THD.shape[2], 1)

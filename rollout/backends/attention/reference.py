@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
+from rollout.backends.attention.token_major import TokenMajorCache, places_of, write_tokens
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 
@@ -26,16 +26,20 @@ class ReferenceAttention(TokenMajorCache):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """softmax(q k / sqrt(D)) v over positions up to the token's own, in float32; [T, H, D]."""
+        """softmax(q k / sqrt(D)) v over positions up to the token's own, in float32; [T, H, D].
+
+        Where the cache holds K alone, the result has as many dims as `v_TGD`.
+        """
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
-        write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
+        write_tokens(cache, k_TGD, v_TGD, places_of(batch))
         row_T = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))
         tables_TM = batch.block_tables_RM[torch.from_numpy(row_T).to(cache.device)].long()
         context_TC2GD = cache[tables_TM].flatten(1, 2).float()
         repeats = q_THD.shape[1] // k_TGD.shape[1]
         k_TCHD = context_TC2GD[:, :, 0].repeat_interleave(repeats, dim=2)
-        v_TCHD = context_TC2GD[:, :, 1].repeat_interleave(repeats, dim=2)
+        v_TCGD = context_TC2GD[:, :, -1, :, : v_TGD.shape[2]]
+        v_TCHD = v_TCGD.repeat_interleave(repeats, dim=2)
         scores_THC = torch.einsum("thd,tchd->thc", q_THD.float(), k_TCHD)
         scores_THC = scores_THC * traits.scale_of(q_THD.shape[2])
         if traits.softcap is not None:

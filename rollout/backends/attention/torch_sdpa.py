@@ -9,16 +9,63 @@ key/value heads, E query heads per KV head, D head dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.backends.attention.token_major import TokenMajorCache, write_tokens
+from rollout.backends.attention.token_major import (
+    Places,
+    TokenMajorCache,
+    places_of,
+    write_tokens,
+)
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
+
+
+class Row(NamedTuple):
+    """Tokens [start, end) of a row, the last ones of its context, and the blocks of that."""
+
+    start: int
+    end: int
+    context_len: int
+    first_block: int
+    blocks: Tensor
+
+
+class TorchPlan:
+    """What all layers of a forward pass share, worked out when the first of them needs it."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self.batch = batch
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the tokens are written."""
+        return places_of(self.batch)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows of the batch, in order."""
+        batch, tables_RM = self.batch, self.batch.block_tables_RM
+        spans, lengths = pairwise(batch.query_starts.tolist()), batch.context_lens.tolist()
+        columns = spans, lengths, tables_RM[:, 0].tolist(), tables_RM
+        return [
+            Row(start, end, length, first_block, blocks_M[: -(-length // batch.block_size)])
+            for (start, end), length, first_block, blocks_M in zip(*columns, strict=True)
+        ]
 
 
 class TorchSdpaAttention(TokenMajorCache):
     """Implements `AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
+
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with a TorchPlan."""
+        return replace(batch, plan=TorchPlan(batch))
 
     def attend(
         self,
@@ -32,39 +79,40 @@ class TorchSdpaAttention(TokenMajorCache):
     ) -> Tensor:
         """Write K and V at their slots, then attend causally; [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
-        cache = batch.kv[layer]
-        write_tokens(cache, k_TGD, v_TGD, batch.slots_T)
-        out_THD = torch.empty_like(q_THD)
+        cache, plan, num_dims = batch.kv[layer], batch.plan, v_TGD.shape[2]
+        write_tokens(cache, k_TGD, v_TGD, plan.places)
+        if cache.shape[2] == 1:
+            v_TGD = k_TGD  # equal dims spare torch the slow path; the surplus ones are cut off
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], num_dims)
         scale = traits.scale_of(q_THD.shape[2])
-        starts = batch.query_starts.tolist()
-        for row, context_len in enumerate(batch.context_lens.tolist()):
-            start, end = starts[row], starts[row + 1]
-            q_QHD = q_THD[start:end]
-            if end - start == context_len and context_len > 1 and traits.has_plain_scores:
-                out_THD[start:end] = _causal(q_QHD, k_TGD[start:end], v_TGD[start:end], scale)
-                continue
-            first = 0
-            if traits.window is not None:
-                first = max(0, context_len - (end - start) - traits.window + 1)
-            context_C2GD = _context(cache, batch, row, first, context_len)
-            if traits.has_plain_scores:
-                out_THD[start:end] = _with_context(q_QHD, context_C2GD, scale)
+        for row in plan.rows:
+            tokens = slice(row.start, row.end)
+            num_queries, q_QHD = row.end - row.start, q_THD[tokens]
+            if num_queries == row.context_len > 1 and traits.has_plain_scores:
+                out_QHD = _causal(q_QHD, k_TGD[tokens], v_TGD[tokens], scale)
             else:
-                out_THD[start:end] = _explicit(q_QHD, context_C2GD, scale, traits)
+                first = 0
+                if traits.window is not None:
+                    first = max(0, row.context_len - num_queries - traits.window + 1)
+                k_CGD, v_CGD = _context(cache, row, first)
+                if traits.has_plain_scores:
+                    out_QHD = _with_context(q_QHD, k_CGD, v_CGD, scale)
+                else:
+                    out_QHD = _explicit(q_QHD, k_CGD, v_CGD, scale, traits)
+            out_THD[tokens] = out_QHD if out_QHD.shape[2] == num_dims else out_QHD[..., :num_dims]
         return out_THD
 
 
-def _context(cache: Tensor, batch: ForwardBatch, row: int, first: int, context_len: int) -> Tensor:
-    """K and V of the row's positions [first, context_len), [C, 2, G, D]."""
-    first_block = first // batch.block_size
-    num_blocks = -(-context_len // batch.block_size)
-    blocks = batch.block_tables_RM[row, first_block:num_blocks]
-    if len(blocks) == 1:
-        context_B2GD = cache[int(blocks[0])]
+def _context(cache: Tensor, row: Row, first: int) -> tuple[Tensor, Tensor]:
+    """K and V of the row's positions from `first` on, [C, G, D]; both K where V is a part of it."""
+    block_size, skipped = cache.shape[1], 0
+    if row.context_len <= block_size:
+        context = cache[row.first_block]
     else:
-        context_B2GD = cache[blocks].flatten(0, 1)
-    skipped = first_block * batch.block_size
-    return context_B2GD[first - skipped : context_len - skipped]
+        skipped = first - first % block_size
+        context = cache[row.blocks[skipped // block_size :]].flatten(0, 1)
+    context = context[first - skipped : row.context_len - skipped]
+    return context[:, 0], context[:, -1]
 
 
 def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor, scale: float) -> Tensor:
@@ -74,10 +122,9 @@ def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor, scale: float) -> Tensor
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 
-def _with_context(q_QHD: Tensor, context_C2GD: Tensor, scale: float) -> Tensor:
+def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> Tensor:
     """Attention of the last Q tokens of a context to all of it."""
     num_queries, num_heads, head_dim = q_QHD.shape
-    k_CGD, v_CGD = context_C2GD.unbind(1)
     num_kv_heads, context_len = k_CGD.shape[1], k_CGD.shape[0]
     if num_queries == 1:
         q_1GED = q_QHD.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -94,9 +141,11 @@ def _with_context(q_QHD: Tensor, context_C2GD: Tensor, scale: float) -> Tensor:
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 
-def _explicit(q_QHD: Tensor, context_C2GD: Tensor, scale: float, traits: AttentionTraits) -> Tensor:
+def _explicit(
+    q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float, traits: AttentionTraits
+) -> Tensor:
     """The same with windows, softcaps and sinks, by one explicit softmax in float32."""
-    q_GEQD, k_GECD, v_GECD = _group(q_QHD, *context_C2GD.unbind(1))
+    q_GEQD, k_GECD, v_GECD = _group(q_QHD, k_CGD, v_CGD)
     scores_GEQC = (q_GEQD.float() @ k_GECD.float().transpose(-1, -2)) * scale
     if traits.softcap is not None:
         scores_GEQC = (scores_GEQC / traits.softcap).tanh_() * traits.softcap

@@ -18,8 +18,10 @@ from rollout.backends.attention.triton_kernels import paged_attention_kernel, re
 from rollout.backends.base import CacheSpec
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.ops.triton_append import append_kv
+from rollout.errors import ConfigError
 
 MAX_SPLITS = 32
+MAX_HEAD_DIM = 256
 _MIN_TILES_PER_SPLIT = 2  # less work than that does not pay for its partial result
 
 
@@ -92,8 +94,20 @@ class TritonPagedAttention:
         self._num_splits = num_splits
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """[num_blocks, 2, G, block_size, D]."""
+        """[num_blocks, 2, G, block_size, D]. Raises ConfigError for heads that the kernels are not
+        made for.
+        """
+        if spec.value_dim is not None or spec.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"the GPU's attention has no kernel for head_dim={spec.head_dim}, value_dim="
+                f"{spec.value_dim}: it has V of its own and at most {MAX_HEAD_DIM} dims; use "
+                "device='cpu' for latent attention and wider heads"
+            )
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as it is: what its launches depend on are the shapes of a layer."""
+        return batch
 
     def attend(
         self,

@@ -90,7 +90,7 @@ INLINE void pack_as(const struct place *place, int64_t k_offset, int64_t v_offse
 
 void pack_tile(const struct attention *a, const struct place *place, int64_t kv_head, struct tile *tile,
                struct ahead *ahead) {
-    const int64_t dim = a->dim, k = kv_head * dim, v = (a->kv_heads + kv_head) * dim;
+    const int64_t dim = a->dim, k = kv_head * dim, v = value_of(a, kv_head);
     tile->start = place->start, tile->count = place->count;
     if (a->cache_type == BFLOAT16) pack_as(place, k, v, dim, BFLOAT16, tile, ahead);
     else pack_as(place, k, v, dim, FLOAT32, tile, ahead);

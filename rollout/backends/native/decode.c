@@ -112,17 +112,17 @@ static struct ahead look_ahead(const struct job *job, const struct place *next, 
                                int64_t queries) {
     const struct attention *a = job->a;
     const int64_t num_heads = job->kv_last - job->kv_first, size = size_of(a->cache_type);
-    const int64_t is_whole = num_heads == a->kv_heads;
+    const int64_t runs_per_token = num_heads == a->kv_heads ? 1 : a->planes;
     struct ahead ahead = {
         .tokens = next->tokens,
-        .num_runs = next->count * (is_whole ? 1 : 2),
-        .runs_per_token = is_whole ? 1 : 2,
-        .run_bytes = num_heads * a->dim * size * (is_whole ? 2 : 1),
+        .num_runs = next->count * runs_per_token,
+        .runs_per_token = runs_per_token,
+        .run_bytes = num_heads * a->dim * size * a->planes / runs_per_token,
         .skipped = job->kv_first * a->dim * size,
         .v_bytes = a->kv_heads * a->dim * size,
     };
     const int64_t fetches = num_heads * fetches_of_tile(count, queries, a->dim);
-    const int64_t lines = next->count * 2 * num_heads * a->dim * size / LINE;
+    const int64_t lines = next->count * a->planes * num_heads * a->dim * size / LINE;
     ahead.lines_per_fetch = (lines + fetches - 1) / fetches;
     begin_run(&ahead);
     return ahead;
@@ -231,16 +231,19 @@ EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t
     if (end_head < a->kv_heads) decode_heads(a, row, end_row, end_head, end_head + 1);
 }
 
-/* Write each token's K and V at its slot. */
+/* Write each token's K at its slot, and its V where it has one. */
 EXPORT void write_tokens(const struct attention *a) {
     const int64_t kv_size = a->kv_heads * a->dim;
     for (int64_t i = 0; i < a->tokens; i++) {
         int64_t block = a->slots[i] / a->block_size, offset = a->slots[i] % a->block_size;
-        int64_t slot = block * a->block_stride + offset * 2 * kv_size;
+        int64_t slot = block * a->block_stride + offset * token_size(a);
         for (int64_t d = 0; d < kv_size; d += LANES) {
             v8f k = load_as(a->k, i * a->k_stride + d, a->token_type);
-            v8f v = load_as(a->v, i * a->v_stride + d, a->token_type);
             store_as(a->cache, slot + d, k, a->cache_type);
+        }
+        if (a->planes == 1) continue;
+        for (int64_t d = 0; d < kv_size; d += LANES) {
+            v8f v = load_as(a->v, i * a->v_stride + d, a->token_type);
             store_as(a->cache, slot + kv_size + d, v, a->cache_type);
         }
     }

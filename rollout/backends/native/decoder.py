@@ -178,6 +178,7 @@ class NativeDecoder:
                 heads=parts.num_heads,
                 kv_heads=parts.num_kv_heads,
                 dim=parts.head_dim,
+                planes=2,
                 token_type=CACHE_TYPES[torch.float32],
                 cache_type=CACHE_TYPES[cache.dtype],
             ),

@@ -54,7 +54,15 @@ class AttentionArgs(ctypes.Structure):
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "table_stride")),
         *(
             (name, c_int64)
-            for name in ("block_stride", "block_size", "tokens", "heads", "kv_heads", "dim")
+            for name in (
+                "block_stride",
+                "block_size",
+                "tokens",
+                "heads",
+                "kv_heads",
+                "dim",
+                "planes",
+            )
         ),
         *((name, c_int64) for name in ("token_type", "cache_type", "lanes", "window")),
         ("sinks", c_void_p),

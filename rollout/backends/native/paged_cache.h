@@ -5,7 +5,7 @@
 
 #include "vectors.h"
 
-#define MAX_DIM 256 /* of a head */
+#define MAX_DIM 576 /* of a head: a latent of 512 and a key of 64 */
 
 /* Strides count numbers: from token to token, and in the cache from block to block; heads of one
    token are contiguous. Decode rows come first, one token each. */
@@ -19,6 +19,7 @@ struct attention {
     const int32_t *context_lens; /* [rows] */
     int64_t q_stride, k_stride, v_stride, table_stride, block_stride;
     int64_t block_size, tokens, heads, kv_heads, dim;
+    int64_t planes;                 /* of the cache: 2, or 1 where there is K alone, which is V as well */
     int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
     int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
     int64_t window;                 /* positions that a token sees, its own included; 0 for all */
@@ -31,18 +32,24 @@ static inline int64_t first_seen(const struct attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* K of a row's token for all KV heads; its V follows after kv_heads * dim numbers. */
+/* Numbers of a token in the cache, and where among them the V of a KV head begins. */
+INLINE int64_t token_size(const struct attention *a) { return a->planes * a->kv_heads * a->dim; }
+INLINE int64_t value_of(const struct attention *a, int64_t kv_head) {
+    return ((a->planes - 1) * a->kv_heads + kv_head) * a->dim;
+}
+
+/* K of a row's token for all KV heads, and its V. */
 INLINE const char *token_at(const struct attention *a, int64_t row, int64_t position) {
     int64_t block = a->tables[row * a->table_stride + position / a->block_size];
     int64_t offset = position % a->block_size;
-    int64_t number = block * a->block_stride + offset * 2 * a->kv_heads * a->dim;
+    int64_t number = block * a->block_stride + offset * token_size(a);
     return (const char *)a->cache + number * size_of(a->cache_type);
 }
 
 /* Where the tokens [start, start + count) of a row lie. */
 static inline void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
                                const char **tokens) {
-    const int64_t token_bytes = 2 * a->kv_heads * a->dim * size_of(a->cache_type);
+    const int64_t token_bytes = token_size(a) * size_of(a->cache_type);
     int64_t offset = start % a->block_size;
     for (int64_t i = 0; i < count; offset = 0) {
         const char *token = token_at(a, row, start + i);

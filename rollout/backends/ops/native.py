@@ -9,6 +9,7 @@ N top-n; E hidden size, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
-from rollout.backends.ops.native_experts import can_run, run_experts
+from rollout.backends.ops.native_experts import can_run, measure, run_experts
+from rollout.backends.products.candidates import PLAIN, bucket_of
+from rollout.backends.products.choice import Choice, Rounds
 from rollout.backends.products.selection import ProductSelection
+from rollout.backends.products.timing import Stopwatch
 
 _LANES = 8
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,10 +106,30 @@ class NativeOps(CpuOps):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Each token's weighted sum over its experts; see `Ops.experts`."""
-        if not can_run(experts):
+        """Each token's weighted sum over its experts; see `Ops.experts`.
+
+        By the kernel or by torch, whichever is faster for so many tokens of an expert.
+        """
+        if not ids_TK.numel() or not can_run(experts):
+            return super().experts(x_TE, ids_TK, weights_TK, experts)
+        num_in_use = min(ids_TK.numel(), len(experts.down_NEF))
+        bucket = bucket_of(-(-ids_TK.numel() // num_in_use))
+        if self._experts_choice(experts).products[bucket] == PLAIN.name:
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         return run_experts(self._kernels, x_TE, ids_TK, weights_TK, experts)
+
+    def _experts_choice(self, experts: ExpertWeights) -> Choice:
+        """Measured when experts of this shape first run, here or, earlier, on this machine."""
+        _, hidden_size, expert_size = experts.down_NEF.shape
+        dtype = str(experts.down_NEF.dtype).removeprefix("torch.")
+        key = f"{hidden_size}x{expert_size} {dtype} experts"
+
+        def seconds(stopwatch: Stopwatch) -> tuple[Rounds, Rounds]:
+            plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)
+            of_plain, of_native = measure(experts, [plain, native], stopwatch)
+            return of_plain, of_native
+
+        return self._products.choose_for(key, seconds)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""

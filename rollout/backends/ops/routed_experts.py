@@ -7,6 +7,7 @@ experts, E hidden size, F expert size, G = 2 F.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, GatedActivation
 
+# product(x_AE, weight_NFE, bias_NF): row a with its expert's weight and bias, [A, F].
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 TOKENS_AT_ONCE = 1024  # of the loop: bounds the memory of assignments at little cost in time
 _GROUP_ALIGNMENT = 16  # bytes between rows that torch's grouped product asks for
 
@@ -31,9 +34,9 @@ def routed_experts(
     the host does not wait; elsewhere, and where that has no kernel, a loop over the experts in use.
     """
     if can_group(x_TE, experts):
-        return _sum(x_TE, ids_TK, weights_TK, experts, _grouped, gate)
+        return _sum(x_TE, ids_TK, weights_TK, experts, grouped, gate)
     parts = (part_TX.split(TOKENS_AT_ONCE) for part_TX in (x_TE, ids_TK, weights_TK))
-    sums = [_sum(x, ids, w, experts, _looped, gate) for x, ids, w in zip(*parts, strict=True)]
+    sums = [_sum(x, ids, w, experts, looped, gate) for x, ids, w in zip(*parts, strict=True)]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
@@ -57,40 +60,45 @@ def _sum(
     ids_TK: Tensor,
     weights_TK: Tensor,
     experts: ExpertWeights,
-    product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    product_of: Callable[[Tensor, int], Product],
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """The experts' weighted sum; `product(x_AE, ids_A, weight_NFE, bias_NF)` of rows in the order
-    of their experts.
-    """
-    num_experts_per_token = ids_TK.shape[1]
+    """The experts' weighted sum; `product_of(ids_A, N)` is that of assignments in this order."""
     ids_A, order_A = ids_TK.flatten().sort(stable=True)
-    x_AE = x_TE.index_select(0, order_A // num_experts_per_token)
-    gate_up_AG = product(x_AE, ids_A, experts.gate_up_NGE, experts.gate_up_bias_NG)
+    product = product_of(ids_A, len(experts.down_NEF))
+    x_AE = x_TE.index_select(0, order_A // ids_TK.shape[1])
+    gate_up_AG = product(x_AE, experts.gate_up_NGE, experts.gate_up_bias_NG)
     hidden_AF = gate(experts.activation, gate_up_AG)
-    sorted_AE = product(hidden_AF, ids_A, experts.down_NEF, experts.down_bias_NE)
+    sorted_AE = product(hidden_AF, experts.down_NEF, experts.down_bias_NE)
     out_AE = torch.empty_like(sorted_AE, dtype=torch.float32)
     out_AE[order_A] = sorted_AE.float()
     out_TKE = out_AE.view(*ids_TK.shape, x_TE.shape[1])
     return out_TKE.mul_(weights_TK[:, :, None]).sum(1).to(x_TE.dtype)
 
 
-def _looped(x_AE: Tensor, ids_A: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
+def looped(ids_A: Tensor, num_experts: int) -> Product:
     """One product for each expert in use. The host waits for the ids."""
-    out_AF = x_AE.new_empty(len(x_AE), weight_NFE.shape[1])
-    ids, counts = torch.unique_consecutive(ids_A, return_counts=True)
-    start = 0
-    for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        end = start + count
-        bias_F = None if bias_NF is None else bias_NF[expert]
-        out_AF[start:end] = F.linear(x_AE[start:end], weight_NFE[expert], bias_F)
-        start = end
-    return out_AF
+    ids, counts = (x.tolist() for x in torch.unique_consecutive(ids_A, return_counts=True))
+
+    def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
+        out_AF = x_AE.new_empty(len(x_AE), weight_NFE.shape[1])
+        for expert, rows, out in zip(ids, x_AE.split(counts), out_AF.split(counts), strict=True):
+            if bias_NF is None:
+                torch.mm(rows, weight_NFE[expert].t(), out=out)
+            else:
+                torch.addmm(bias_NF[expert], rows, weight_NFE[expert].t(), out=out)
+        return out_AF
+
+    return product
 
 
-def _grouped(x_AE: Tensor, ids_A: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
+def grouped(ids_A: Tensor, num_experts: int) -> Product:
     """One launch for all experts, which a graph can capture."""
-    experts_N = torch.arange(len(weight_NFE), device=ids_A.device)
+    experts_N = torch.arange(num_experts, device=ids_A.device)
     ends_N = torch.searchsorted(ids_A, experts_N, right=True, out_int32=True)
-    out_AF: Tensor = F.grouped_mm(x_AE, weight_NFE.transpose(-2, -1), offs=ends_N)
-    return out_AF if bias_NF is None else out_AF + bias_NF.index_select(0, ids_A)
+
+    def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
+        out_AF: Tensor = F.grouped_mm(x_AE, weight_NFE.transpose(-2, -1), offs=ends_N)
+        return out_AF if bias_NF is None else out_AF + bias_NF.index_select(0, ids_A)
+
+    return product

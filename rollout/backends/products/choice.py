@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 
-# By name, then by bucket: the seconds of each round. Products that cannot be used are left out.
-Seconds = Mapping[str, Sequence[Sequence[float]]]
+Rounds = Sequence[Sequence[float]]  # by bucket: the seconds of each round
+Seconds = Mapping[str, Rounds]  # by name; products that cannot be used are left out
 
 # By which a product, or a packed copy, must beat the default to replace it: any other product than
 # the default one keeps a second copy of the weight.

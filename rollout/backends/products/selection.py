@@ -13,6 +13,7 @@ from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 from rollout.backends.products.choice import (
     Choice,
+    Rounds,
     choosable,
     choose,
     choose_by_rule,
@@ -76,14 +77,30 @@ class ProductSelection:
             "; ".join(f"{key}: {_summary(self._in_use[key])}" for key in used),
         )
 
+    def choose_for(self, key: str, measure: Callable[[Stopwatch], tuple[Rounds, Rounds]]) -> Choice:
+        """Return the choice between the plain and the native way of something else than a weight:
+        by the seconds of these that `measure` gives, now or, earlier, on this machine.
+
+        It never changes for a key.
+        """
+        if key not in self._in_use:
+            natives = [name for name, p in self._candidates.items() if p.kind == "native"]
+            is_native = self._switch == _BY_RULE or self._switch.startswith("native")
+            if natives and self._switch == _MEASURES:
+                self._in_use[key] = self._choose_measured(key, natives[0], measure)
+            else:
+                name = natives[0] if natives and is_native else PLAIN.name
+                self._in_use[key] = Choice(products=(name,) * len(BUCKETS))
+        return self._in_use[key]
+
     def explain(self) -> str:
         """Return a table of the choices in use or saved: one line for each shape and bucket."""
-        lines = [f"{'weight':<24}{'rows':>5}  {'product':<18}{'microseconds':>12}"]
+        lines = [f"{'weight':<28}{'rows':>5}  {'product':<18}{'microseconds':>12}"]
         for key, choice in (self._measured | self._in_use).items():
             rows = zip(BUCKETS, choice.products, choice.microseconds, strict=True)
             for bucket, name, microseconds in rows:
                 shown = "not measured" if microseconds is None else f"{microseconds:.0f}"
-                lines.append(f"{key:<24}{_rows(bucket):>5}  {name:<18}{shown:>12}")
+                lines.append(f"{key:<28}{_rows(bucket):>5}  {name:<18}{shown:>12}")
         return "\n".join(lines)
 
     def _choice(self, weight_NK: Tensor) -> Choice:
@@ -103,6 +120,18 @@ class ProductSelection:
         kept = {key: found[key] for key in found if is_reliable(found[key], seconds[key])}
         # Another engine may have saved a choice while this one measured; both use that one.
         self._measured |= found | self._cache.save(kept, self._candidates)
+
+    def _choose_measured(
+        self, key: str, native: str, measure: Callable[[Stopwatch], tuple[Rounds, Rounds]]
+    ) -> Choice:
+        if key not in self._measured:
+            names = PLAIN.name, native
+            seconds = dict(zip(names, measure(self._start_stopwatch()), strict=True))
+            found = choose(seconds, [self._candidates[name] for name in names])
+            kept = {key: found} if is_reliable(found, seconds) else {}
+            self._measured |= {key: found} | self._cache.save(kept, self._candidates)
+            logger.info("products: measured %s: %s", key, _summary(self._measured[key]))
+        return self._measured[key]
 
 
 def _key(weight_NK: Tensor) -> str:

@@ -6,7 +6,7 @@ Shape letters: T tokens, K in features, N out features.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,8 +46,12 @@ class Stopwatch:
 
     def seconds(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
         """Return the seconds that one call of the product takes."""
+        return self.seconds_of(lambda: product(x_TK, handle))
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """Return the seconds that this call takes."""
         start = self._now()
-        product(x_TK, handle)
+        call()
         return self._now() - start
 
     def overhead(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:

@@ -49,11 +49,20 @@ _QUIET = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
 @dataclass(frozen=True, slots=True)
 class CommittedWeights:
     """The weights that every engine serves. checksum: "" if it is not known. source: from where a
-    joining engine fetches them, None before the first commit."""
+    joining engine fetches them, None before the first commit. base: of an adapter, the full weights
+    below it, None if they are those that engines start with."""
 
     version: int
     checksum: str
     source: WeightsSource | None
+    base: WeightsSource | None = None
+
+    @property
+    def full_source(self) -> WeightsSource | None:
+        """From where a joining engine fetches the weights without their adapter."""
+        if self.source is None or self.source.lora is not None:
+            return self.base
+        return self.source
 
 
 @dataclass(slots=True)

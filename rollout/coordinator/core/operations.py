@@ -333,7 +333,9 @@ class WeightCommit(Operation):
         self.results = {}
         # An engine that joins later must fetch the same weights.
         source = structs.replace(self.message.source, checksum=checksum)
-        self.fleet.weights = CommittedWeights(self._version, checksum, source)
+        before = self.fleet.weights
+        base = before.full_source if source.lora is not None and before is not None else None
+        self.fleet.weights = CommittedWeights(self._version, checksum, source, base)
         self.context.counters.num_weight_commits += 1
         logger.info("version %d is committed on %d engines", self._version, len(self.members))
         limits = self.context.limits

@@ -226,6 +226,7 @@ class Registry:
             report_interval_tokens=limits.report_interval_tokens,
             weights_version=weights.version,
             weights=weights.source if is_behind else None,
+            base_weights=weights.base if is_behind else None,
             keep=tuple(request.current_attempt() for request in engine.requests.values()),
             session=engine.session,
         )

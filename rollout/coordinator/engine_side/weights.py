@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rollout.coordinator.protocol.messages import (
@@ -14,7 +14,8 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
-from rollout.runner.weight_update import NamedTensors
+from rollout.models.lora import LoraAdapter
+from rollout.runner.weight_update import NamedTensors, by_name
 from rollout.runner.weights import StagedWeights
 
 Fetch = Callable[[WeightsSource], NamedTensors]
@@ -29,9 +30,16 @@ class _Staging:
     """
 
     def __init__(
-        self, engine: Engine, fetch: Fetch, source: WeightsSource, turn: threading.Lock
+        self,
+        engine: Engine,
+        fetch: Fetch,
+        source: WeightsSource,
+        base: WeightsSource | None,
+        turn: threading.Lock,
     ) -> None:
-        self._engine, self._fetch, self._source, self._turn = engine, fetch, source, turn
+        """`base`: the full weights to put an adapter on; None: those that the engine serves."""
+        self._engine, self._fetch, self._turn = engine, fetch, turn
+        self._source, self._base = source, base
         self._is_cancelled = False
         self.outcome: StagedWeights | BaseException | None = None  # None until it has ended
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
@@ -44,6 +52,8 @@ class _Staging:
         source = self._source
         try:
             tensors = self._fetch(source)
+            if isinstance(tensors, LoraAdapter) and self._base is not None:
+                tensors = replace(tensors, base=by_name(self._fetch(self._base)))
             with self._turn:
                 self._check()
                 staged = self._engine.stage_weights(tensors, self._check, source.tensors_checksum)
@@ -115,7 +125,8 @@ class WeightUpdates:
         assert self._staging is None
         self.drop()
         self._order, self._expires_at = order, expires_at
-        self._staging = _Staging(self._engine, self._fetch, source, self._turn)
+        base = order.base_weights if isinstance(order, RegisterAck) else None
+        self._staging = _Staging(self._engine, self._fetch, source, base, self._turn)
 
     def poll(self, now: float) -> tuple[Order, BaseException | None] | None:
         """Return the order whose staging has ended, and its error; None if none has ended."""

@@ -63,6 +63,7 @@ class Sample(WireData, frozen=True, kw_only=True):
             raise ProtocolError(f"Sample: resumed tokens start at {self.resumed.offset}, not 0")
 
 
+Alpha = Annotated[float, Meta(ge=-1e9, le=1e9)]  # which excludes NaN
 Attempts = Annotated[tuple[Attempt, ...], Meta(max_length=MAX_ITEMS)]
 Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
 
@@ -120,12 +121,22 @@ class TensorEntry(WireData, frozen=True, kw_only=True):
     num_bytes: Count
 
 
+class LoraTerms(WireData, frozen=True, kw_only=True):
+    """What the tensors of a source mean if they are A and B of an adapter: see LoraAdapter."""
+
+    rank: Count
+    alpha: Alpha
+    use_rslora: bool
+    ranks: Annotated[Mapping[str, Count], Meta(max_length=2**16)]
+    alphas: Annotated[Mapping[str, Alpha], Meta(max_length=2**16)]
+
+
 class WeightsSource(WireData, frozen=True, kw_only=True):
     """Where weights can be fetched; they never travel over these sockets.
 
     kind: how they are fetched. address: from where. manifest: where each tensor is. checksum: of
     all tensors, as `engine.weights_checksum()` reports it once they are served. tensors_checksum:
-    of the tensors in the source, before any cast.
+    of the tensors in the source, before any cast. lora: None if the tensors are all weights.
     """
 
     kind: Name
@@ -133,6 +144,7 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     manifest: Annotated[Mapping[str, TensorEntry], Meta(max_length=2**16)]
     checksum: Name
     tensors_checksum: Name = ""
+    lora: LoraTerms | None = None
 
 
 class Message(WireData, frozen=True):
@@ -199,6 +211,8 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     heard for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
     tokens of a request between two reports (Progress). weights: where to fetch `weights_version`,
     None if the engine serves it. session: the number of this registration, for the engine's Credit.
+    base_weights: the full update that `weights`, an adapter, belongs to; None if it belongs to the
+    weights that engines start with.
     """
 
     coordinator_id: Uuid
@@ -210,6 +224,7 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     weights: WeightsSource | None = None
     keep: Attempts = ()
     session: Count = 0
+    base_weights: WeightsSource | None = None
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):

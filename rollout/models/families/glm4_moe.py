@@ -2,7 +2,7 @@
 MLP in the first layers.
 """
 
-from rollout.models.family import QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture
+from rollout.models.family import GROUPED_EXPERTS, QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_after_first
 
 GLM4_MOE = Family(
@@ -11,15 +11,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     values={
         "qk_norm": Key(name="use_qk_norm"),
-        "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
-        "experts_per_token": Key(name="num_experts_per_tok"),
-        "expert_size": Key(name="moe_intermediate_size"),
-        "num_shared_experts": Key(name="n_shared_experts"),
-        "router_normalizes": Key(name="norm_topk_prob"),
-        "router_scale": Key(name="routed_scaling_factor"),
-        "num_expert_groups": Key(name="n_group"),
-        "num_chosen_groups": Key(name="topk_group"),
-        "num_mtp_layers": Key(name="num_nextn_predict_layers", alias="num_mtp_layers"),
+        **GROUPED_EXPERTS,
         **QKV_BIAS,
     },
     defaults={
@@ -27,6 +19,7 @@ GLM4_MOE = Family(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },

@@ -6,6 +6,12 @@ from rollout.layers.experts import MoeNames
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_everywhere, windows_by_type
 
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 GPT_OSS = Family(
     name="gpt_oss",
     title="gpt-oss-20b, 120b",
@@ -24,6 +30,7 @@ GPT_OSS = Family(
         "head_dim": 64,
         "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
+        "rope_scaling": _YARN,
         "rope_theta": 150_000.0,
         "sliding_window": 128,
         "swiglu_alpha": 1.702,

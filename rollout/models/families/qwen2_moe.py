@@ -31,7 +31,7 @@ QWEN2_MOE = Family(
         "shared_expert_size": Key(name="shared_expert_intermediate_size"),
         "router_normalizes": Key(name="norm_topk_prob"),
     },
-    defaults={"num_experts_per_tok": 4, "qkv_bias": True},
+    defaults={"num_experts_per_tok": 4, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
     keys=ROUTER_LOSSES
     | {"decoder_sparse_step", "mlp_only_layers"}
     | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},

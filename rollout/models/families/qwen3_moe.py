@@ -15,6 +15,7 @@ QWEN3_MOE = Family(
         "router_normalizes": Key(name="norm_topk_prob"),
         **ATTENTION_BIAS,
     },
+    defaults={"num_experts_per_tok": 8},
     keys=ROUTER_LOSSES
     | {"decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"},
     windows=same_window_if_used,

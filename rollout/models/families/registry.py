@@ -6,11 +6,13 @@ from types import MappingProxyType
 
 from rollout.errors import ModelError
 from rollout.models.families.cohere2 import COHERE2
+from rollout.models.families.deepseek_v3 import DEEPSEEK_V3
 from rollout.models.families.gemma import GEMMA
 from rollout.models.families.gemma2 import GEMMA2
 from rollout.models.families.gemma3 import GEMMA3
 from rollout.models.families.glm4 import GLM4
 from rollout.models.families.glm4_moe import GLM4_MOE
+from rollout.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from rollout.models.families.gpt_oss import GPT_OSS
 from rollout.models.families.granite import GRANITE
 from rollout.models.families.llama import LLAMA
@@ -38,6 +40,7 @@ FAMILIES = MappingProxyType(
             *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, SMOLLM3),
             *(SEED_OSS, GRANITE, GLM4, GEMMA, GEMMA2, GEMMA3, COHERE2),
             *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GPT_OSS, MINIMAX_M2, GLM4_MOE),
+            *(DEEPSEEK_V3, GLM4_MOE_LITE),
         )
     }
 )

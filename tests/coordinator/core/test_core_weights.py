@@ -9,11 +9,13 @@ from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
     Commit,
+    LoraTerms,
     Nack,
     Prepare,
     RegisterAck,
     Rollback,
     UpdateWeights,
+    WeightsSource,
 )
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
 from tests.coordinator.fake_client import FakeClient
@@ -250,6 +252,24 @@ def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
     assert (ack.state, ack.weights) == ("SUSPENDED", source_of(2))
     assert (late.version, late.state) == (2, "SUSPENDED")
     assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_a_late_joiner_gets_the_full_weights_below_an_adapter_too() -> None:
+    terms = LoraTerms(rank=1, alpha=1.0, use_rslora=False, ranks={}, alphas={})
+
+    def sources_of_a_late_joiner(*pushes: WeightsSource) -> tuple[object, object]:
+        fleet, client, _ = fleet_in("PAUSED", 1)
+        for source in pushes:
+            assert isinstance(fleet.give(client, client.update(source)), Ack)
+        late = fleet.engine()
+        fleet.run()
+        (ack,) = [m for m in late.seen if isinstance(m, RegisterAck)]
+        return ack.weights, ack.base_weights
+
+    first, second, third = (replace(source_of(v), lora=terms) for v in (1, 2, 3))
+    assert sources_of_a_late_joiner(first, second) == (second, None)
+    assert sources_of_a_late_joiner(source_of(1), second, third) == (third, source_of(1))
+    assert sources_of_a_late_joiner(source_of(1), second, source_of(3)) == (source_of(3), None)
 
 
 def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> None:

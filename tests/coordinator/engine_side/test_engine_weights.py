@@ -37,6 +37,7 @@ from tests.coordinator.engine_side.test_engine_agent import (
     steps,
     tell,
 )
+from tests.lora_adapters import merged, random_adapter
 from tests.tiny_models import tiny_engine
 
 BOUND_S = 30.0
@@ -388,3 +389,23 @@ def test_an_engine_closes_while_a_fetch_hangs(sources: HeldSources) -> None:
     agent.close()
     sources.free_all()
     assert agent.poll() == []
+
+
+def test_an_engine_that_enters_puts_an_adapter_on_the_full_weights_that_it_lacks() -> None:
+    weights = {name: p.detach() for name, p in model(21).named_parameters()}
+    adapter = random_adapter(weights)
+    expected = tiny_engine(model(21)).stage_weights(merged(weights, adapter)).checksum
+
+    def fetch(source: WeightsSource) -> NamedTensors:
+        return adapter if source.address == "4" else model(int(source.address)).state_dict()
+
+    engine = tiny_engine(model())
+    agent = make_agent(fetch=fetch, engine=engine)
+    base = source_of(21)
+    agent.handle(entered(weights_version=4, weights=source_of(4, expected), base_weights=base))
+    staged(agent)
+    assert (engine.weights_version, engine.weights_checksum()) == (4, expected)
+    # The next adapter goes on the same base.
+    second = random_adapter(weights, seed=2)
+    full = tiny_engine(model(21)).stage_weights(merged(weights, second))
+    assert engine.update_weights(second, in_flight=True).checksum == full.checksum

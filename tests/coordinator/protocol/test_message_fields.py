@@ -96,6 +96,10 @@ LEGAL = {
     "TopNRun | None": {"none"},
     "WeightsSource": set(),
     "WeightsSource | None": {"none"},
+    "LoraTerms | None": {"none"},
+    "LoraTerms.ranks": {"empty map"},
+    "LoraTerms.alphas": {"empty map"},
+    "Alpha": _SMALL | {"minus one", "1.5", "-0.5"},
     "WireError": set(),
     "WireError | None": {"none"},
     "EngineStatus | None": {"none"},
@@ -123,7 +127,10 @@ RUNS = TokenRuns(
 SAMPLE = wire.Sample(request_id=1, sampling_params=pack_params(SamplingParams()))
 ERROR = wire.WireError(type_name="ConfigError", message="no")
 TENSOR = wire.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
-SOURCE = wire.WeightsSource(kind="shm", address="w", manifest={"w": TENSOR}, checksum="c")
+TERMS = wire.LoraTerms(rank=2, alpha=4.0, use_rslora=False, ranks={"q": 3}, alphas={"q": 1.0})
+SOURCE = wire.WeightsSource(
+    kind="shm", address="w", manifest={"w": TENSOR}, checksum="c", lora=TERMS
+)
 STATUS = wire.EngineStatus(
     state="running", num_steps=1, num_waiting=0, num_running=1, weights_version=0
 )
@@ -135,6 +142,7 @@ EXAMPLES = [
     SAMPLE,
     ERROR,
     TENSOR,
+    TERMS,
     SOURCE,
     STATUS,
     wire.Attempt(request_id=1),

@@ -1,0 +1,108 @@
+"""Generation with a mixture of experts against transformers' `generate`, on one thread.
+
+    python -m benchmarks.moe                # three rounds of W1
+    python -m benchmarks.moe --small        # seconds: shows that it runs, not how fast
+
+The model is random, with 64 experts, 8 for each token. transformers runs with each of its
+implementations of experts that a CPU and the memory allow: "batched_mm" copies the weights of every
+token's experts, 64 GB for the prompts of W1, and is left out. Writes a page and a JSON file as
+`benchmarks.generate` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+from benchmarks.contestants import RolloutEngine, TransformersGenerate, largest_logprob_error
+from benchmarks.machine import describe
+from benchmarks.models import MOE64, SMALL_MOE, transformers_model
+from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import publish
+from benchmarks.report import ContestResult, Results, as_json, as_markdown
+from benchmarks.rounds import Contest, play_round, warm_up
+from benchmarks.workloads import Generated, Workload, workloads
+from rollout import LLM, InferenceConfig
+
+RESULTS = Path(__file__).parent / "results"
+EXPERTS = ("grouped_mm", "eager")
+CACHES = ("dynamic", "static")
+
+
+class TransformersMixture(TransformersGenerate):
+    """transformers' `generate` with one of its implementations of experts."""
+
+    def __init__(self, model: Any, *, cache: str, experts: str) -> None:
+        super().__init__(model, cache=cache)
+        self.name = f"transformers {cache} cache, {experts} experts"
+        self._experts = experts
+
+    def run(self, workload: Workload, seed: int) -> Generated:
+        """As for a dense model."""
+        self._model.set_experts_implementation(self._experts)
+        return super().run(workload, seed)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be at least 1")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> Results:
+    """Run all rounds of W1, and compare log-probs with transformers' forward pass."""
+    spec = SMALL_MOE if arguments.small else MOE64
+    model = transformers_model(spec)
+    workload = workloads(spec.vocab_size, is_small=arguments.small)["W1"]
+    config = InferenceConfig(num_threads=1, max_sequence_length=512, buffer_size_gb=1.0)
+    with LLM(model, inference_config=config) as llm:
+        ours = RolloutEngine(llm)
+        peers = [
+            TransformersMixture(model, cache=cache, experts=experts)
+            for experts in EXPERTS
+            for cache in CACHES
+        ]
+        contest = Contest(workload=workload, ours=ours, peers=list(peers))
+        warm_up(contest)
+        for number in range(1, arguments.rounds + 1):
+            play_round(contest, lambda _: None)
+            console.print(f"round {number}: ratio {contest.rounds[-1].ratio:.2f}")
+        short = workload.shortened(8)
+        error = largest_logprob_error(model, short, ours.run(short, seed=0))
+    return Results(
+        date=datetime.date.today().isoformat(),
+        machine=describe(config),
+        model="moe-small" if arguments.small else "moe64",
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        contests=[ContestResult(contest=contest)],
+        steps=[],
+        largest_logprob_error=error,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Results:
+    """Measure, print and write. Returns what was measured."""
+    arguments = parse_arguments(argv)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("rollout").setLevel(logging.WARNING)
+    console = Console(stderr=True)
+    results = measure(arguments, console)
+    publish(as_json(results), as_markdown(results), results.model, arguments.output, console)
+    return results
+
+
+if __name__ == "__main__":
+    restart_with_one_thread()
+    main()

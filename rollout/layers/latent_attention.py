@@ -1,0 +1,187 @@
+"""LatentAttention: multi-head latent attention, computed on the latents that the KV cache keeps.
+
+Shape letters: T tokens, L kept tokens, E hidden size, H heads, R latent rank, N dims of a head that
+no position turns, P dims that positions turn, D = R + P cached dims, V value dims of a head.
+Source: DeepSeek-AI 2024, "DeepSeek-V2", sec. 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from rollout.backends.base import AttentionBackend, Backend
+from rollout.backends.forward_batch import AttentionTraits, ForwardBatch
+from rollout.errors import ModelError
+from rollout.layers.attention import Angles
+from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.linear import Linear
+from rollout.layers.norm import RMSNorm
+from rollout.layers.rope import RopeSpec, head_order
+
+LATENT_NORM_EPS = 1e-6  # of all published models, whatever the eps of their other norms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentDims:
+    """Sizes of latent attention, by the names of Hugging Face configs.
+
+    `q_lora_rank` None: queries come from the hidden state at once. Raises ModelError for sizes that
+    make no attention.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if value is None and name == "q_lora_rank":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ModelError(f"{name}={value!r} must be a positive integer")
+        if self.qk_rope_head_dim % 2:
+            raise ModelError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even")
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head before it is absorbed."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers that the cache keeps of a token: the latent and the key that all heads share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """What shapes one layer's latent attention.
+
+    `bias` is of the projections that read the hidden state. `rope_index` is the rope's place among
+    those of the model.
+    """
+
+    num_heads: int
+    dims: LatentDims
+    bias: bool
+    output_bias: bool
+    rope: RopeSpec
+    rope_index: int
+    scale: float
+
+
+class HeadProjections(nn.Module):
+    """`kv_b_proj`: what makes keys and values of H heads from a latent, [H (N + V), R].
+
+    Keys and values are never made: queries take the keys' part, and contexts the values'.
+    """
+
+    def __init__(
+        self, num_heads: int, dims: LatentDims, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.split = [dims.qk_nope_head_dim, dims.v_head_dim]
+        self.shape = (num_heads, sum(self.split), dims.kv_lora_rank)
+        num_rows = num_heads * sum(self.split)
+        self.weight = empty_parameter(num_rows, dims.kv_lora_rank, dtype=dtype, device=device)
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """(keys_HNR, values_HVR), views of the weight."""
+        keys_HNR, values_HVR = self.weight.view(self.shape).split(self.split, dim=1)
+        return keys_HNR, values_HVR
+
+
+class LatentAttention(BackendLayer):
+    """One layer's attention block, from the normed hidden states to the output projection.
+
+    The cache keeps one head of D dims for each token: the normed latent, whose R dims are the value
+    as well, and the turned key. A query's N dims are projected onto the latent in its stead, so
+    that scores are what keys of N + P dims would give.
+    """
+
+    attention: AttentionBackend
+
+    def __init__(
+        self,
+        layer_index: int,
+        hidden_size: int,
+        spec: LatentAttentionSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer_index, self.spec = layer_index, spec
+        dims, heads = spec.dims, spec.num_heads
+        rank, query_size = dims.q_lora_rank, heads * dims.query_dim
+        query = {"q_proj": query_size} if rank is None else {"q_a_proj": rank}
+        latent = {"kv_a_proj_with_mqa": dims.cached_dim}
+        self.input_split = [*query.values(), *latent.values()]
+        self.input = Linear(hidden_size, query | latent, bias=spec.bias, dtype=dtype, device=device)
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b: Linear | None = None
+        if rank is not None:
+            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, dtype=dtype, device=device)
+            self.q_b = Linear(
+                rank, {"q_b_proj": query_size}, bias=False, dtype=dtype, device=device
+            )
+        self.kv_a_layernorm = RMSNorm(
+            dims.kv_lora_rank, LATENT_NORM_EPS, dtype=dtype, device=device
+        )
+        self.kv_b_proj = HeadProjections(heads, dims, dtype=dtype, device=device)
+        output = {"o_proj": hidden_size}
+        self.output = Linear(
+            heads * dims.v_head_dim, output, bias=spec.output_bias, dtype=dtype, device=device
+        )
+        self.traits = AttentionTraits(scale=spec.scale)
+        order_P = head_order(spec.rope, dims.qk_rope_head_dim)
+        self.order_P: Tensor | None
+        self.register_buffer(
+            "order_P", None if order_P is None else order_P.to(device), persistent=False
+        )
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        self.attention = backend.attention
+
+    def forward(
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
+    ) -> Tensor:
+        """[T, E], or [L, E] of the kept tokens alone. All tokens' latents enter the cache."""
+        keys_HNR, values_HVR = self.kv_b_proj.parts()
+        q_THD, k_T1D = self._query_and_key(x_TE, keys_HNR, angles)
+        v_T1R = k_T1D[..., : self.spec.dims.kv_lora_rank]
+        latent_THR = self.attention.attend(
+            q_THD, k_T1D, v_T1R, self.layer_index, batch, None, self.traits
+        )
+        if kept_L is not None:
+            latent_THR = latent_THR.index_select(0, kept_L)
+        context_HTV = torch.bmm(latent_THR.transpose(0, 1), values_HVR.transpose(1, 2))
+        output_TE: Tensor = self.output(context_HTV.transpose(0, 1).flatten(1))
+        return output_TE
+
+    def _query_and_key(
+        self, x_TE: Tensor, keys_HNR: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """Queries that meet latents, and what the cache keeps: q_THD and k_T1D."""
+        dims = self.spec.dims
+        query, cached_TD = self.input(x_TE).split(self.input_split, dim=1)
+        if self.q_b is not None and self.q_a_layernorm is not None:
+            query = self.q_b(self.q_a_layernorm(query))
+        q_THN, q_THP = query.unflatten(1, (-1, dims.query_dim)).split(
+            [dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=2
+        )
+        latent_TR, k_TP = cached_TD.split([dims.kv_lora_rank, dims.qk_rope_head_dim], dim=1)
+        k_T1P = k_TP.unsqueeze(1)
+        if self.order_P is not None:
+            q_THP, k_T1P = (x.index_select(-1, self.order_P) for x in (q_THP, k_T1P))
+        q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index])
+        q_HTR = torch.bmm(q_THN.transpose(0, 1), keys_HNR)
+        q_THD = torch.cat((q_HTR.transpose(0, 1), q_THP), dim=2)
+        return q_THD, torch.cat((self.kv_a_layernorm(latent_TR).unsqueeze(1), k_T1P), dim=2)

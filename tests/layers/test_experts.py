@@ -1,0 +1,154 @@
+"""Routers against their definition, token by token; what a mixture does with their choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.testing import assert_close
+
+from rollout.backends.base import GatedActivation
+from rollout.backends.ops.reference import ReferenceOps
+from rollout.backends.ops.routed_experts import grouped, looped
+from rollout.layers.experts import MixtureOfExperts, MoeNames, MoeSpec, Router, RouterSpec
+from tests.models.oracle_backend import oracle_backend
+
+CPU = torch.device("cpu")
+HIDDEN_SIZE = 5
+PLAIN = RouterSpec(
+    num_experts=12,
+    experts_per_token=3,
+    scores="softmax",
+    normalizes=False,
+    scale=1.0,
+    has_correction=False,
+    num_groups=1,
+    num_chosen_groups=1,
+    has_bias=False,
+    is_float32=False,
+)
+Vector = NDArray[np.float64]
+
+
+def softmax(values: Vector) -> Vector:
+    powers: Vector = np.exp(values - values.max())
+    return powers / powers.sum()
+
+
+def is_tied(values: Vector) -> bool:
+    """Whether rounding might change their order."""
+    return len(values) > 1 and float(np.diff(np.sort(values)).min()) < 1e-5
+
+
+def route(logits: Vector, correction: Vector, spec: RouterSpec) -> dict[int, float] | None:
+    """One token's experts and their weights; None where rounding may choose others."""
+    if spec.scores == "softmax_chosen":
+        chosen = np.argsort(-logits)[: spec.experts_per_token]
+        return None if is_tied(logits) else dict(zip(chosen, softmax(logits[chosen]), strict=True))
+    scores = softmax(logits) if spec.scores == "softmax" else 1 / (1 + np.exp(-logits))
+    rated = scores + correction
+    groups = np.arange(spec.num_experts).reshape(spec.num_groups, -1)
+    ratings = np.array([np.sort(rated[group])[-2:].sum() for group in groups])
+    if is_tied(rated) or is_tied(ratings):
+        return None
+    allowed = groups[np.argsort(-ratings)[: spec.num_chosen_groups]].flatten()
+    chosen = allowed[np.argsort(-rated[allowed])][: spec.experts_per_token]
+    total = scores[chosen].sum() if spec.normalizes else 1.0
+    return dict(zip(chosen, spec.scale * scores[chosen] / total, strict=True))
+
+
+@given(
+    kind=st.sampled_from(["softmax", "softmax_chosen", "sigmoid"]),
+    groups=st.sampled_from([(1, 1), (3, 1), (4, 2), (6, 3)]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_router_chooses_and_weighs_as_defined(
+    kind: str, groups: tuple[int, int], flags: tuple[bool, ...], seed: int
+) -> None:
+    normalizes, has_correction, has_bias, is_float32 = flags
+    is_sigmoid = kind == "sigmoid"
+    spec = replace(
+        PLAIN,
+        scores=kind,
+        normalizes=normalizes,
+        scale=2.5 if is_sigmoid else 1.0,
+        has_correction=has_correction and is_sigmoid,
+        num_groups=groups[0] if is_sigmoid else 1,
+        num_chosen_groups=groups[1] if is_sigmoid else 1,
+        has_bias=has_bias,
+        is_float32=is_float32,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    router = Router(HIDDEN_SIZE, spec, dtype=torch.float32, device=CPU)
+    for parameter in router.parameters():
+        parameter.normal_(generator=generator)
+    x_TE = torch.randn(7, HIDDEN_SIZE, generator=generator)
+    correction_N = torch.randn(spec.num_experts, generator=generator) * spec.has_correction
+    ids_TK, weights_TK = router(x_TE, correction_N if spec.has_correction else None)
+    assert (ids_TK.dtype, weights_TK.dtype) == (torch.int64, torch.float32)
+    logits_TN = x_TE.double() @ router.weight.double().T
+    if router.bias is not None:
+        logits_TN += router.bias
+    for row, logits in enumerate(logits_TN.numpy()):
+        expected = route(logits, correction_N.double().numpy(), spec)
+        routed = dict(zip(ids_TK[row].tolist(), weights_TK[row].tolist(), strict=True))
+        assert expected is None or routed == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_bfloat16_router_in_float32_rounds_no_logit() -> None:
+    router = Router(2, replace(PLAIN, is_float32=True), dtype=torch.bfloat16, device=CPU)
+    router.weight.zero_()
+    # In bfloat16 both logits would be 1.
+    router.weight[4], router.weight[9] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0**-12])
+    ids_TK, _ = router(torch.ones(1, 2, dtype=torch.bfloat16), None)
+    assert ids_TK[0, :2].tolist() == [9, 4]
+
+
+class Batch:
+    """The one thing that a mixture knows of a batch."""
+
+    def __init__(self, routing_TLK: Tensor | None) -> None:
+        self.routing_TLK = routing_TLK
+
+
+def test_a_mixture_writes_its_choice_to_its_own_place() -> None:
+    spec = MoeSpec(
+        moe_index=1,
+        router=PLAIN,
+        expert_size=4,
+        activation=GatedActivation(),
+        has_expert_bias=False,
+        shared=None,
+        names=MoeNames(),
+    )
+    mixture = MixtureOfExperts(HIDDEN_SIZE, spec, dtype=torch.float32, device=CPU)
+    for parameter in mixture.parameters():
+        parameter.normal_()
+    mixture.bind(replace(oracle_backend(), ops=ReferenceOps()))
+    x_TE = torch.randn(6, HIDDEN_SIZE)
+    routing_TLK = torch.full((6, 3, PLAIN.experts_per_token), -1, dtype=torch.int16)
+    out_TE = mixture(x_TE, Batch(routing_TLK))
+    ids_TK, _ = mixture.parts.router(x_TE, None)
+    assert torch.equal(routing_TLK[:, 1].long(), ids_TK)
+    assert (routing_TLK[:, [0, 2]] == -1).all()
+    assert torch.equal(mixture(x_TE, Batch(None)), out_TE)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_grouped_product_is_that_of_the_loop(has_bias: bool) -> None:
+    """The grouped one runs on a GPU alone; on a CPU torch has it, too."""
+    ids_A = torch.tensor([0, 0, 3, 4, 4, 4, 6])  # of 8: several, one or no row of an expert
+    x_AE, weight_NFE = torch.randn(7, 8), torch.randn(8, 12, 8)
+    bias_NF = torch.randn(8, 12) if has_bias else None
+    expected_AF = looped(ids_A, 8)(x_AE, weight_NFE, bias_NF)
+    assert_close(grouped(ids_A, 8)(x_AE, weight_NFE, bias_NF), expected_AF)
+    for row, expert in enumerate(ids_A.tolist()):
+        own_F = weight_NFE[expert] @ x_AE[row] + (0 if bias_NF is None else bias_NF[expert])
+        assert_close(expected_AF[row], own_F)
