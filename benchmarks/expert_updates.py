@@ -17,6 +17,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -
     commits = []
     for _ in range(num_rounds):
         staged = served.stage(given)
-        commits.append(_best(1, lambda staged=staged: served.commit(staged, None)))
+        commits.append(_best(1, partial(served.commit, staged, None)))
     return {
         "num_tensors": len(given),
         "stage": _best(num_rounds, lambda: served.stage(given)),
