@@ -21,7 +21,7 @@ from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_
 from trainer_hooks import collate_rollouts, token_logprobs
 from trainer_hooks.replay_routing import replay_routing
 
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "glm4_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "glm4_moe", "deepseek_v3")
 # Between the best of the experts left out and the worst chosen, a smaller gap may be rounding.
 MAX_ROUNDED_ROWS = 0.005
 PARAMS = SamplingParams(
