@@ -144,7 +144,7 @@ class _Choice(TorchFunctionMode):
                 f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the rows of "
                 "the very batch, padded or packed as its tokens are"
             )
-        ids_NK = self._ids_NK.to(scores_NE.device)
+        ids_NK = self._ids_NK.to(scores_NE.device).long()  # a quarter of the bytes travel
         is_known_N1 = (ids_NK >= 0).all(dim=-1, keepdim=True)
         ids_NK = torch.where(is_known_N1, ids_NK, result.indices)
         return torch.return_types.topk((scores_NE.gather(-1, ids_NK), ids_NK))
@@ -170,7 +170,7 @@ def _replays(routers: Sequence[nn.Module], routing_BTLK: torch.Tensor) -> list[_
                 f"{wanted[0]} layers with experts, whose {type(router).__name__} chooses "
                 f"{wanted[1]}; leave out rows of dense layers (trainer_hooks.routing_forms)"
             )
-    ids_LNK = routing_BTLK.flatten(0, 1).transpose(0, 1).long()
+    ids_LNK = routing_BTLK.flatten(0, 1).transpose(0, 1).contiguous()
     for layer, (router, ids_NK) in enumerate(zip(routers, ids_LNK, strict=True)):
         _check_ids(ids_NK, int(router.num_experts), layer)  # type: ignore[arg-type]
     return [_Replay(router, ids_NK, shape) for router, ids_NK in zip(routers, ids_LNK, strict=True)]

@@ -1,4 +1,8 @@
-"""Contract of `Ops.experts` against float64: 1e-5 in float32, 5e-2 in bfloat16."""
+"""Contract of `Ops.experts` against float64.
+
+An error grows with the terms that are summed, not with their sum: bounds are multiples of the root
+of the sum of the terms' squares.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,14 @@ from rollout.backends.ops.native import NativeOps
 from rollout.backends.ops.native_experts import run_experts
 from rollout.backends.ops.reference import ReferenceOps
 from tests.contracts.implementations import OPS, is_interpreted, kernels
+from tests.contracts.test_ops import computable
 
 ACTIVATIONS = {
     "silu": GatedActivation(),
     "gelu_tanh": GatedActivation(kind="gelu_tanh"),
     "clamped_swiglu": GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.5),
 }
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 LANES = {"compiled": 0, "compiled, vectors of 256 bits": 8}  # even where torch is faster
 
 Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
@@ -78,16 +83,26 @@ def gated_f64(activation: GatedActivation, gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * (activation.alpha * gate).sigmoid()
 
 
-def experts_f64(x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights) -> Tensor:
-    """Each token with the matrices of its own experts."""
+def experts_f64(
+    x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+) -> tuple[Tensor, Tensor]:
+    """(the sums, the root of the sum of their terms' squares), [T, E] both, each token with the
+    matrices of its own experts.
+    """
     gate_up_TKG = torch.einsum("tkge,te->tkg", experts.gate_up_NGE[ids_TK].double(), x_TE.double())
     if experts.gate_up_bias_NG is not None:
         gate_up_TKG += experts.gate_up_bias_NG[ids_TK]
-    active_TKF = gated_f64(experts.activation, *gate_up_TKG.chunk(2, -1))
-    out_TKE = torch.einsum("tkef,tkf->tke", experts.down_NEF[ids_TK].double(), active_TKF)
+    gate_TKF, up_TKF = gate_up_TKG.chunk(2, -1)
+    active_TKF = gated_f64(experts.activation, gate_TKF, up_TKF)
+    down_TKEF, weights_TKE = experts.down_NEF[ids_TK].double(), weights_TK.double()[:, :, None]
+    out_TKE = torch.einsum("tkef,tkf->tke", down_TKEF, active_TKF)
     if experts.down_bias_NE is not None:
         out_TKE += experts.down_bias_NE[ids_TK]
-    return (out_TKE * weights_TK.double()[:, :, None]).sum(1)
+    largest_TKF = gate_TKF.abs() * (up_TKF.abs() + 1)  # what an activation's error is relative to
+    squares_TKE = torch.einsum("tkef,tkf->tke", down_TKEF.square(), largest_TKF.square())
+    squares_TKE += out_TKE.square()
+    out_TE = (out_TKE * weights_TKE).sum(1)
+    return out_TE, (squares_TKE * weights_TKE.square()).sum(1).sqrt()
 
 
 @all_ops
@@ -109,8 +124,8 @@ def test_it_is_the_weighted_sum_of_each_tokens_experts(
     sizes: tuple[int, int],
     has_bias: bool,
 ) -> None:
-    if is_interpreted(name) and dtype == torch.bfloat16:
-        dtype = torch.float16
+    if is_interpreted(name):  # at some 10 ms a program
+        num_tokens, dtype = min(num_tokens, 2), computable(name, dtype)
     if name in LANES and sizes[0] % 8:
         return
     num_experts, per_token = routing
@@ -118,10 +133,10 @@ def test_it_is_the_weighted_sum_of_each_tokens_experts(
     experts = replace(experts, activation=ACTIVATIONS[kind])
     x_TE, ids_TK, weights_TK = random_tokens(num_tokens, experts, per_token)
     actual_TE = experts_of(name)(x_TE, ids_TK, weights_TK, experts)
-    expected_TE = experts_f64(x_TE, ids_TK, weights_TK, experts)
+    expected_TE, size_TE = experts_f64(x_TE, ids_TK, weights_TK, experts)
     assert actual_TE.dtype == dtype
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(actual_TE.double(), expected_TE, rtol=tolerance, atol=tolerance)
+    assert actual_TE.shape == expected_TE.shape
+    assert ((actual_TE.double() - expected_TE).abs() <= TOLERANCE[dtype] * size_TE).all()
 
 
 @native
@@ -172,9 +187,8 @@ def test_weights_with_gaps_are_left_to_torch() -> None:
     tokens = random_tokens(9, experts, 2)
     strided = replace(experts, gate_up_NGE=apart[:, :, ::2])
     actual_TE = OPS["native"]().experts(*tokens, strided)
-    torch.testing.assert_close(
-        actual_TE.double(), experts_f64(*tokens, experts), rtol=1e-5, atol=1e-5
-    )
+    expected_TE, size_TE = experts_f64(*tokens, experts)
+    assert ((actual_TE.double() - expected_TE).abs() <= TOLERANCE[torch.float32] * size_TE).all()
 
 
 def test_tokens_go_the_way_that_was_chosen_for_so_many_of_an_expert(

@@ -16,12 +16,12 @@ from rollout import ConfigError, DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.inspected_engine import running_ahead
-from tests.tiny_mixtures import corrections_of, own_routing, perturb_routers, tiny_mixture
+from tests.tiny_mixtures import MIXTURES, corrections_of, own_routing, perturb_routers, tiny_mixture
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model, tokens_of
 from trainer_hooks import collate_rollouts, token_logprobs
 from trainer_hooks.replay_routing import replay_routing
 
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "glm4_moe", "deepseek_v3")
+FAMILIES = tuple(MIXTURES)
 # Between the best of the experts left out and the worst chosen, a smaller gap may be rounding.
 MAX_ROUNDED_ROWS = 0.005
 PARAMS = SamplingParams(

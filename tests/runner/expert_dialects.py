@@ -24,14 +24,15 @@ from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
 from rollout.serve.control.announcement import ModelTensors, tensor_metadata
 from rollout.serve.control.update_round import UpdateRound
-from tests.family_cases import family_model
+from tests.family_cases import FAMILY_CASES, family_model, family_of
 from tests.inspected_engine import InspectedEngine
 from tests.tiny_models import tiny_engine
 
 Weights = dict[str, Tensor]
-MIXTURES = [name for name, family in FAMILIES.items() if family.mixture is not None]
-STACKED = [name for name in MIXTURES if name != "gpt_oss"]  # only in live modules
-CORRECTED = [name for name in MIXTURES if name in ("glm4_moe", "minimax_m2", "deepseek_v3")]
+_KINDS = {case: FAMILIES[family_of(case)].mixture for case in FAMILY_CASES}
+MIXTURES = [case for case, kind in _KINDS.items() if kind is not None]
+STACKED = [case for case in MIXTURES if case != "gpt_oss"]  # in live modules alone
+CORRECTED = [case for case, kind in _KINDS.items() if kind is not None and kind.has_correction]
 all_mixtures = pytest.mark.parametrize("family", MIXTURES)
 stacked_mixtures = pytest.mark.parametrize("family", STACKED)
 corrected_mixtures = pytest.mark.parametrize("family", CORRECTED)
