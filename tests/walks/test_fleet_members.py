@@ -215,6 +215,7 @@ def test_an_engine_that_comes_late_puts_the_adapter_on_the_fleets_base(fleet: Fl
         with engine_child(llm.address, directory(), CONFIG):
             # It commits what it has staged only with the checksum of the fleet.
             await until_served(llm, version + 2, 3)
+        await until_served(llm, version + 2, 2)
         await update(llm, version + 3)
 
     fleet.run(work)
