@@ -23,6 +23,7 @@ _CHOICES = {
     "softmax_chosen": "top {}, then softmax",
     "sigmoid": "sigmoid, then top {}",
 }
+_ACTIVATIONS = {"gelu_tanh": "GELU", "clamped_swiglu": "clamped SwiGLU"}
 _PLACES = {
     PRE_NORM: "norm before",
     POST_NORM: "norm after",
@@ -60,6 +61,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "softcap"
     if spec.attention_bias:
         yield "bias"
+    if spec.attention_sinks:
+        yield "sinks"
 
 
 def _rope(spec: ModelSpec) -> Iterator[str]:
@@ -100,8 +103,8 @@ def _besides(spec: ModelSpec, family: Family) -> Iterator[str]:
         yield "LayerNorm"
     if spec.norm_offset:
         yield "norm weights + 1"
-    if spec.activation != "silu":
-        yield "GELU"
+    if spec.activation in _ACTIVATIONS:
+        yield _ACTIVATIONS[spec.activation]
     names = ("embedding", "residual", "logit")
     scaled = [name for name in names if getattr(spec, f"{name}_multiplier") != 1.0]
     if scaled:

@@ -238,7 +238,7 @@ def _routing(sequences: Sequence[Sequence[DynamicInferenceRequest]]) -> torch.Te
 
 
 def _require_routing(request: DynamicInferenceRequest) -> None:
-    if request.routing_indices is None:
+    if request.routing_indices is None and request.num_generated_tokens:
         raise ConfigError(
             f"request {request.request_id} has no routing_indices, and routing=True wants them; "
             "make its engine with record_routing=True"

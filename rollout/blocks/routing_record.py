@@ -37,6 +37,11 @@ class RoutingRecord:
         self._copies: deque[tuple[IntArray, IntArray]] = deque()  # of the steps in flight
         self._kept: dict[int, NDArray[np.int16]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows of all slots, which the host gives when slots are first written to."""
+        return self._rows_SLK.nbytes
+
     # ---- steps
 
     def launch(self, copy_sources: IntArray, copy_targets: IntArray) -> None:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rollout.backends.ops.native_experts import key_of
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
@@ -21,6 +22,7 @@ from rollout.engine.build import (
     longest_sequence,
 )
 from rollout.kv.layout import bytes_per_block
+from rollout.layers.experts import Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,15 @@ def products_of(build: EngineBuild) -> list[str]:
     if not lines:
         return []
     names = {_weight_name(layer.handle) for layer in build.model.linear_layers().values()}
-    found = [line for line in lines if " ".join(line.split()[:2]) in names]
+    names |= {key_of(m.weights) for m in build.model.modules() if isinstance(m, Experts)}
+    found = [line for line in lines if _name_in(line) in names]
     return [heading, *found] if found else []
+
+
+def _name_in(line: str) -> str:
+    """Return shape and dtype, and that it is about experts."""
+    words = line.split()
+    return " ".join(words[: 3 if words[2] == "experts" else 2])
 
 
 def _weight_name(handle: Any) -> str:
@@ -87,6 +96,10 @@ def _model(build: EngineBuild) -> Iterator[Fact]:
     yield Fact(name="family", value=spec.family)
     for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
         yield Fact(name=name, value=getattr(spec, name))
+    if spec.moe_layers:
+        of_layers = f"in {spec.num_moe_layers} of {spec.num_layers} layers"
+        why = f"{spec.experts_per_token} of them for a token, {of_layers}"
+        yield Fact(name="num_experts", value=spec.num_experts, why=why)
     dtype, given = str(spec.dtype).removeprefix("torch."), build.config.dtype
     yield Fact(name="dtype", value=dtype, why="the model's" if given == "auto" else "as given")
 
@@ -131,6 +144,9 @@ def _memory(build: EngineBuild) -> Iterator[Fact]:
     per_block = bytes_per_block(backend.attention, build.model.cache_spec(sizes.block_size))
     why = f"{sizes.num_blocks} blocks of {per_block:,} bytes"
     yield Fact(name="KV cache", value=_gib(per_block * sizes.num_blocks), why=why)
+    if build.routing is not None:
+        why = "record_routing: on the host, as slots are first written to"
+        yield Fact(name="routing", value=_gib(build.routing.num_bytes), why=why)
     yield Fact(name="all memory", value=_gib(backend.memory_bytes), why="that this process may use")
     kind = "chosen for the KV mode" if config.memory_kind == "auto" else "as given"
     yield Fact(name="memory kind", value=type(backend.memory).__name__, why=kind)

@@ -75,6 +75,7 @@ class EngineBuild:
     model: CausalLM
     sizes: EngineSizes
     weights: ServedWeights
+    routing: RoutingRecord | None
 
 
 class DynamicInferenceEngine(Engine):
@@ -108,15 +109,14 @@ class DynamicInferenceEngine(Engine):
             builder=_batch_builder(sizes),
             records_routing=config.record_routing,
         )
-        routing = _routing_record(causal_lm.spec, sizes) if config.record_routing else None
-        scheduler = _scheduler(config, sizes, routing)
+        scheduler = _scheduler(config, sizes, build.routing)
         counters = EngineCounters(
             writer=config.metrics_writer, interval=config.logging_step_interval
         )
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
-            routing=routing,
+            routing=build.routing,
         )
         engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
@@ -171,7 +171,12 @@ def _model_on_device(
     causal_lm.reserve_positions(num_positions)
     backend.executor.prepare(sizes.max_blocks_per_row)
     return EngineBuild(
-        config=config, backend=backend, model=causal_lm, sizes=sizes, weights=weights
+        config=config,
+        backend=backend,
+        model=causal_lm,
+        sizes=sizes,
+        weights=weights,
+        routing=_routing_record(causal_lm.spec, sizes) if config.record_routing else None,
     )
 
 

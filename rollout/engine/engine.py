@@ -421,6 +421,7 @@ class Engine:
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
             lora_base_bytes=self._weights.num_base_bytes,
+            routing_bytes=self._scheduler.num_routing_bytes,
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:

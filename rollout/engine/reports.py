@@ -65,6 +65,7 @@ class MemoryStatus:
     released. to_restore: owners that resume restores, also those of a suspend that failed midway.
     has_weights: False while the weights are discarded or mixed, until a full update is committed.
     lora_base_bytes: on the host, what adapted weights are without their adapter; suspends keep it.
+    routing_bytes: on the host, the recorded experts of all KV entries; suspends keep it, too.
     """
 
     resident_bytes: Mapping[str, int]
@@ -74,6 +75,7 @@ class MemoryStatus:
     to_restore: tuple[str, ...]
     has_weights: bool
     lora_base_bytes: int
+    routing_bytes: int
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ class EngineStats(SchedulerCounts):
     max_sequence_length: int  # of a fleet: the least of its engines
     num_graph_captures: int  # 0 where steps run eagerly
     lora_base_bytes: int  # on the host: what adapted weights are without their adapter
+    routing_bytes: int  # on the host: the experts of all KV entries, if they are recorded
     num_steps: int
     num_failed_steps: int  # forward passes that raised
     num_prefill_tokens: int
@@ -224,6 +227,7 @@ class EngineCounters:
         num_graph_captures: int,
         max_sequence_length: int,
         lora_base_bytes: int,
+        routing_bytes: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
         others: dict[str, Any] = asdict(self._others)
@@ -235,6 +239,7 @@ class EngineCounters:
             num_graph_captures=num_graph_captures,
             max_sequence_length=max_sequence_length,
             lora_base_bytes=lora_base_bytes,
+            routing_bytes=routing_bytes,
             **asdict(counts),
             **asdict(self.steps),
             **others,

@@ -148,6 +148,7 @@ class Suspension:
             to_restore=tuple(self._to_restore),
             has_weights=weights.has_values,
             lora_base_bytes=weights.num_base_bytes,
+            routing_bytes=self._scheduler.num_routing_bytes,
         )
 
     # ---- one owner

@@ -202,8 +202,8 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
     modules = [match["module"] for name in tensors if (match := _NAME.fullmatch(name))]
     return LoraAdapter(
         tensors=tensors,
-        rank=config["r"],
-        alpha=config["lora_alpha"],
+        rank=config.get("r"),  # type: ignore[arg-type]
+        alpha=config.get("lora_alpha"),  # type: ignore[arg-type]
         use_rslora=bool(config.get("use_rslora")),
         ranks=_by_module(config.get("rank_pattern") or {}, modules),
         alphas=_by_module(config.get("alpha_pattern") or {}, modules),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rollout.backends.base import Backend
 from rollout.backends.memory.mapping import trim_heap
-from rollout.backends.memory.residency import resident_bytes
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
@@ -24,6 +23,7 @@ from rollout.runner.lora_merge import (
     check_targets,
     gathered,
 )
+from rollout.runner.weight_memory import WeightMemory
 from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
@@ -40,8 +40,6 @@ from rollout.runner.weight_update import (
     pieces_of,
 )
 
-_BUFFER = "weights"
-_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 Key = TypeVar("Key")
 
 
@@ -110,11 +108,10 @@ class StagedWeights:
 class ServedWeights:
     """The only writer of the model's weights and of their version.
 
-    All parameters lie in one buffer of the backend's memory, which can be released and restored. A
-    weight that one packed product serves alone lies there packed, and in no other form. An update
-    is staged first and then committed in place, so captured graphs stay valid.
-    `is_resident` is False while the memory is released. `has_values` is False while the bytes are
-    not those of one set of weights: they were discarded, or an update could not be undone.
+    They lie in a WeightMemory; a weight that one packed product serves alone lies there packed, and
+    in no other form. An update is staged first and then committed in place, so captured graphs stay
+    valid. `has_values` is False while the bytes are not those of one set of weights: they were
+    discarded, or an update could not be undone.
     """
 
     def __init__(
@@ -130,18 +127,12 @@ class ServedWeights:
 
         `fill` then writes the values of a model that has none yet; with None, its values are moved.
         """
-        self._model, self._ops, self._memory = model, backend.ops, backend.memory
-        self._arena = backend.create_host_arena()
+        self._model, self._ops = model, backend.ops
+        self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
         self._num_writes = 0
         self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
-        self._places = dict(_layout(model))
-        self.num_bytes = max(end for _, end in self._places.values())
-        self.version = version
-        self.is_resident = self.has_values = True
-        buffer = self._memory.allocate(_BUFFER, self.num_bytes)
-        self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._place_parameters(buffer, keeps_values=fill is None)
+        self.version, self.has_values = version, True
         if fill is not None:
             fill()
         trim_heap()  # what drawing or moving the values has freed
@@ -363,14 +354,24 @@ class ServedWeights:
     # ---- memory
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory of all parameters, whether it is released or not."""
+        return self._memory.num_bytes
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the memory is there and not released."""
+        return self._memory.is_resident
+
+    @property
     def num_resident_bytes(self) -> int:
         """Bytes of the weights that take memory now; 0 while released."""
-        return resident_bytes(self._memory.restore(_BUFFER)) if self.is_resident else 0
+        return self._memory.num_resident_bytes
 
     @property
     def num_bytes_on_host(self) -> int:
         """Bytes of the host copy that waits for `restore`."""
-        return 0 if self.is_resident or not self.has_values else self.num_bytes
+        return self._memory.num_bytes_on_host
 
     @property
     def num_base_bytes(self) -> int:
@@ -384,42 +385,14 @@ class ServedWeights:
         self.has_values = self.has_values and not discard
         if not self.has_values:
             self._bases = {}
-        else:
-            self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
-        self.is_resident = False
-        # Since `__init__` weights may have been repacked, which changes their shapes.
-        self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
-        self._model.release_packed()
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.new_empty(0)
-        return self._memory.release(_BUFFER)
+        return self._memory.release(keeps_values=self.has_values)
 
     def restore(self) -> int:
         """Reserve the memory again and copy the values back if they were kept.
 
         Returns the number of bytes copied.
         """
-        if self.is_resident:
-            return 0
-        buffer = self._memory.restore(_BUFFER)
-        if self.has_values:
-            buffer.copy_(self._arena.reserve(self.num_bytes))
-        self._place_parameters(buffer)
-        self._model.refresh()
-        self.is_resident = True
-        return self.num_bytes if self.has_values else 0
-
-    def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
-        """Make each parameter a view of its part of the buffer, one after the other.
-
-        With `keeps_values` its values move there, and its old memory is free before the next one.
-        """
-        for name, parameter in self._model.named_parameters():
-            start, end = self._places[name]
-            place = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
-            if keeps_values:
-                place.copy_(parameter.data)
-            parameter.data = place
+        return self._memory.restore()
 
 
 def _fetch(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
@@ -433,12 +406,3 @@ def _fetch(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
             values = torch.stack([*rows.values()]).cpu().tolist()
         fetched |= zip(rows, values, strict=True)
     return fetched
-
-
-def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (name, (first byte, end)) of each parameter; tied ones come once."""
-    end = 0
-    for name, parameter in model.named_parameters():
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + parameter.nbytes
-        yield name, (start, end)

@@ -154,6 +154,11 @@ class Scheduler:
         return self._routing.read(sequence.table.blocks, len(sequence.kv_spans))
 
     @property
+    def num_routing_bytes(self) -> int:
+        """Bytes of the record of experts; 0 if there is none."""
+        return 0 if self._routing is None else self._routing.num_bytes
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is no request; plans of requests that have ended may be in flight."""
         return not self.requests

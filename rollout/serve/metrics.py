@@ -22,6 +22,8 @@ _ANSWER_S = 5.0
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
+    "lora_base_bytes",
+    "routing_bytes",
     *(field.name for field in fields(SchedulerCounts)),
 }
 

@@ -19,6 +19,7 @@ from rollout import LLM, SamplingParams
 from rollout.cli.explain import products_of
 from rollout.cli.main import COMMANDS, main
 from tests.apis.fleets import directory
+from tests.tiny_mixtures import tiny_mixture
 
 SMALL = ("buffer_size_gb=0.02", "block_size_tokens=8", "num_threads=1")
 
@@ -227,6 +228,19 @@ def test_explain_knows_the_positions_that_a_rope_scaling_adds(
     assert (fact["value"], fact["why"]) == (1024, "the model's longest")
 
 
+def test_explain_knows_of_experts_and_of_their_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_mixture("glm4_moe").save_pretrained(tmp_path)
+    words = ["explain", f"model={tmp_path}", *SMALL, "record_routing=true", "--json"]
+    assert main(words) == 0
+    (sections,) = lines_of(capsys.readouterr().out)
+    (experts,) = (fact for fact in sections["model"] if fact["name"] == "num_experts")
+    assert experts["value"] == 8
+    assert experts["why"] == "2 of them for a token, in 1 of 2 layers"
+    assert any(fact["name"] == "routing" for fact in sections["memory"])
+
+
 def test_products_of_repacked_weights_are_shown() -> None:
     def layer(num_outputs: int, num_inputs: int, *shape: int) -> SimpleNamespace:
         handle = SimpleNamespace(
@@ -236,8 +250,9 @@ def test_products_of_repacked_weights_are_shown() -> None:
 
     layers = {"head": layer(21, 48, 21, 48), "qkv": layer(64, 48, 4, 48, 16)}
     lines = ["weight rows product", "21x48 float32 1 a", "64x48 float32 1 b", "9x9 float32 1 c"]
+    lines.append("21x48 float32 experts 1 d")
     build: Any = SimpleNamespace(
         backend=SimpleNamespace(ops=SimpleNamespace(explain=lambda: "\n".join(lines))),
-        model=SimpleNamespace(linear_layers=lambda: layers),
+        model=SimpleNamespace(linear_layers=lambda: layers, modules=lambda: []),
     )
     assert products_of(build) == lines[:3]

@@ -152,6 +152,14 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
     assert request.routing_indices is None
 
 
+def test_the_hosts_memory_for_rows_is_reported() -> None:
+    engine = tiny_engine(tiny_mixture(), record_routing=True)
+    num_slots = (engine.build.sizes.num_blocks + 1) * engine.build.sizes.block_size
+    num_bytes = num_slots * 2 * 2  # a byte for each layer and expert of a token
+    assert engine.stats().routing_bytes == engine.memory_status().routing_bytes == num_bytes
+    assert tiny_engine(tiny_mixture()).stats().routing_bytes == 0
+
+
 def test_recording_changes_no_token() -> None:
     model, jobs = tiny_mixture(), [(prompt_of(length), PARAMS) for length in (5, 20, 33)]
     plain = generate_all(tiny_engine(model), jobs)

@@ -99,6 +99,7 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base weights"),
         ({"r": 0}, "rank=0"),
+        ({"r": None}, "rank=None"),
         ({"lora_alpha": float("nan")}, "alpha=nan"),
     ],
 )

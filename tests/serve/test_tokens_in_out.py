@@ -89,6 +89,9 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
     assert value('rollout_engine_policy_staleness_total{versions="0"} ') >= 5
     assert value("rollout_samples_running ") == 0
     assert value('rollout_engine_state{state="RUNNING"} ') == 1
+    text = served.get("/metrics").body.decode()
+    for name in ("lora_base_bytes", "routing_bytes"):  # which shrink, too
+        assert f"# TYPE rollout_engine_{name} gauge" in text
 
 
 def test_the_document_names_all_routes_and_fields(served: Served) -> None:

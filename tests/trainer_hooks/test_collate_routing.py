@@ -80,6 +80,12 @@ def test_failed_rollouts_may_lack_rows_and_trained_ones_may_not() -> None:
     assert collate_rollouts([cut], [0.0], 0, routing=True).routing_BTLK is None
 
 
+def test_a_rollout_that_never_ran_has_no_rows_to_lack() -> None:
+    good, unrun = request_of([1, 2], [3], [10, 11]), request_of([1], [], None, logprobs=[])
+    batch = collate_rollouts([good, unrun], [1.0, 0.0], 0, routing=True)
+    assert first_ids(batch) == [[10, 11, -1], [-1, -1, -1]]
+
+
 def test_rollouts_of_two_models_are_refused() -> None:
     other = request_of([1], [2], [3])
     other.routing_indices = torch.zeros(1, 3, TOP_K, dtype=torch.int16)

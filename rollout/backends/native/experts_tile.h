@@ -80,7 +80,7 @@ static void multiply_rows(float *y, int64_t y_stride, const char *w, int64_t inp
         const char *rows = w + j * inputs * size_of(type);
         if (type == FLOAT32) {
             tiles_of(y + j, y_stride, rows, inputs, x, tokens, 0);
-        } else if (tokens <= 2 * MAX_TOKENS) {
+        } else if (tokens <= 2 * MAX_TOKENS || !room) {
             tiles_of(y + j, y_stride, rows, inputs, x, tokens, 1);
         } else {
             for (int64_t i = 0; i < 4 * inputs; i += WIDTH) *(vec *)(room + i) = load_weights(rows + 2 * i, 1);

@@ -19,7 +19,7 @@ from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
-from rollout.backends.ops.native_experts import can_run, measure, run_experts
+from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
 from rollout.backends.products.candidates import PLAIN, bucket_of
 from rollout.backends.products.choice import Choice, Rounds
 from rollout.backends.products.selection import ProductSelection
@@ -120,16 +120,13 @@ class NativeOps(CpuOps):
 
     def _experts_choice(self, experts: ExpertWeights) -> Choice:
         """Measured when experts of this shape first run, here or, earlier, on this machine."""
-        _, hidden_size, expert_size = experts.down_NEF.shape
-        dtype = str(experts.down_NEF.dtype).removeprefix("torch.")
-        key = f"{hidden_size}x{expert_size} {dtype} experts"
 
         def seconds(stopwatch: Stopwatch) -> tuple[Rounds, Rounds]:
             plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)
             of_plain, of_native = measure(experts, [plain, native], stopwatch)
             return of_plain, of_native
 
-        return self._products.choose_for(key, seconds)
+        return self._products.choose_for(key_of(experts), seconds)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""

@@ -49,6 +49,13 @@ def can_run(experts: ExpertWeights) -> bool:
     )
 
 
+def key_of(experts: ExpertWeights) -> str:
+    """What the choice of a product for experts of this shape goes by."""
+    _, hidden_size, expert_size = experts.down_NEF.shape
+    dtype = str(experts.down_NEF.dtype).removeprefix("torch.")
+    return f"{hidden_size}x{expert_size} {dtype} experts"
+
+
 def run_experts(
     kernels: Kernels,
     x_TE: Tensor,
