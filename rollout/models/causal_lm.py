@@ -17,6 +17,7 @@ from rollout.backends.base import AttentionBackend, Backend, CacheSpec, FusedDec
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
+from rollout.layers.latent_attention import HeadProjections
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
 from rollout.layers.weight_slot import WeightSlot
@@ -187,6 +188,17 @@ class CausalLM(nn.Module):
     def linear_layers(self) -> dict[str, Linear]:
         """All linear layers by path, the head included, always in the same order."""
         return {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
+
+    def linear_modules(self) -> set[str]:
+        """Names of what is a linear layer in checkpoints: each part of a fused one, and projections
+        that latent attention takes apart.
+        """
+        parts = {
+            f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
+            for path, layer in self.linear_layers().items()
+            for part in layer.parts
+        }
+        return parts | {p for p, m in self.named_modules() if isinstance(m, HeadProjections)}
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
         """What the KV cache must hold for this model; `dtype` None means the model's own."""

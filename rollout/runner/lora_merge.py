@@ -45,12 +45,7 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
     """Raise WeightUpdateError naming an adapted module that is no linear layer of `model`, whose
     weight is also another layer's, or to which A and B do not fit.
     """
-    slots = model.weight_slots()
-    linear = {
-        f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
-        for path, layer in model.linear_layers().items()
-        for part in layer.parts
-    }
+    slots, linear = model.weight_slots(), model.linear_modules()
     num_users = Counter(slot.address for slot in slots.values())
     for module, pair in pairs.items():
         name = f"{module}.weight"

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.testing import assert_close
 
-from rollout.backends.base import GatedActivation
+from rollout.backends.base import ExpertWeights, GatedActivation
 from rollout.backends.ops.reference import ReferenceOps
-from rollout.backends.ops.routed_experts import grouped, looped
+from rollout.backends.ops.routed_experts import every_expert, grouped, looped
 from rollout.layers.experts import MixtureOfExperts, MoeNames, MoeSpec, Router, RouterSpec
 from tests.models.oracle_backend import oracle_backend
 
@@ -152,3 +152,25 @@ def test_the_grouped_product_is_that_of_the_loop(has_bias: bool) -> None:
     for row, expert in enumerate(ids_A.tolist()):
         own_F = weight_NFE[expert] @ x_AE[row] + (0 if bias_NF is None else bias_NF[expert])
         assert_close(expected_AF[row], own_F)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_asking_every_expert_gives_the_sum_of_the_chosen(has_bias: bool) -> None:
+    """As graphs need it where there is no grouped product; an expert nobody chose overflows."""
+    num_experts, size = 6, 4
+    biases = (torch.randn(num_experts, 2 * size), torch.randn(num_experts, HIDDEN_SIZE))
+    gate_up_bias_NG, down_bias_NE = biases if has_bias else (None, None)
+    experts = ExpertWeights(
+        gate_up_NGE=torch.randn(num_experts, 2 * size, HIDDEN_SIZE),
+        down_NEF=torch.randn(num_experts, HIDDEN_SIZE, size),
+        gate_up_bias_NG=gate_up_bias_NG,
+        down_bias_NE=down_bias_NE,
+    )
+    experts.gate_up_NGE[5] = torch.inf
+    x_TE, ids_TK = torch.randn(3, HIDDEN_SIZE), torch.tensor([[0, 2], [4, 0], [3, 1]])
+    weights_TK = torch.rand(3, 2)
+    expected_TE = ReferenceOps().experts(x_TE, ids_TK, weights_TK, experts)
+    actual_TE = every_expert(
+        *(x_TE, ids_TK, weights_TK, experts), lambda _, gate_up: ReferenceOps().silu_mul(gate_up)
+    )
+    assert_close(actual_TE, expected_TE)

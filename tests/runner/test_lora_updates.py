@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout import EngineStateError, LoraAdapter, SamplingParams, WeightUpdateError
 from rollout.backends.native.library import load_library
 from rollout.models import CausalLM, build_model
+from rollout.models.families.registry import FAMILIES
 from tests.family_cases import family_model
 from tests.inspected_engine import InspectedEngine
 from tests.lora_adapters import SAVED_NAME, Weights, linear_modules, merged, random_adapter
@@ -138,13 +139,15 @@ def full_model(weights: Weights, is_tied: bool) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "glm4", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["phi3", "gemma2", "glm4", "qwen2_moe", "glm4_moe", "deepseek_v3"]
+)
 def test_fused_projections_and_mixtures_take_adapters(family: str) -> None:
     hf = family_model(family, seed=1)
     engine, full = (tiny_engine(hf, num_blocks=8, max_sequence_length=64) for _ in range(2))
     base = {name: tensor.detach().clone() for name, tensor in hf.state_dict().items()}
     modules = [module for module in linear_modules(base) if module != "lm_head"]
-    assert any("shared_expert" in module for module in modules) == family.endswith("moe")
+    assert any("shared_expert" in m for m in modules) == bool(FAMILIES[family].mixture)
     adapter = random_adapter(base, modules, name=SAVED_NAME)
     report = engine.update_weights(adapter, in_flight=True)
     assert report.checksum == engine.weights_checksum()

@@ -31,13 +31,37 @@ def routed_experts(
     """Each token's weighted sum over its experts, [T, E]; see `Ops.experts`.
 
     `gate` is the activation between the two products. On a GPU torch's grouped product, for which
-    the host does not wait; elsewhere, and where that has no kernel, a loop over the experts in use.
+    the host does not wait; elsewhere, and where that has no kernel, a loop over the experts in use,
+    or over all of them while a graph is captured.
     """
     if can_group(x_TE, experts):
         return _sum(x_TE, ids_TK, weights_TK, experts, grouped, gate)
+    if x_TE.is_cuda and torch.cuda.is_current_stream_capturing():
+        return every_expert(x_TE, ids_TK, weights_TK, experts, gate)
     parts = (part_TX.split(TOKENS_AT_ONCE) for part_TX in (x_TE, ids_TK, weights_TK))
     sums = [_sum(x, ids, w, experts, looped, gate) for x, ids, w in zip(*parts, strict=True)]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def every_expert(
+    x_TE: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: ExpertWeights,
+    gate: Callable[[GatedActivation, Tensor], Tensor],
+) -> Tensor:
+    """The same by asking all experts about all tokens, so that the host need not know the ids."""
+    out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+    weights_TN = out_TE.new_zeros(len(x_TE), len(experts.down_NEF)).scatter_(1, ids_TK, weights_TK)
+    for expert, weight_T1 in enumerate(weights_TN[:, :, None].unbind(1)):
+        biases = [experts.gate_up_bias_NG, experts.down_bias_NE]
+        gate_up_bias_G, down_bias_E = (None if bias is None else bias[expert] for bias in biases)
+        gate_up_TG = F.linear(x_TE, experts.gate_up_NGE[expert], gate_up_bias_G)
+        hidden_TF = gate(experts.activation, gate_up_TG)
+        own_TE = F.linear(hidden_TF, experts.down_NEF[expert], down_bias_E).float()
+        # Experts that were not chosen may overflow, and 0 times infinity is no number.
+        out_TE += torch.where(weight_T1 == 0, 0.0, weight_T1 * own_TE)
+    return out_TE.to(x_TE.dtype)
 
 
 def can_group(x_TE: Tensor, experts: ExpertWeights) -> bool:
