@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +23,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDINGS = "model.embed_tokens.weight"  # quantised in no checkpoint
 _MAPPED_BYTES = 8 << 20  # of tensors that are read before their file is mapped anew
 
 
@@ -58,12 +60,15 @@ class Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, with the end tokens of generation_config.json added to its own.
+    """Return config.json, with the end tokens of generation_config.json added to its own, and with
+    the dtype of the embeddings if it has none.
 
-    Chat models end turns with tokens that only the latter lists. Raises ModelError if a file is
-    missing or not valid.
+    Chat models end turns with tokens that only the generation config lists; gpt-oss and MiniMax-M2
+    leave the dtype to the tensors. Raises ModelError if a file is missing or not valid.
     """
     config = read_json(directory / CONFIG_FILE)
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        config["dtype"] = _dtype_of_embeddings(directory)
     generation_path = directory / GENERATION_FILE
     if generation_path.is_file():
         generation = read_json(generation_path)
@@ -71,6 +76,14 @@ def read_config(directory: Path) -> dict[str, Any]:
             config.get("eos_token_id"), generation.get("eos_token_id")
         )
     return config
+
+
+def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
+    """Return None where no weights lie beside the config."""
+    is_complete = any((directory / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    shards = Checkpoint.open(directory).shards if is_complete else {}
+    path = next((path for path, names in shards.items() if _EMBEDDINGS in names), None)
+    return None if path is None else read_tensor(path, _EMBEDDINGS).dtype
 
 
 def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -34,8 +34,9 @@ def build_model(
 
     A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
     from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
-    `dtype` "auto" is the config's for directories and specs, the parameters' for modules. Sharded
-    parameters are gathered in the order of their names, which is a collective of all ranks.
+    `dtype` "auto" is the config's for directories and specs (that of the embeddings, where a
+    directory's config has none), the parameters' for modules. Sharded parameters are gathered in
+    the order of their names, which is a collective of all ranks.
     Raises ModelError for a source that is none of these or does not fit its own config.
     """
     model, fill = open_model(source, dtype=dtype, device=device, seed=seed)

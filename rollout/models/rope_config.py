@@ -60,14 +60,13 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
 
 def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
     """The config keys of `rope` in v4's notation, which both versions read."""
-    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
-    if rope.partial != 1.0:
-        keys["partial_rotary_factor"] = rope.partial
-    if rope.kind == "default":
-        return keys
+    # Where nothing is said of scaling or of partial ropes, some families have one.
     scaling = rope_parameters(rope)
-    del scaling["rope_theta"]
-    return keys | {"rope_scaling": scaling}
+    keys: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    keys["partial_rotary_factor"] = rope.partial
+    if rope.kind == "longrope":
+        keys[_ORIGINAL] = rope.original_max_positions  # which its family reads here alone
+    return keys
 
 
 def rope_parameters(rope: RopeSpec) -> dict[str, Any]:

@@ -201,7 +201,9 @@ class ModelSpec:
 
     def _layers_to_hf(self, family: Family) -> dict[str, Any]:
         """The keys of windows and ropes that this family knows."""
-        keys: dict[str, Any] = dict(rope_to_hf(self.rope))
+        keys: dict[str, Any] = rope_to_hf(self.rope)
+        if "partial_rotary_factor" not in family.known_keys:
+            del keys["partial_rotary_factor"]
         windows = self.windows or (None,) * self.num_layers
         if family.ropes is ropes_by_type:
             layers = [*zip(windows, self.ropes or (self.rope,) * self.num_layers, strict=True)]
@@ -215,8 +217,10 @@ class ModelSpec:
             keys["no_rope_layers"] = [int(rope is not None) for rope in ropes]
         if "rope_interleave" in family.known_keys:
             keys["rope_interleave"] = self.rope.is_interleaved
-        if "sliding_window" in family.known_keys:
-            keys["sliding_window"] = next(filter(None, windows), None)
+        window = next(filter(None, windows), None)
+        # Where types say which layers slide, transformers wants a window even if none does.
+        if "sliding_window" in family.known_keys and (window or "layer_types" not in family.keys):
+            keys["sliding_window"] = window
         if "use_sliding_window" in family.keys:
             keys["use_sliding_window"] = bool(self.windows)
         if "mlp_only_layers" in family.keys:
@@ -300,13 +304,17 @@ class ModelSpec:
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config with keys by their first names, and the family's values for those it lacks."""
+    """The config with keys by their first names, and the family's values for those it lacks.
+
+    As in transformers, a `rope_scaling` of None says nothing.
+    """
     aliased = {
         rule.name: config[rule.alias]
         for rule in family.values.values()
         if isinstance(rule, Key) and rule.alias in config
     }
-    return {**family.defaults, **aliased, **config}
+    said = {key: value for key, value in config.items() if (key, value) != ("rope_scaling", None)}
+    return {**family.defaults, **aliased, **said}
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:

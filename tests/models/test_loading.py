@@ -76,6 +76,14 @@ def test_transformers_loads_what_we_save(
     assert all(torch.equal(again[name], view) for name, view in model.read_weights().items())
 
 
+def test_a_config_without_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
+    """As gpt-oss and MiniMax-M2 were published."""
+    hf_model("qwen3").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="50KB")
+    edit_json(tmp_path / "config.json", dtype=None)
+    assert build_model(tmp_path).spec.dtype == torch.bfloat16
+    assert build_model(tmp_path, dtype="float32").spec.dtype == torch.float32
+
+
 def test_an_opened_model_is_filled_where_its_parameters_are_then(directory: Path) -> None:
     spec = ModelSpec.from_hf_config(hf_config("llama", tie_word_embeddings=True).to_dict())
     for source in (directory, str(directory), spec, hf_model("qwen2")):

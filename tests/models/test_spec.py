@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
@@ -18,10 +18,10 @@ from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
 from rollout.models.families.registry import FAMILIES
 from rollout.models.layout import layers_of
-from tests.family_cases import FAMILY_CASES
+from tests.family_cases import FAMILY_CASES, LONGROPE
 from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config
-from tests.tiny_models import tiny_config
+from tests.tiny_models import full_logits, tiny_config
 
 # Written as transformers v4 wrote it.
 QWEN2_V4 = {
@@ -140,6 +140,33 @@ def test_written_configs_read_back_the_same_through_transformers(
     assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
     through_transformers = CONFIG_CLASSES[family](**spec.to_hf_config()).to_dict()
     assert ModelSpec.from_hf_config(through_transformers) == spec
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {"layer_types": ["full_attention"] * 2}) for family in ("cohere2", "gpt_oss")),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}),
+        ("phi3", {"rope_scaling": LONGROPE | {"attention_factor": 1.1}}),
+    ],
+)
+def test_transformers_takes_no_default_for_what_is_written(
+    family: str, changes: dict[str, Any]
+) -> None:
+    given = tiny_config(family, **(FAMILY_CASES[family] | changes))
+    spec = ModelSpec.from_hf_config(given.to_dict())
+    written = AutoConfig.for_model(**spec.to_hf_config())
+    assert ModelSpec.from_hf_config(written.to_dict()) == spec
+    assert len(full_logits(AutoModelForCausalLM.from_config(written), [1, 2])) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "ministral3"])
+def test_a_rope_scaling_of_none_means_what_transformers_takes_it_for(family: str) -> None:
+    theirs = tiny_config(family, rope_scaling=None).to_dict()
+    ours = {key: value for key, value in theirs.items() if key != "rope_parameters"}
+    spec = ModelSpec.from_hf_config(ours | {"rope_scaling": None})
+    assert spec == ModelSpec.from_hf_config(theirs)
 
 
 def test_yarn_attention_factor_follows_the_paper_unless_given() -> None:
@@ -277,6 +304,7 @@ def test_keys_that_are_unset_or_private_pass() -> None:
         ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}),
         ("glm4_moe_lite", {"partial_rotary_factor": 1.0, "first_k_dense_replace": 1}),
         ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 64}),
+        ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False}),
         ("minimax_m2", {"scoring_func": "sigmoid", "use_mtp": True, "attn_type_list": [1, 1]}),
         ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     ],
@@ -344,6 +372,7 @@ def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], mess
         ("glm4_moe", {"n_shared_experts": None}, "num_shared_experts=None"),
         ("glm4_moe", {"routed_scaling_factor": None}, "router_scale=None"),
         ("gpt_oss", {"swiglu_limit": None}, "activation_limit=None"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False.*supported: True"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*'olmoe'"),
         ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1.*'mixtral'"),
         ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported"),

@@ -18,6 +18,8 @@ QWEN3_MOE = Family(
     defaults={"num_experts_per_tok": 8},
     keys=ROUTER_LOSSES
     | {"decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"},
+    # Qwen3-Coder says what the model does anyway.
+    fixed={"use_qk_norm": True},
     windows=same_window_if_used,
     moe_layers=experts_by_step,
     mixture=Mixture(scores="softmax"),
