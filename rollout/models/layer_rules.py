@@ -146,12 +146,17 @@ def experts_everywhere(config: Config, num_layers: int) -> tuple[int, ...]:
 def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer has experts, save those in `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    if not isinstance(step, int) or step < 1:
+        raise ModelError(f"decoder_sparse_step={step!r} in the config must be a positive integer")
     return tuple(n for n in range(num_layers) if (n + 1) % step == 0 and n not in dense)
 
 
 def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
     """Layers from `first_k_dense_replace` on have experts."""
-    return tuple(range(int(config["first_k_dense_replace"]), num_layers))
+    first = config["first_k_dense_replace"]
+    if not isinstance(first, int) or first < 0:
+        raise ModelError(f"first_k_dense_replace={first!r} in the config must be an integer from 0")
+    return tuple(range(first, num_layers))
 
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:

@@ -28,6 +28,14 @@ SIZES = (
     "intermediate_size",
     "max_position_embeddings",
 )
+_MOE_SIZES = (
+    "num_experts",
+    "experts_per_token",
+    "expert_size",
+    "num_shared_experts",
+    "num_expert_groups",
+    "num_chosen_groups",
+)
 DEFAULT_ROPE = RopeSpec()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -115,7 +123,7 @@ class ModelSpec:
         """Read a config.json of transformers v4 or v5.
 
         Raises ModelError for an unknown `model_type`, a missing key, or a key that the family does
-        not know and that may have an effect: experts, quantization, other activations.
+        not know and that may have an effect: other activations, unknown quantization.
         """
         family = find_family(config.get("model_type"))
         refuse_unknown(config, family)
@@ -245,9 +253,14 @@ class ModelSpec:
 
     def _check_experts(self) -> None:
         """Raise ModelError for numbers of experts that do not fit together."""
-        for name in ("num_experts", "experts_per_token", "expert_size"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name}={getattr(self, name)} must be positive with experts")
+        for name in _MOE_SIZES:
+            value, least = getattr(self, name), 0 if name == "num_shared_experts" else 1
+            if not isinstance(value, int) or value < least:
+                kind = "positive" if least else "0 or more"
+                raise ModelError(f"{name}={value!r} must be {kind} with experts")
+        for name in ("router_scale", "activation_alpha", "activation_limit"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ModelError(f"{name}={getattr(self, name)!r} must be a number with experts")
         per_group, rest = divmod(self.num_experts, self.num_expert_groups)
         is_lone = self.num_expert_groups > 1 and per_group == 1
         if rest or is_lone or not 0 < self.num_chosen_groups <= self.num_expert_groups:

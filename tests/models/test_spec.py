@@ -365,6 +365,13 @@ def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], mess
     [
         ("qwen3_moe", {"num_experts": 0}, "num_experts=0 must be positive"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9 exceeds the 8"),
+        ("qwen3_moe", {"num_experts": None}, "num_experts=None must be positive"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("glm4_moe", {"first_k_dense_replace": None}, "first_k_dense_replace=None"),
+        ("glm4_moe", {"n_group": None}, "num_expert_groups=None"),
+        ("glm4_moe", {"n_shared_experts": None}, "num_shared_experts=None"),
+        ("glm4_moe", {"routed_scaling_factor": None}, "router_scale=None"),
+        ("gpt_oss", {"swiglu_limit": None}, "activation_limit=None"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False.*supported: True"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*'olmoe'"),
         ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1.*'mixtral'"),
