@@ -30,6 +30,11 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
     ModelError for a type, or a way of using it, that is not supported.
     """
     parameters, theta = _parameters(config, layer_type)
+    if layer_type is not None and not parameters.get("truncate", True):
+        raise ModelError(
+            f"truncate=False in the rope parameters of {layer_type} is not supported: transformers "
+            "ignores it there; remove it"
+        )
     if unknown := sorted(key for key in parameters.keys() - _KNOWN if parameters[key]):
         name, value = unknown[0], parameters[unknown[0]]
         raise ModelError(f"rope parameter {name}={value!r} is not supported")

@@ -360,6 +360,20 @@ def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], mess
         ModelSpec.from_hf_config(QWEN2_V4 | change)
 
 
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_ropes_of_a_layer_type_are_refused_where_transformers_ignores_a_setting(
+    family: str,
+) -> None:
+    """Of yarn's ramp it reads `truncate` beside the layer types, where nothing else stands."""
+    config = tiny_config(family, **FAMILY_CASES[family]).to_dict()
+    full = config["rope_parameters"]["full_attention"]
+    config["rope_parameters"]["full_attention"] = YARN_ROPE | full | {"truncate": True}
+    ModelSpec.from_hf_config(config)
+    config["rope_parameters"]["full_attention"]["truncate"] = False
+    with pytest.raises(ModelError, match=r"truncate=False.*full_attention"):
+        ModelSpec.from_hf_config(config)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
