@@ -47,7 +47,8 @@ class Mix:
     def real_tokens(self) -> Tensor:
         """Indices of the tokens whose output counts."""
         first, end = len(self.decode), len(self.decode) + self.num_padding_rows
-        return torch.tensor([t for t in range(self.num_tokens) if not first <= t < end])
+        real = [t for t in range(self.num_tokens) if not first <= t < end]
+        return torch.tensor(real, dtype=torch.int64)  # also if there are none
 
 
 def projection(mix: Mix, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

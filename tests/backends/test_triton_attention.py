@@ -84,6 +84,11 @@ def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_splits: int | None)
         assert_as_the_reference(mix, num_splits)
 
 
+def test_a_batch_of_padding_alone_has_no_output() -> None:
+    mix = Mix(decode=(), num_padding_rows=1, prefill=((0, 0),), group_size=1, num_kv_heads=1)
+    assert_as_the_reference(mix, None)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
 def test_every_number_of_splits_gives_the_same(num_splits: int) -> None:
     """Contexts of one context tile and less than a tile per split included."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts.attention_cases import Row, make_batch, make_cache, make_spec
+from tests.contracts.attention_cases import Row, attend, make_batch, make_cache, make_spec
 from tests.contracts.implementations import ATTENTION, OPS
 from tests.contracts.sampling_oracle import Draw, batch_of
 
@@ -51,4 +51,4 @@ def test_attention_is_the_same_on_several_threads(name: str) -> None:
     kv[0].normal_(generator=generator)
     q = torch.randn(63, 4, 16, generator=generator)
     k, v = torch.randn(2, 63, 2, 16, generator=generator)
-    assert_same_on_threads(lambda: attention.attend(q, k, v, 0, make_batch(rows, kv, 16)))
+    assert_same_on_threads(lambda: attend(attention, q, k, v, make_batch(rows, kv, 16)))
