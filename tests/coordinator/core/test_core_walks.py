@@ -96,8 +96,18 @@ class FleetWalk(RuleBasedStateMachine):
     @precondition(lambda self: any(client.submitted for client in self.clients))
     @rule(number=pick, which=pick)
     def submit_again(self, number: int, which: int) -> None:
+        """A coordinator that forgot a client takes what it has answered for new: none asks so."""
         client = self.one_of([c for c in self.clients if c.submitted], number)
-        self.fleet.send(client, self.one_of(client.submitted, which))
+        message = self.one_of(client.submitted, which)
+        session = self.fleet.part("Clients").sessions.get(client.client_id)
+        samples = tuple(
+            s
+            for s in message.samples
+            if not client.asked[s.request_id].replies
+            or (session and (s.request_id in session.requests or s.request_id in session.answered))
+        )
+        if samples:
+            self.fleet.send(client, structs.replace(message, samples=samples))
 
     @precondition(lambda self: any(client.asked for client in self.clients))
     @rule(number=pick, which=pick)
