@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
             contest = Contest(workload=chosen[name], ours=ours, peers=list(peers))
             contests.append(_play(contest, arguments.rounds, floor, trace, progress))
         if "W1" in arguments.workloads:
-            error = _logprob_error(model, ours, chosen["W1"])
+            error = logprob_error(model, ours, chosen["W1"])
         steps = _decode_steps(llm, floor, spec.vocab_size, progress)
     return Results(
         date=datetime.date.today().isoformat(),
@@ -117,7 +117,8 @@ def _announcer(progress: Progress, task: TaskID, where: str) -> Callable[[str], 
     return lambda who: progress.update(task, description=f"{where}: {who}")
 
 
-def _logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
+def logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
+    """The largest difference of our log-probs to a full forward pass of `model`."""
     short = workload.shortened(8)
     return largest_logprob_error(model, short, ours.run(short, seed=0))
 
@@ -136,15 +137,21 @@ def _decode_steps(
     return costs
 
 
-def main(argv: Sequence[str] | None = None) -> Results:
+def measure_and_publish(
+    measure: Callable[[argparse.Namespace, Console], Results], arguments: argparse.Namespace
+) -> Results:
     """Measure, print and write. Returns what was measured."""
-    arguments = parse_arguments(argv)
     transformers.logging.set_verbosity_error()
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)
     results = measure(arguments, console)
     publish(as_json(results), as_markdown(results), results.model, arguments.output, console)
     return results
+
+
+def main(argv: Sequence[str] | None = None) -> Results:
+    """Run the benchmark. Returns what was measured."""
+    return measure_and_publish(measure, parse_arguments(argv))
 
 
 if __name__ == "__main__":

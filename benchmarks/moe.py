@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
 from rich.console import Console
 
-from benchmarks.contestants import RolloutEngine, TransformersGenerate, largest_logprob_error
+from benchmarks.contestants import RolloutEngine, TransformersGenerate
+from benchmarks.generate import RESULTS, logprob_error, measure_and_publish
 from benchmarks.machine import describe
 from benchmarks.models import MOE64, SMALL_MOE, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from benchmarks.report import ContestResult, Results, as_json, as_markdown
+from benchmarks.report import ContestResult, Results
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Generated, Workload, workloads
 from rollout import LLM, InferenceConfig
 
-RESULTS = Path(__file__).parent / "results"
 EXPERTS = ("grouped_mm", "eager")
 CACHES = ("dynamic", "static")
 
@@ -79,8 +76,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
         for number in range(1, arguments.rounds + 1):
             play_round(contest, lambda _: None)
             console.print(f"round {number}: ratio {contest.rounds[-1].ratio:.2f}")
-        short = workload.shortened(8)
-        error = largest_logprob_error(model, short, ours.run(short, seed=0))
+        error = logprob_error(model, ours, workload)
     return Results(
         date=datetime.date.today().isoformat(),
         machine=describe(config),
@@ -93,14 +89,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Measure, print and write. Returns what was measured."""
-    arguments = parse_arguments(argv)
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("rollout").setLevel(logging.WARNING)
-    console = Console(stderr=True)
-    results = measure(arguments, console)
-    publish(as_json(results), as_markdown(results), results.model, arguments.output, console)
-    return results
+    """Run the benchmark. Returns what was measured."""
+    return measure_and_publish(measure, parse_arguments(argv))
 
 
 if __name__ == "__main__":

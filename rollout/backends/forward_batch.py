@@ -73,11 +73,6 @@ class AttentionTraits:
     sinks_H: Tensor | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing differs."""
-        return self.scale is None and self.has_plain_scores
-
-    @property
     def has_plain_scores(self) -> bool:
         """Whether nothing but the scale may differ."""
         return self.window is None and self.softcap is None and self.sinks_H is None

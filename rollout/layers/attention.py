@@ -94,11 +94,9 @@ class Attention(BackendLayer):
             )
         # Attention itself norms heads that it rotates.
         self.norms_alone = spec.has_projection_norms or (spec.has_head_norms and spec.rope is None)
-        order_D = None if spec.rope is None else head_order(spec.rope, spec.head_dim)
         self.order_D: Tensor | None
-        self.register_buffer(
-            "order_D", None if order_D is None else order_D.to(device), persistent=False
-        )
+        order_D = head_order(spec.rope, spec.head_dim, device)
+        self.register_buffer("order_D", order_D, persistent=False)
 
     def bind(self, backend: Backend) -> None:
         super().bind(backend)

@@ -140,11 +140,9 @@ class LatentAttention(BackendLayer):
             heads * dims.v_head_dim, output, bias=spec.output_bias, dtype=dtype, device=device
         )
         self.traits = AttentionTraits(scale=spec.scale)
-        order_P = head_order(spec.rope, dims.qk_rope_head_dim)
         self.order_P: Tensor | None
-        self.register_buffer(
-            "order_P", None if order_P is None else order_P.to(device), persistent=False
-        )
+        order_P = head_order(spec.rope, dims.qk_rope_head_dim, device)
+        self.register_buffer("order_P", order_P, persistent=False)
 
     def bind(self, backend: Backend) -> None:
         super().bind(backend)

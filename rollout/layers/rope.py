@@ -72,13 +72,15 @@ def rotary_dim(rope: RopeSpec, head_dim: int) -> int:
     return int(head_dim * rope.partial)
 
 
-def head_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
+def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Tensor | None:
     """The dims of a head, [D] int64, in the order in which pairs (i, i + D / 2) turn together; None
-    if they have it already.
+    if they have it already, or nothing turns.
 
     Scores do not change when query and key heads are reordered alike. Dims that do not turn stand
     at the end of each half.
     """
+    if rope is None:
+        return None
     dims_D, num_turning = torch.arange(head_dim), rotary_dim(rope, head_dim)
     turning, resting = dims_D[:num_turning], dims_D[num_turning:]
     half, half_resting = num_turning // 2, len(resting) // 2
@@ -86,7 +88,7 @@ def head_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
     if rope.is_interleaved:
         low, high = turning[::2], turning[1::2]
     order_D = torch.cat((low, resting[:half_resting], high, resting[half_resting:]))
-    return None if torch.equal(order_D, dims_D) else order_D
+    return None if torch.equal(order_D, dims_D) else order_D.to(device)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -254,6 +254,7 @@ class ServedWeights:
             self.has_values = False  # stays so if the restore fails, too
             self._write(staged)
             self.version, self.has_values, self._bases = new_version, True, staged.bases
+            self._num_writes += 1
         except BaseException:
             backup.restore()
             self.version, self.has_values = before, had_values
@@ -264,7 +265,6 @@ class ServedWeights:
     @torch.no_grad()
     def _write(self, staged: StagedWeights) -> None:
         """Copy tensors in place, exchange repacked weights, and swap in packed copies."""
-        self._num_writes += 1
         slots = self._model.weight_slots()
         for name, tensor in staged.tensors.items():
             with blaming(f"copying {name!r}"):

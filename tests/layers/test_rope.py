@@ -120,7 +120,7 @@ def test_reordered_heads_have_the_scores_of_pairs_that_turn(
     angles_T1F = positions_T[:, None, None] * inverse_frequencies(rope, head_dim)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles_T1F), angles_T1F)
     plain = torch.cat((turned.real, turned.imag, heads_THD[..., num_turning:]), dim=-1)
-    order_D = head_order(rope, head_dim)
+    order_D = head_order(rope, head_dim, torch.device("cpu"))
     assert (order_D is None) == (partial == 1.0 and not is_interleaved)
     ours = heads_THD if order_D is None else heads_THD[..., order_D]
     ours, _ = ReferenceOps().rotary(ours, ours, *table(positions_T))

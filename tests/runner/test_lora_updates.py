@@ -320,6 +320,30 @@ def test_a_commit_that_fails_leaves_the_adapter_from_before(
     assert_serves(model, merged(base, second))
 
 
+@pytest.mark.parametrize("tune", ["plain", pytest.param("native", marks=needs_compiler)])
+def test_a_staged_adapter_is_committed_after_a_commit_of_it_that_failed(
+    monkeypatch: pytest.MonkeyPatch, tune: str
+) -> None:
+    """The weights are those from before, which it was staged on."""
+    monkeypatch.setenv("ROLLOUT_TUNE", tune)
+    engine, model = served()
+    adapter = random_adapter(weights_of(1), seed=1)
+    staged = engine.stage_weights(adapter)
+    engine.pause()
+    refresh = CausalLM.refresh
+
+    def refresh_and_fail(model: CausalLM, staged: Any = None) -> None:
+        refresh(model, staged)
+        raise OSError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "refresh", refresh_and_fail)
+        with pytest.raises(WeightUpdateError, match="device lost"):
+            engine.commit_weights(staged)
+    engine.commit_weights(staged)
+    assert_serves(model, merged(weights_of(1), adapter))
+
+
 def with_tensor(half: str, tensor: Tensor, module: str = Q, **fields: Any) -> LoraAdapter:
     adapter = random_adapter(weights_of(1), [Q], **fields)
     name = f"base_model.model.{Q}.lora_{half}.default.weight"
