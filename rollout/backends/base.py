@@ -111,8 +111,8 @@ class Ops(Protocol):
         """
         ...
 
-    def tune(self, handles: Iterable[Any]) -> None:
-        """Choose how `linear` computes for these handles, all of a model; it may take seconds.
+    def tune(self, handles: Iterable[Any], experts: Iterable[ExpertWeights] = ()) -> None:
+        """Choose how `linear` and `experts` compute for these, all of a model; it may take seconds.
 
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
         Handles that are not tuned work as well. The choice never changes afterwards.

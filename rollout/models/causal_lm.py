@@ -17,6 +17,7 @@ from rollout.backends.base import AttentionBackend, Backend, CacheSpec, FusedDec
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.errors import ModelError
 from rollout.layers.base import BackendLayer
+from rollout.layers.experts import MixtureOfExperts
 from rollout.layers.latent_attention import HeadProjections
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
@@ -97,7 +98,11 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, BackendLayer):
                 module.bind(backend)
-        backend.ops.tune(layer.handle for layer in self.linear_layers().values())
+        mixtures = (m for m in self.modules() if isinstance(m, MixtureOfExperts))
+        backend.ops.tune(
+            (layer.handle for layer in self.linear_layers().values()),
+            (mixture.weights for mixture in mixtures),
+        )
         if self.spec.tie_word_embeddings:
             self.model.embed_tokens.repacked = self.lm_head.repacked
         self.attention = backend.attention

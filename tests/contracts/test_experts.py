@@ -16,12 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollout import InferenceConfig
 from rollout.backends.base import ExpertWeights, GatedActivation
 from rollout.backends.ops.native import NativeOps
 from rollout.backends.ops.native_experts import run_experts
 from rollout.backends.ops.reference import ReferenceOps
+from rollout.backends.select import create_backend
+from rollout.models import build_model
 from tests.contracts.implementations import OPS, is_interpreted, kernels
 from tests.contracts.test_ops import computable
+from tests.tiny_mixtures import tiny_mixture
 
 ACTIVATIONS = {
     "silu": GatedActivation(),
@@ -204,3 +208,13 @@ def test_tokens_go_the_way_that_was_chosen_for_so_many_of_an_expert(
     assert torch.equal(plain_TE, ReferenceOps.experts(ops, *tokens, experts))
     assert torch.equal(native_TE, run_experts(kernels(), *tokens, experts))
     assert not torch.equal(plain_TE, native_TE)
+
+
+def test_ways_are_chosen_when_a_model_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in its first step, under the clock of its requests."""
+    kernels()  # skips without a compiler
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    backend, model = create_backend(InferenceConfig(num_threads=1)), build_model(tiny_mixture())
+    assert "experts" not in backend.ops.explain()
+    model.prepare(backend)
+    assert "experts" in backend.ops.explain()

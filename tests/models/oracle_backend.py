@@ -40,7 +40,7 @@ class OracleOps:
         self.refresh(handle)
         return handle
 
-    def tune(self, handles: Iterable[PackedLinear]) -> None:
+    def tune(self, handles: Iterable[PackedLinear], experts: Iterable[Any] = ()) -> None:
         pass
 
     def stage(self, handle: PackedLinear, parts: Sequence[Tensor]) -> Tensor:

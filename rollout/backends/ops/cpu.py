@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.base import RepackedWeight
+from rollout.backends.base import ExpertWeights, RepackedWeight
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import ReferenceOps
@@ -41,7 +41,9 @@ class CpuOps(ReferenceOps):
         """A handle with the plain product, until `tune` chooses others and packs what they need."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
-    def tune(self, handles: Iterable[LinearHandle]) -> None:  # type: ignore[override]
+    def tune(  # type: ignore[override]
+        self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()
+    ) -> None:
         """Measure unknown shapes, then give each handle its best products and packed copy."""
         handles = list(handles)
         self._products.measure(handle.weight_NK for handle in handles)

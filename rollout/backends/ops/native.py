@@ -8,7 +8,7 @@ N top-n; E hidden size, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
 from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
-from rollout.backends.products.candidates import PLAIN, bucket_of
+from rollout.backends.products.candidates import PLAIN, LinearHandle, bucket_of
 from rollout.backends.products.choice import Choice, Rounds
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
@@ -103,6 +103,14 @@ class NativeOps(CpuOps):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
 
+    def tune(  # type: ignore[override]
+        self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()
+    ) -> None:
+        """Measure unknown shapes, of experts as well, and give each handle its best products."""
+        super().tune(handles)
+        for weights in filter(can_run, experts):
+            self._experts_choice(weights)
+
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
@@ -119,7 +127,7 @@ class NativeOps(CpuOps):
         return run_experts(self._kernels, x_TE, ids_TK, weights_TK, experts)
 
     def _experts_choice(self, experts: ExpertWeights) -> Choice:
-        """Measured when experts of this shape first run, here or, earlier, on this machine."""
+        """Measured in `tune`, or when experts of this shape first run, once on a machine."""
 
         def seconds(stopwatch: Stopwatch) -> tuple[Rounds, Rounds]:
             plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)

@@ -38,7 +38,7 @@ class ReferenceOps:
         """A handle that refers to the weight; no copy is made."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
 
-    def tune(self, handles: Iterable[DenseLinear]) -> None:
+    def tune(self, handles: Iterable[DenseLinear], experts: Iterable[ExpertWeights] = ()) -> None:
         """Nothing to choose."""
 
     def explain(self) -> str:
