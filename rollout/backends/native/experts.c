@@ -4,11 +4,31 @@
    batches, for TOKENS_AT_ONCE). A sum's terms are added in the same order whatever tokens are beside it,
    and a token's experts in the order of their ids: what a token gets does not depend on the others. */
 
-#include "experts.h"
-
 #include "layers.h"
 
 #include <stdlib.h>
+
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
+
+/* A gated feed-forward network for each expert, and the experts of each token. Sizes are multiples of 8.
+   An assignment is a token's place among its experts: token * per_token + k. */
+struct experts {
+    float *out;           /* [tokens, hidden], zeros before `experts_down_part`; contiguous, as all that follows */
+    const float *x;       /* [tokens, hidden] */
+    const int64_t *ids;   /* [tokens, per_token], each in [0, experts) */
+    const float *weights; /* [tokens, per_token] */
+    const void *gate_up;  /* [experts, 2 * size, hidden], all gates, then all ups; float32 or bfloat16 */
+    const void *down;     /* [experts, hidden, size], of the same type, as are the biases */
+    const void *gate_up_bias, *down_bias; /* [experts, 2 * size] and [experts, hidden], or NULL */
+    int64_t *starts;      /* [experts + 1]: room to work in, as all that follows */
+    int64_t *order;       /* [tokens * per_token]: the assignments by their expert */
+    float *active;        /* [tokens * per_token, size]: in this order */
+    int64_t tokens, per_token, experts, hidden, size;
+    int64_t type;         /* FLOAT32 or BFLOAT16, of gate_up and down */
+    int64_t lanes;        /* 8 for 256-bit vectors; 0 for the widest there are */
+    int64_t activation;   /* SILU, GELU_TANH or CLAMPED_SWIGLU */
+    double alpha, limit;  /* of CLAMPED_SWIGLU */
+};
 
 #define TOKENS_AT_ONCE 96 /* of one expert, whose x fits the second cache */
 #define ROWS 8
@@ -49,7 +69,7 @@ static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, c
 }
 
 /* The assignments by expert, those of an expert in their own order: counting sort. */
-void experts_sort(const struct experts *a) {
+EXPORT void sort_experts(const struct experts *a) {
     const int64_t count = a->tokens * a->per_token;
     memset(a->starts, 0, (a->experts + 1) * sizeof(int64_t));
     for (int64_t i = 0; i < count; i++) a->starts[a->ids[i]]++;
@@ -118,22 +138,16 @@ INLINE void of_experts(of_expert function, const struct experts *a, int64_t firs
     free(room);
 }
 
-void experts_gate_up(const struct experts *a, int64_t first, int64_t last) {
+/* After `sort_experts`, each done before the next begins: items [first, last) are groups of 8 of `size`, and
+   of `hidden`. */
+EXPORT void experts_gate_up_part(const void *args, void *scratch, int64_t first, int64_t last) {
+    const struct experts *a = args;
+    (void)scratch;
     of_experts(gate_up_of, a, first, last, a->hidden);
 }
 
-void experts_down(const struct experts *a, int64_t first, int64_t last) {
-    of_experts(down_of, a, first, last, a->size);
-}
-
-EXPORT void sort_experts(const struct experts *a) { experts_sort(a); }
-
-EXPORT void experts_gate_up_part(const void *args, void *scratch, int64_t first, int64_t last) {
-    (void)scratch;
-    experts_gate_up(args, first, last);
-}
-
 EXPORT void experts_down_part(const void *args, void *scratch, int64_t first, int64_t last) {
+    const struct experts *a = args;
     (void)scratch;
-    experts_down(args, first, last);
+    of_experts(down_of, a, first, last, a->size);
 }

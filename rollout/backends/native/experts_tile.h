@@ -1,4 +1,4 @@
-/* rows_<WIDTH>, products of 8 rows of a weight with some tokens, with vectors of WIDTH floats along the
+/* multiply_rows_<WIDTH>, products of 8 rows of a weight with some tokens, with vectors of WIDTH floats along the
    rows. experts.c includes it for each width, with MAX_TOKENS. */
 
 #include "wide.h"

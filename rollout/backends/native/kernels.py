@@ -124,7 +124,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class ExpertsArgs(ctypes.Structure):
-    """struct experts of experts.h."""
+    """struct experts of experts.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("out", "x", "ids", "weights", "gate_up", "down")),

@@ -21,7 +21,7 @@ from rollout.backends.products.candidates import BUCKETS
 from rollout.backends.products.timing import Stopwatch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of vectors.h
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # the enum of experts.h
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # the enum of experts.c
 WIDEST = 0
 
 _MAX_ROUNDS = 4
