@@ -41,7 +41,7 @@ class RolloutBatch:
     `is_truncated_B`: a limit cut the rollout, such as that of its last turn's length.
     `routing_BTLK`: the experts that computed each token, for `replay_routing`; those of the turn
     that knew them first. -1 where none does: on padding, and on the last token, which no pass of
-    the engine computed. None unless it was asked for.
+    the engine computed. None unless it was asked for, and where no rollout has any: all failed.
     """
 
     tokens_BT: torch.Tensor  # int64

@@ -105,13 +105,15 @@ def _replayed(
     """Around the passes on this batch, forward and backward."""
     if not settings.replay_routing:
         return nullcontext()
-    if batch.routing_BTLK is None:
+    if batch.routing_BTLK is None and bool(batch.mask_BT.any()):
         raise ConfigError(
             "replay_routing=True wants a batch with routing_BTLK; collate it with routing=True, "
             "from an engine with record_routing=True"
         )
     if not isinstance(policy, nn.Module):
         raise ConfigError(f"replay_routing=True wants a module, not a {type(policy).__name__}")
+    if batch.routing_BTLK is None:  # every rollout failed before a pass of the engine
+        return nullcontext()
     is_token_BT = batch.attention_mask_BT
     routing = batch.routing_BTLK[is_token_BT][None] if settings.is_packed else batch.routing_BTLK
     return replay_routing(policy, routing)

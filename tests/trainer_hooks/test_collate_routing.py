@@ -157,3 +157,18 @@ def test_replay_without_rows_or_without_a_module_is_refused() -> None:
         fixed_logprobs(model, without, settings)
     with pytest.raises(ConfigError, match="wants a module, not a function"):
         fixed_logprobs(lambda **given: model(**given), batch_of(model, 0), settings)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_rollouts_that_all_failed_before_their_first_pass_route_by_themselves(
+    is_packed: bool,
+) -> None:
+    model = tiny_mixture()
+    cut = request_of([1, 2], [], None, status=Status.FAILED, logprobs=[])
+    batch = collate_rollouts([cut, cut], [None, None], 0, routing=True)
+    settings = UpdateSettings(is_packed=is_packed, replay_routing=True)
+    plain = UpdateSettings(is_packed=is_packed)
+    assert torch.equal(fixed_logprobs(model, batch, settings), fixed_logprobs(model, batch, plain))
+    columns = {"advantages_BT": torch.zeros(batch.tokens_BT.shape)}
+    metrics = accumulate_gradients(model, batch, columns, PolicyLossConfig(kind="grpo"), settings)
+    assert metrics["loss"] == 0.0
