@@ -200,6 +200,7 @@ def collate_rollouts(
                 if routing:
                     _require_routing(turn)
     all_turns = [turns for _, turns in sequences]
+    lengths = [len(row["tokens_BT"]) for row in rows]
     return RolloutBatch(
         **_padded(rows, pad_id),
         rewards_R=rewards_R,
@@ -208,33 +209,30 @@ def collate_rollouts(
         completion_lengths_B=torch.tensor(
             [sum(len(turn.generated_tokens) for turn in turns) for turns in all_turns]
         ),
-        lengths_B=torch.tensor([len(row["tokens_BT"]) for row in rows]),
+        lengths_B=torch.tensor(lengths),
         is_truncated_B=torch.tensor([rollouts[i].finish_reason == "length" for i, _ in sequences]),
         train_version=train_version,
-        routing_BTLK=_routing(all_turns) if routing else None,
+        routing_BTLK=_routing(all_turns, max(lengths)) if routing else None,
     )
 
 
-def _routing(sequences: Sequence[Sequence[DynamicInferenceRequest]]) -> torch.Tensor | None:
+def _routing(
+    sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
+) -> torch.Tensor | None:
     """The experts of all tokens, padded with -1; None if no turn has any."""
     rows = [
-        first_known([turn.routing_indices for turn in turns], len(sequence_tokens(turns)))
-        for turns in sequences
+        first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
     known = [row for row in rows if row is not None]
     if not known:
         return None
-    if len({row.shape[1:] for row in known}) > 1:
+    if len({row.shape for row in known}) > 1:
         raise ConfigError(
             "the rollouts' routing has several shapes, "
             f"{sorted({tuple(row.shape[1:]) for row in known})}: rollouts of one model are wanted"
         )
-    nothing = known[0].new_empty(0, *known[0].shape[1:])
-    filled = [nothing if row is None else row for row in rows]
-    num_positions = max(len(sequence_tokens(turns)) for turns in sequences)
-    padded_BTLK = pad_sequence(filled, batch_first=True, padding_value=UNKNOWN)
-    missing = num_positions - padded_BTLK.shape[1]
-    return torch.nn.functional.pad(padded_BTLK, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
+    unknown = torch.full_like(known[0], UNKNOWN)
+    return torch.stack([unknown if row is None else row for row in rows])
 
 
 def _require_routing(request: DynamicInferenceRequest) -> None:
