@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentRollouts, EpisodeLimits
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.jobs.import_paths import import_object
+
+# Limits of the episodes that EnvironmentRollouts runs; AgentRollouts run a loop of their own.
+_OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +23,9 @@ class EnvironmentSettings:
 
     `path`: "package.module:name" of an Environment's class, or of a function that makes one, called
     with `options`; or of an AgentRollouts, whose `load` gets them. `max_turns`, `step_timeout_s`,
-    `rollout_timeout_s`: see EpisodeLimits; environments of AgentRollouts have turns of their own.
-    `max_total_tokens`: of a prompt and its turn; None takes engine.max_sequence_length.
-    `max_environments`: how many are in use at a time.
+    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: of a prompt and its turn; None takes
+    engine.max_sequence_length. `max_environments`: how many are in use at a time.
+    An AgentRollouts has `rollout_timeout_s` alone; other values of the other limits are refused.
     """
 
     path: str | None = None
@@ -43,9 +46,10 @@ class EnvironmentSettings:
 
         Raises ConfigError for numbers out of range.
         """
+        max_total_tokens = self.max_total_tokens
         return EpisodeLimits(
             max_turns=self.max_turns,
-            max_total_tokens=self.max_total_tokens or max_sequence_length,
+            max_total_tokens=max_sequence_length if max_total_tokens is None else max_total_tokens,
             step_timeout_s=self.step_timeout_s,
             rollout_timeout_s=self.rollout_timeout_s,
         )
@@ -59,14 +63,15 @@ def environment_rollouts(
 ) -> EnvironmentRollouts | AgentRollouts | None:
     """The rollout_fn of the settings; None where they name no environment.
 
-    Raises ConfigError for a path that names none, options that it does not take, and a tokenizer
-    without a chat template.
+    Raises ConfigError for a path that names none, options and limits that it does not take, and a
+    tokenizer without a chat template.
     """
     if settings.path is None:
         return None
     make, options = import_object(settings.path, "environment.path"), dict(settings.options)
     is_agent = inspect.isclass(make) and issubclass(make, AgentRollouts)
     if is_agent:
+        _refuse_limits_of_episodes(settings)
         own = {
             "template_options": template_options,
             "rollout_timeout_s": settings.rollout_timeout_s,
@@ -87,3 +92,15 @@ def environment_rollouts(
         max_environments=settings.max_environments,
         template_options=template_options,
     )
+
+
+def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
+    """Raise ConfigError for a limit that an AgentRollouts would ignore."""
+    for limit in fields(settings):
+        value = getattr(settings, limit.name)
+        if limit.name in _OF_EPISODES and value != limit.default:
+            raise ConfigError(
+                f"environment.{limit.name}={value} is not a limit of {settings.path}, which runs "
+                "its episodes itself; leave it out, or set a limit of its own in "
+                "environment.options"
+            )
