@@ -227,11 +227,12 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
     """
     if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
         return []
+    by_version = weights.logprobs_by_version(case)
     causes: list[Iterator[Hypothesis]] = [
         sampling.temperature_causes(case),
         alignment.shift_causes(case),
         alignment.batch_position_causes(case),
-        weights.stale_weight_causes(case),
+        weights.stale_weight_causes(case, by_version),
         weights.precision_causes(case),
         weights.head_causes(case),
     ]
@@ -240,7 +241,7 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
             sampling.declared_causes(case),
             sampling.truncation_causes(case),
             sampling.penalty_causes(case),
-            weights.stale_kv_causes(case),
+            weights.stale_kv_causes(case, by_version),
             weights.place_causes(case),
         ]
     else:

@@ -5,7 +5,7 @@ Shape letters: N tokens, T positions of a row, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -24,9 +24,25 @@ from trainer_hooks.doctor.recompute import chosen_logprobs, model_logprobs
 LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
-def stale_weight_causes(case: Case) -> Iterator[Hypothesis]:
-    """All tokens come from one other version of the weights than they are stamped with."""
-    for version, logprobs_N in _logprobs_by_version(case).items():
+def logprobs_by_version(case: Case) -> dict[int, Tensor]:
+    """Log-probs of all tokens by each version of the weights, [N]; one version needs no test."""
+    if len(case.models) == 1:
+        return {}
+    tokens, reference = case.tokens, case.reference
+    return {
+        version: reference.trainer_N
+        if version == tokens.train_version
+        else model_logprobs(model, tokens, reference.temperature)
+        for version, model in case.models.items()
+    }
+
+
+def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
+    """All tokens come from one other version of the weights than they are stamped with.
+
+    `by_version`: of `logprobs_by_version`.
+    """
+    for version, logprobs_N in by_version.items():
         yield Hypothesis(
             name="stale_weights",
             predicted_N=logprobs_N,
@@ -41,14 +57,14 @@ def stale_weight_causes(case: Case) -> Iterator[Hypothesis]:
         )
 
 
-def stale_kv_causes(case: Case) -> Iterator[Hypothesis]:
+def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
     """The engine read KV that an older version wrote, and the stamps do not say so.
 
     Either the weights changed in the middle of a rollout, whose tokens until then are the older
     version's; or the KV of the whole prompt, or of the part found in a prefix cache, is old.
     """
     trained = case.tokens.train_version
-    for version, old_N in _logprobs_by_version(case).items():
+    for version, old_N in by_version.items():
         if version == trained:
             continue
         for place in ("rollout", "prompt", "prefix"):
@@ -180,14 +196,6 @@ def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
             "check the tokens between the turns; enable_prefix_caching=False",
         ),
     }
-
-
-def _logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Log-probs of all tokens by each version of the weights, [N]; one version needs no test."""
-    if len(case.models) == 1:
-        return {}
-    temperature = case.reference.temperature
-    return {v: model_logprobs(m, case.tokens, temperature) for v, m in case.models.items()}
 
 
 def _over_old_kv(case: Case, version: int, old_N: Tensor, place: str) -> Tensor:
