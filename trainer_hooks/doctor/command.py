@@ -18,6 +18,7 @@ from trainer_hooks.doctor.diagnosis import Diagnosis, diagnose
 from trainer_hooks.doctor.files import BATCHES, load_rollouts, step_of
 from trainer_hooks.doctor.report import report
 from trainer_hooks.doctor.tokens import seen_from
+from trainer_hooks.pretrained import load_pretrained
 
 EXIT_CODES = {"sound": 0, "fault": 1, "inconclusive": 3}
 _USAGE_ERROR = 2  # argparse's own
@@ -65,9 +66,9 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
         )
     return diagnose(
         seen_from(saved.batch, version),
-        _load(model_path),
+        _load("--model", model_path),
         saved.sources,
-        older_models={v: _load(weights) for v, weights in older.items() if v != version},
+        older_models={v: _load("--older", own) for v, own in older.items() if v != version},
         temperature=saved.temperature if given.temperature is None else given.temperature,
         logprobs_mode=given.logprobs_mode,
         engine_dtype=given.engine_dtype and getattr(torch, given.engine_dtype),
@@ -97,15 +98,12 @@ def files_of_run(directory: Path) -> RunFiles:
     )
 
 
-def _load(path: Path) -> nn.Module:
+def _load(setting: str, path: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no model of transformers: {error}") from error
+    model: nn.Module = load_pretrained(AutoModelForCausalLM, setting, str(path))
     return model
 
 

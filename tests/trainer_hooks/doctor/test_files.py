@@ -120,6 +120,13 @@ def test_the_command_refuses_what_it_cannot_examine(tmp_path: Path, capsys: Any)
     model = ["--model", str(tmp_path)]
     assert main([str(tmp_path / "batch.pt"), *model, "--older", "new"]) == 2
     assert "VERSION=DIR" in capsys.readouterr().err
+    assert main([str(tmp_path / "batch.pt"), *model]) == 2
+    assert "--model=" in capsys.readouterr().err
+    weights = tmp_path / "weights"
+    model_of(1).save_pretrained(weights)
+    paths = ["--model", str(weights), "--older", f"7={tmp_path / 'gone'}"]
+    assert main([str(tmp_path / "batch.pt"), *paths]) == 2
+    assert "--older=" in capsys.readouterr().err
     assert main(["[/odd].pt"]) == 2
     assert "[/odd].pt is no file of save_rollouts" in capsys.readouterr().err
 
