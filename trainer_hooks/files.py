@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of `path`: written beside it, flushed to the disk, then renamed."""
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Make `path` what `write` writes: beside it, flushed to the disk, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
-    staging.write_text(text, encoding="utf-8")
+    write(staging)
     _flush_to_disk(staging)
     os.replace(staging, path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make `text` the content of `path`."""
+    replace_file(path, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def replace_directory(staging: Path, target: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.checkpoint import NUM_KEPT
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.doctor.tokens import turns_of_rows
+from trainer_hooks.files import replace_file
 from trainer_hooks.producer import TrainingBatch
 from trainer_hooks.rollouts import Rollout
 
@@ -50,8 +51,6 @@ def save_rollouts(
     `weights_version`: of the weights that will be at hand; None is the version it is trained at.
     The file is complete or absent. Its directory is made.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     saved = {
         "format": _FORMAT,
         "batch": {field.name: getattr(batch, field.name) for field in fields(batch)},
@@ -59,9 +58,7 @@ def save_rollouts(
         "temperature": temperature,
         "weights_version": batch.train_version if weights_version is None else weights_version,
     }
-    staging = path.with_name(f".{path.name}.tmp")
-    torch.save(saved, staging)
-    os.replace(staging, path)
+    replace_file(Path(path), partial(torch.save, saved))
 
 
 def load_rollouts(path: Path | str) -> SavedRollouts:
