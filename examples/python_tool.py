@@ -26,11 +26,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from rollout import LLM, InferenceConfig, SamplingParams
 from trainer_hooks import (
     AsyncRolloutProducer,
+    PolicyLossConfig,
     ThreadedLLM,
+    UpdateSettings,
     WeightSync,
     group_advantages,
-    policy_loss,
-    token_logprobs,
+    update_policy,
 )
 from trainer_hooks.environments import EnvironmentRollouts, EpisodeLimits, ToolEnvironment, tool
 from trainer_hooks.environments.python_tool import PythonLimits, PythonTool
@@ -156,17 +157,11 @@ async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
             for step in range(num_steps):
                 batch = await anext(producer)
                 rows = batch.rollouts
-                logprobs_BT = token_logprobs(policy(rows.tokens_BT).logits, rows.tokens_BT)
                 advantages_PG = group_advantages(rows.rewards_R.view(-1, GROUP_SIZE))
-                loss, _ = policy_loss(
-                    logprobs_BT,
-                    rows.behaviour_logprobs_BT,
-                    rows.per_row(advantages_PG).view(-1, 1),
-                    rows.mask_BT,
+                columns = {"advantages_BT": rows.per_row(advantages_PG).view(-1, 1)}
+                update_policy(
+                    policy, optimizer, rows, columns, PolicyLossConfig(), UpdateSettings()
                 )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
                 await weight_sync.apush(policy)
                 rewards.append(float(rows.rewards_R.nanmean()))
                 print(f"step {step}  reward {rewards[-1]:.2f}  programs {_ends(batch)}")
