@@ -124,9 +124,10 @@ class Run:
         torch.manual_seed(seed)
 
     async def run(self) -> None:
-        """`train`, and close the environments that it used."""
-        async with self.task.rollout_fn or nullcontext():
-            await self.train()
+        """`train`, and close the reward and the environments that it used."""
+        with self.task.reward or nullcontext():
+            async with self.task.rollout_fn or nullcontext():
+                await self.train()
 
     async def train(self) -> None:
         """From the newest checkpoint, if the run may go on, to the last step and evaluation."""

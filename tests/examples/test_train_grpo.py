@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import palindromes
 from examples.learner import Learner
-from examples.train_grpo import run_seed
+from examples.train_grpo import Run, run_seed
 from rollout import ConfigError, RolloutError
 from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
 from trainer_hooks.jobs import warm_up
@@ -88,6 +90,14 @@ def test_each_engine_and_way_to_push_keeps_the_bound_and_accounts_for_all_time(
     assert checkpoint is not None
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
     assert read_trainer_state(checkpoint).prompts, "the ledger goes with the checkpoint"
+
+
+def test_the_processes_of_a_reward_end_with_the_run(tmp_path: Path) -> None:
+    changes = {"reward__workers": 1, "warmup": "none", "trainer__num_steps": 1}
+    run, before = Run(tmp_path, tiny_settings(**changes), seed=0), children()
+    asyncio.run(run.run())
+    assert len(training_rows(tmp_path)) == 1
+    assert children() == before
 
 
 def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) -> None:
