@@ -12,6 +12,7 @@ from trainer_hooks.metrics.measure import rollout_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.rewards import reward_metrics
+from trainer_hooks.rollouts import Rollout
 
 
 class ProducerError(RolloutError):
@@ -81,21 +82,10 @@ def mean_lag(rollouts: RolloutBatch) -> float:
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 
 
-def _finish_reasons(groups: Sequence[ScoredGroup]) -> list[str | None]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return [rollout.finish_reason for rollout in rollouts]
-
-
-def _failure_counts(groups: Sequence[ScoredGroup]) -> Counter[str]:
-    """How many rollouts failed by a fault of their environment, by its kind."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return Counter(rollout.failure for rollout in rollouts if rollout.failure is not None)
-
-
-def _state_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _state_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """`environment/<name>`: the mean of each number in the states of the rollouts."""
     values: dict[str, list[float]] = {}
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
+    for rollout in rollouts:
         for name, value in rollout.state.items():
             if isinstance(value, (int, float)):
                 values.setdefault(name, []).append(float(value))
@@ -116,12 +106,14 @@ def batch_metrics(
     `timing_s/batch_wait` is how long the trainer waited; generation and rewards ran beside it.
     """
     group_size = len(groups[0].rewards)
+    sampled = [rollout for group in groups for rollout in group.rollouts]
+    finish_reasons = [rollout.finish_reason for rollout in sampled]
+    faults = Counter(rollout.failure for rollout in sampled if rollout.failure is not None)
     generate_s = [group.generate_s for group in groups]
     reward_s = [group.reward_s for group in groups]
-    num_samples = sum(len(group.rewards) for group in groups)
     num_valid = sum(len(group.valid_rewards) for group in groups)
     return {
-        **rollout_metrics(rollouts, group_size, finish_reasons=_finish_reasons(groups)),
+        **rollout_metrics(rollouts, group_size, finish_reasons=finish_reasons),
         "timing_s/batch_wait": waited_s,
         "timing_s/group_generate_mean": sum(generate_s) / len(groups),
         "timing_s/group_generate_max": max(generate_s),
@@ -129,10 +121,10 @@ def batch_metrics(
         "timing_s/group_reward_max": max(reward_s),
         "rollouts/num_groups": len(groups),
         "rollouts/num_reissued_groups": sum(group.num_reissues > 0 for group in groups),
-        "rollouts/num_failed_samples": num_samples - num_valid,
-        **{f"rollouts/num_failures/{k}": n for k, n in _failure_counts(groups).items()},
+        "rollouts/num_failed_samples": len(sampled) - num_valid,
+        **{f"rollouts/num_failures/{kind}": n for kind, n in faults.items()},
         **reward_metrics([reward for group in groups for reward in group.rewards]),
-        **_state_means(groups),
+        **_state_means(sampled),
         "rollouts/num_waiting_batches": num_waiting_batches,
         **{f"rollouts/num_{fate}_groups": counts[fate] for fate in _FATES},
         **{

@@ -351,8 +351,7 @@ class AsyncRolloutProducer:
     def _hand_over(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
         version = self.version
         rollouts = collate_groups(
-            *(groups, version, self._temperature, self._pad_id, self._logprobs_mode),
-            self._routing,
+            groups, version, self._temperature, self._pad_id, self._logprobs_mode, self._routing
         )
         made = self._order.hand_over(groups)
         index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
