@@ -113,7 +113,7 @@ def test_micro_batches_by_tokens_change_nothing_but_the_cost(leaf: str) -> None:
                 assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
 
 
-def test_truncated_rollouts_are_not_trained_on(tmp_path: Path) -> None:
+def test_truncated_rollouts_are_not_trained_on() -> None:
     plain, _ = update()
     masked, _ = update(algorithm__mask_truncated_completions=True)
     assert masked["train/num_tokens"] == plain["train/num_tokens"] - (3 + 2) - (3 + 5)

@@ -12,7 +12,7 @@ from rollout.errors import ConfigError
 from trainer_hooks.environments.python_tool import PythonTool
 
 
-def test_the_example_trains_on_programs_that_ran_and_that_were_stopped(
+def test_the_example_trains_on_programs_that_ran_and_that_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:

@@ -210,6 +210,7 @@ def test_no_variable_of_this_process_is_seen(
 ) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
     (result,) = run(tool, "import os; print(dict(os.environ))")
+    assert "TMPDIR" in result.output, "the program ran"
     assert "API_KEY" not in result.output
     assert "sesame" not in result.output
 
