@@ -34,7 +34,7 @@ _MS_NOSUID, _MS_NODEV = 2, 4
 _CLONE_THREAD = 0x10000
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_PATH_BENEATH = 1
-_EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 # What each version of Landlock can forbid of files, as the number of its lowest bits.
 _LANDLOCK_BITS = {1: 13, 2: 14, 3: 15, 4: 15}
 _LANDLOCK_NEWEST_BITS = 16
@@ -202,7 +202,7 @@ def _restrict_files(directory: str) -> bool:
         return False
     readable = {sys.prefix, sys.base_prefix, sys.exec_prefix, *_READABLE}
     rules = {path: _EXECUTE | _READ_FILE | _READ_DIR for path in readable}
-    rules |= dict.fromkeys(_DEVICES, _READ_FILE | 1 << 1)
+    rules |= dict.fromkeys(_DEVICES, _READ_FILE | _WRITE_FILE)
     rules[directory] = all_rights & ~_EXECUTE
     for path, rights in rules.items():
         if not os.path.exists(path):

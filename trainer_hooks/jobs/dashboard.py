@@ -252,8 +252,8 @@ class Dashboard:
         if not counts:
             return Text("no tokens yet", style="dim")
         mixed = self._value("policy_staleness/num_mixed_rollouts", "{} rollouts across updates")
-        parts: list[RenderableType] = [histogram_table(counts, num_lines)]
-        return Group(*parts, Text(mixed, style="dim")) if mixed else Group(*parts)
+        table = histogram_table(counts, num_lines)
+        return Group(table, Text(mixed, style="dim")) if mixed else table
 
     def _engine_table(self, num_lines: int | None) -> RenderableType:
         if self._engines:

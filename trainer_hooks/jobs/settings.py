@@ -237,15 +237,10 @@ class ProducerSettings:
     def __post_init__(self) -> None:
         if self.max_staleness_versions != "ess":
             _check_at_least("max_staleness_versions", self.max_staleness_versions, 0)
-        for name in (
-            "max_reissues",
-            "oversample_groups",
-            "version_timeout_s",
-        ):
+        for name in ("max_reissues", "oversample_groups", "max_refills", "version_timeout_s"):
             _check_at_least(name, getattr(self, name), 0)
         for name in ("min_valid_samples", "max_attempts", "num_epochs"):
             _check_at_least(name, getattr(self, name), 1)
-        _check_at_least("max_refills", self.max_refills, 0)
         filters = self.drop_zero_variance or self.group_filters
         if self.max_refills is not None and not filters:
             raise ConfigError(
