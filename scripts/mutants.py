@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from scripts.mutation import Mutant, mutants_of, mutated
-from scripts.traced_tests import TracedTests, Tracer
+from scripts.traced_tests import TracedTests, Tracer, cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -79,7 +79,7 @@ class CpuBudget:
     def __init__(self, cpu_s: Mapping[str, float], budget_s: float) -> None:
         self._cpu_s = cpu_s
         self._budget_s = budget_s
-        self._start_s = _cpu_s()
+        self._start_s = sum(cpu_seconds())
         self._has_timed_out = False
         self._is_spent = False
 
@@ -96,7 +96,7 @@ class CpuBudget:
             if item.get_closest_marker("timeout") is None:
                 limit_s = _TEST_LIMIT_S + _LIMIT_PER_CPU_S * self._cpu_s[item.nodeid]
                 item.add_marker(pytest.mark.timeout(limit_s))
-        self._start_s = _cpu_s()
+        self._start_s = sum(cpu_seconds())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_timeout = report.failed and "from pytest-timeout" in str(report.longrepr)
@@ -109,7 +109,7 @@ class CpuBudget:
 
     @property
     def used_s(self) -> float:
-        return _cpu_s() - self._start_s
+        return sum(cpu_seconds()) - self._start_s
 
     def fate(self, status: int) -> str:
         """Return what the exit status of pytest means. A failing last test outweighs the budget."""
@@ -118,11 +118,6 @@ class CpuBudget:
         if self._is_spent and status == pytest.ExitCode.INTERRUPTED:
             return OUT_OF_BUDGET
         return TIMED_OUT if self._has_timed_out else KILLED
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def drawn(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:

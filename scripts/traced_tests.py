@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import resource
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,18 @@ class TracedTests:
         return {test: self.cpu_s[test] for test in sorted(tests)}
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """The CPU seconds of this process, and of its child processes that have ended.
+
+    To the microsecond, which `os.times` is not: a short child may take none of its ticks.
+    """
+    users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    own_s, children_s = (
+        usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, users)
+    )
+    return own_s, children_s
+
+
 class Tracer:
     """A pytest plugin that records a TracedTests of the packages."""
 
@@ -60,14 +72,15 @@ class Tracer:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._coverage.switch_context(item.nodeid)
-        before = os.times()
+        own_before_s, children_before_s = cpu_seconds()
         try:
             return (yield)
         finally:
-            after = os.times()
-            if after.children_user > before.children_user:
+            own_s, children_s = cpu_seconds()
+            if children_s > children_before_s:
                 self.traced.with_processes.add(item.nodeid)
-            self.traced.cpu_s[item.nodeid] = sum(after[:4]) - sum(before[:4])
+            used_s = own_s - own_before_s + children_s - children_before_s
+            self.traced.cpu_s[item.nodeid] = used_s
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()

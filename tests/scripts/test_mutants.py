@@ -188,7 +188,7 @@ def discount():
     return 1
 """
 SHOP_TESTS = """
-import subprocess, sys
+import subprocess
 from shop.prices import price
 
 def test_one():
@@ -199,7 +199,7 @@ def test_many():
     sum(range(3_000_000))
 
 def test_child():
-    subprocess.run([sys.executable, "-c", "sum(range(300_000))"], check=True)
+    subprocess.run("true", check=True)  # shorter than a tick of the clock
 
 def test_arithmetic():
     assert 1 + 1 == 2
