@@ -109,8 +109,7 @@ def test_micro_batches_by_tokens_change_nothing_but_the_cost(leaf: str) -> None:
         cut = {"algorithm__max_tokens_per_forward": 25, "algorithm__is_packed": is_packed}
         metrics, _ = update(algorithm=leaf, **sizes, **kl, **cut)
         for name in plain:
-            if "eff_sample_size" not in name:  # a mean over micro-batches
-                assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+            assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
 
 
 def test_truncated_rollouts_are_not_trained_on() -> None:

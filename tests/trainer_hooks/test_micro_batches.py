@@ -117,8 +117,7 @@ def test_metrics_are_those_of_the_whole_batch(policy: Any, is_packed: bool) -> N
     found = []
     for max_tokens in (None, 33):
         settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed)
-        metrics = accumulate_gradients(policy, batch, dict(columns), config, settings)
-        found.append({k: v for k, v in metrics.items() if "eff_sample_size" not in k})
+        found.append(accumulate_gradients(policy, batch, dict(columns), config, settings))
     assert found[0].keys() == found[1].keys()
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
     assert any(name.startswith("by_lag/policy_2-3") for name in found[0])

@@ -21,6 +21,7 @@ KV_LAG_NAMES = ("0", "0-1", "1-up")
 CELL_METRICS = (
     "token_fraction",
     "ratio_mean",
+    "weight_mean",
     "eff_sample_size",
     "approx_kl",
     "clip_fraction",
@@ -52,9 +53,11 @@ def loss_metrics(
     """Metrics of the whole batch; `log_ratio_BT` = log pi - log behaviour.
 
     `ppo_kl` (k1) is from the policy that is clipped around, `approx_kl` (k3) from the behaviour
-    policy; `eff_sample_size` is that of the token weights pi / behaviour; `sampled_entropy` is the
-    mean of -log pi of the sampled tokens, an estimate of `entropy` (of `entropies_BT`).
+    policy; `weight_mean` and `eff_sample_size` are those of the token weights pi / behaviour;
+    `sampled_entropy` is the mean of -log pi of the sampled tokens, an estimate of `entropy` (of
+    `entropies_BT`).
     """
+    weight_BT = log_ratio_BT.exp()
     step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
     metrics = {
         "ratio_mean": masked_mean(terms.ratio_BT, mask_BT),
@@ -63,9 +66,10 @@ def loss_metrics(
         "clip_ratio/high_mean": masked_mean(terms.is_high_BT, mask_BT),
         "clip_ratio/region_mean": masked_mean(terms.is_clipped_BT, mask_BT),
         "ppo_kl": masked_mean(-step_BT, mask_BT),
-        "approx_kl": masked_mean(log_ratio_BT.exp() - log_ratio_BT - 1.0, mask_BT),
+        "approx_kl": masked_mean(weight_BT - log_ratio_BT - 1.0, mask_BT),
         "sampled_entropy": masked_mean(-logprobs_BT, mask_BT),
-        "eff_sample_size": effective_sample_size(log_ratio_BT.exp(), mask_BT),
+        "weight_mean": masked_mean(weight_BT, mask_BT),
+        "eff_sample_size": effective_sample_size(weight_BT, mask_BT),
     }
     if entropies_BT is not None:
         metrics["entropy"] = masked_mean(entropies_BT.detach(), mask_BT)
@@ -146,6 +150,7 @@ def lag_table(
     columns = [
         count / mask_BT.sum().clamp(min=1),
         ratio / at_least_one,
+        weight / at_least_one,
         weight.square() / (at_least_one * square.clamp(min=1e-30)),
         kl / at_least_one,
         clipped / at_least_one,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
     """The metrics of a batch from those of its micro-batches, each with its number of tokens.
 
-    They are those of the batch at once, but for effective sample sizes, which are means over the
-    micro-batches. `loss` is their sum: each was divided by the denominator of the batch.
+    They are those of the batch at once. `loss` is their sum: each was divided by the denominator of
+    the batch.
     """
     parts = [(metrics, count) for metrics, count in parts if count] or list(parts[:1])
     merged: dict[str, float] = {}
@@ -22,6 +22,8 @@ def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
             merged[name] = min(values)
         elif name.endswith(("_max", "/max")):
             merged[name] = max(values)
+        elif name.endswith("eff_sample_size"):
+            merged[name] = _effective_sample_size(name, parts)
         else:
             merged[name] = _weighted_mean(name, parts)
     for name in merged:
@@ -37,15 +39,33 @@ def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 
 def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """The mean over the tokens that `name` is about: all, those of a cell, or the stale ones."""
-    share_name = None
+    """The mean over the tokens that `name` is about."""
+    counts = _counts(name, parts)
+    total = sum(
+        count * metrics.get(name, 0.0) for (metrics, _), count in zip(parts, counts, strict=True)
+    )
+    return total / sum(counts) if any(counts) else 0.0
+
+
+def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
+    """(sum w)^2 / (n sum w^2), where a part's sums follow from its value and its mean weight."""
+    prefix = name.removesuffix("eff_sample_size")
+    mean_name = f"{prefix}mean" if prefix.startswith("sampling/") else f"{prefix}weight_mean"
+    counts = _counts(name, parts)
+    total = squares = 0.0
+    for (metrics, _), count in zip(parts, counts, strict=True):
+        if size := metrics.get(name, 0.0):
+            total += count * metrics[mean_name]
+            squares += count * metrics[mean_name] ** 2 / size
+    return total**2 / (sum(counts) * squares) if squares else 0.0
+
+
+def _counts(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> list[float]:
+    """How many tokens of each part `name` is about: all, those of a cell, or the stale ones."""
     if name.startswith("by_lag/") and not name.endswith("/token_fraction"):
         share_name = f"{name.rpartition('/')[0]}/token_fraction"
     elif name == "stale_clip_fraction":
         share_name = "stale_fraction"
-    total = num_tokens = 0.0
-    for metrics, count in parts:
-        weight = count * (1.0 if share_name is None else metrics.get(share_name, 0.0))
-        total += weight * metrics.get(name, 0.0)
-        num_tokens += weight
-    return total / num_tokens if num_tokens else 0.0
+    else:
+        return [float(count) for _, count in parts]
+    return [count * metrics.get(share_name, 0.0) for metrics, count in parts]
