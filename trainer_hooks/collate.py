@@ -175,18 +175,8 @@ def collate_rollouts(
     routing is missing, if there is not one reward per rollout, and for a token sampled after
     `train_version`.
     """
-    if not requests or len(requests) != len(rewards):
-        raise ConfigError(
-            f"{len(requests)} requests and {len(rewards)} rewards; one reward per request, and at "
-            "least one, is wanted"
-        )
     rollouts = [as_rollout(request) for request in requests]
-    rewards_R = torch.tensor(
-        [
-            _reward_or_nan(reward) if rollout.succeeded() else math.nan
-            for rollout, reward in zip(rollouts, rewards, strict=True)
-        ]
-    )
+    rewards_R = _valid_rewards(rollouts, rewards)
     all_params = [turn.sampling_params for rollout in rollouts for turn in rollout.requests]
     is_processed = any(params and params.logprobs_mode == "processed" for params in all_params)
     wanted = logprobs_mode or ("processed" if is_processed else "temperature")
@@ -213,6 +203,23 @@ def collate_rollouts(
         is_truncated_B=torch.tensor([rollouts[i].finish_reason == "length" for i, _ in sequences]),
         train_version=train_version,
         routing_BTLK=_routing(all_turns, max(lengths)) if routing else None,
+    )
+
+
+def _valid_rewards(
+    rollouts: Sequence[Rollout], rewards: Sequence[float | None] | torch.Tensor
+) -> torch.Tensor:
+    """The rewards [R], NaN where the rollout failed. Raises ConfigError unless each has one."""
+    if not rollouts or len(rollouts) != len(rewards):
+        raise ConfigError(
+            f"{len(rollouts)} requests and {len(rewards)} rewards; one reward per request, and at "
+            "least one, is wanted"
+        )
+    return torch.tensor(
+        [
+            _reward_or_nan(reward) if rollout.succeeded() else math.nan
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
     )
 
 

@@ -13,7 +13,7 @@ from rollout.errors import WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import read_config
 from rollout.models.spec import ModelSpec
-from rollout.models.weights import is_computed
+from rollout.models.weights import WeightTable
 
 # The names that torch gives dtypes, as both protocols send them.
 _DTYPES = {
@@ -73,13 +73,13 @@ def tensor_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Shapes of the model's tensors by every name under which they may come, the dtype in which its
-    config has them, and how the names begin of what may come and is not used.
+    """The model's tensors without their values; their shapes by every name under which they may
+    come, and the dtype in which its config has them.
     """
 
+    table: WeightTable
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
-    unserved: tuple[str, ...] = ()
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
@@ -87,7 +87,7 @@ class ModelTensors:
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         table = CausalLM(spec, torch.device("meta")).weight_table()
         shapes = {name: tuple(shape) for name, shape in table.shapes().items()}
-        return cls(shapes, spec.dtype, table.unserved)
+        return cls(table, shapes, spec.dtype)
 
     @property
     def max_bytes(self) -> int:
@@ -96,7 +96,7 @@ class ModelTensors:
 
     def check(self, tensor: TensorMetadata) -> None:
         """Raise WeightUpdateError if the model has no such tensor."""
-        if is_computed(tensor.name) or tensor.name.startswith(self.unserved):
+        if self.table.is_passed_over(tensor.name):
             return
         shape = self.shapes.get(tensor.name)
         if shape is None:
