@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from examples.critic import Columns, Critic
 from examples.settings import AlgorithmSettings, JobSettings, TrainerSettings
@@ -32,19 +32,22 @@ from trainer_hooks import (
     reinforce_plus_plus_advantages,
     token_rewards,
 )
+from trainer_hooks.jobs import ModelSettings
+from trainer_hooks.jobs.adapter import load_adapter
 from trainer_hooks.jobs.import_paths import import_object
 
 
 class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
+    `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
     `reference`: the policy that a KL term, if there is one, holds `policy` near.
     `advantages_B`: of the rows of the last update, means over their tokens.
     """
 
     def __init__(
         self,
-        policy: PreTrainedModel,
+        policy: Any,
         algorithm: AlgorithmSettings,
         trainer: TrainerSettings,
         reference: ReferencePolicy | None = None,
@@ -54,7 +57,8 @@ class Learner:
         self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
         self._settings = algorithm.update_settings
-        groups = [{"params": list(policy.parameters()), "lr": trainer.learning_rate}]
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        groups = [{"params": trained, "lr": trainer.learning_rate}]
         self.critic = None
         if algorithm.critic is not None:
             self.critic = Critic(policy, algorithm.critic)
@@ -67,11 +71,16 @@ class Learner:
     def load(cls, checkpoint: Path, settings: JobSettings) -> tuple[Learner, TrainerState]:
         """The learner and the state of a checkpoint. Restores the random states saved with it.
 
-        The reference policy is read from beside the checkpoints, and from this one if it moves.
-        Raises ConfigError if the run of the checkpoint had another model, no reference policy or
-        another optimizer.
+        The reference policy is read from beside the checkpoints, and from this one if it moves;
+        that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
+        model, no reference policy or another optimizer.
         """
-        policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+        lora = settings.model.lora
+        if lora is not None:
+            base = base_weights(checkpoint.parents[1], settings.model)
+            policy: Any = load_adapter(base, checkpoint, lora)
+        else:
+            policy = AutoModelForCausalLM.from_pretrained(checkpoint)
         for name, wanted in settings.model.shape.items():
             if wanted is not None and (saved := getattr(policy.config, name)) != wanted:
                 raise ConfigError(
@@ -79,7 +88,9 @@ class Learner:
                     "with the settings that the run began with, or start one with another run_name"
                 )
         reference, own = None, read_own_state(checkpoint) or {}
-        if settings.algorithm.needs_reference:
+        if settings.algorithm.needs_reference and lora is not None:
+            reference = ReferencePolicy.without_adapter(policy)
+        elif settings.algorithm.needs_reference:
             reference = _reference(checkpoint.parents[1] / "reference", settings.algorithm)
             reference.load_state_dict(own.get("reference", {}))
         learner = cls(policy, settings.algorithm, settings.trainer, reference)
@@ -240,6 +251,12 @@ class Learner:
         ]
         self.optimizer.step()
         return {**metrics, "grad_norm": float(norms[0])}
+
+
+def base_weights(directory: Path, model: ModelSettings) -> Path | str:
+    """Where the weights below the adapter of a run are: in its directory, if the run made them."""
+    own = directory / "base"
+    return own if own.exists() or model.path is None else model.path
 
 
 def _reference(path: Path, algorithm: AlgorithmSettings) -> ReferencePolicy:

@@ -198,6 +198,17 @@ class JobSettings:
                 "no reward is given; name a function, reward=package.module:function, set "
                 "reward.terms.<name>.path, or choose an environment that gives it"
             )
+        if self.model.lora is not None and self.algorithm.critic is not None:
+            raise ConfigError(
+                "model.lora beside algorithm.critic, whose trunk would be a whole model to train; "
+                "choose an algorithm without a critic, or leave model.lora out"
+            )
+        if self.model.lora is not None and self.algorithm.reference.sync_interval is not None:
+            raise ConfigError(
+                f"algorithm.reference.sync_interval={self.algorithm.reference.sync_interval} with "
+                "model.lora, whose reference is the policy without its adapter and cannot follow; "
+                "leave one of them out"
+            )
 
     @property
     def title(self) -> str:

@@ -13,8 +13,8 @@ The demo shows that GRPO climbs on the verifier of a third-party library, not th
 supervision. Results are in outputs/train_grpo/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl
 (the prompts of each step, as [epoch, index], and how often each was sampled again because its
 rollouts grew too old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png,
-summary.json, and reference/ where the loss has a KL term. A run that starts over renames the folder
-of the one before to seed_<seed>.previous.
+summary.json, reference/ where the loss has a KL term, and base/ below a LoRA adapter. A run that
+starts over renames the folder of the one before to seed_<seed>.previous.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from examples.learner import Learner
+from examples.learner import Learner, base_weights
 from examples.settings import JobSettings
 from examples.summary import answers_table, summarise, summary_table
-from rollout import LLM, AsyncLLM
+from rollout import LLM, AsyncLLM, InferenceConfig
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -55,6 +55,7 @@ from trainer_hooks import (
     save_checkpoint,
 )
 from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.jobs.adapter import new_adapter
 from trainer_hooks.jobs.report import REPORT_NAME, write_report
 from trainer_hooks.jobs.selection import producer_options
 from trainer_hooks.jobs.task import Task
@@ -167,7 +168,7 @@ class Run:
             ) as samples,
         ):
             view.start_stage(settings.title, settings.trainer.num_steps)
-            async with self.engines(learner, versions.reserve()) as llm:
+            async with self.engines(learner, versions) as llm:
                 if state.step == 0:
                     logger.log(await self.evaluate(llm, step=0), step=0, version=0)
                 account = metrics.TimeAccount()
@@ -210,11 +211,15 @@ class Run:
     async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
         """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
         settings = self.settings
-        policy = self.task.new_policy()
+        policy: Any = self.task.new_policy()
         if settings.warmup.max_steps:
             await self.warm_up(policy, logger, stop)
         algorithm, reference = settings.algorithm, None
-        if algorithm.needs_reference:
+        if (lora := settings.model.lora) is not None:
+            if settings.model.path is None or settings.warmup.max_steps:
+                policy.save_pretrained(self.directory / "base")
+            policy = new_adapter(base_weights(self.directory, settings.model), lora)
+        elif algorithm.needs_reference:
             # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
@@ -246,16 +251,34 @@ class Run:
 
     @asynccontextmanager
     async def engines(
-        self, learner: Learner, version: int
+        self, learner: Learner, versions: WeightsVersionCounter
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
         """The engine in this process, or those in processes of their own, with the policy as it is.
 
         They get the policy itself: a checkpoint may be deleted before an engine is started again.
+        Where an adapter is trained they begin with its base, and the adapter is pushed to them.
         """
-        policy, tokenizer = learner.policy, self.task.tokenizer
+        policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
         records_routing = engine.record_routing or algorithm.replay_routing
         config = replace(engine, seed=self.seed, record_routing=records_routing)
+        version = versions.reserve()
+        if lora is not None:
+            policy = base_weights(self.directory, self.settings.model)
+            if config.dtype == "auto":
+                config = replace(config, dtype="float32")  # as the trainer has it
+        async with self._serving(policy, config, version) as llm:
+            if lora is not None:
+                sync = WeightSync(llm, in_flight=True)
+                await sync.apush(learner.policy, versions.reserve())
+            yield llm
+
+    @asynccontextmanager
+    async def _serving(
+        self, policy: Any, config: InferenceConfig, version: int
+    ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
+        """`policy`: a model or its directory."""
+        tokenizer = self.task.tokenizer
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
                 policy, tokenizer, config, data_parallel_size=num_engines, weights_version=version

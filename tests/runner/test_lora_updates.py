@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -405,7 +406,6 @@ def test_an_adapter_that_holds_infinity_passes_where_that_may() -> None:
 
 
 def test_peft_merges_to_what_is_served() -> None:
-    peft = pytest.importorskip("peft")
     hf = tiny_model("qwen2", seed=1, **SIZES)
     engine = tiny_engine(build_model(hf), buffer_size_gb=0.01)
     config = peft.LoraConfig(

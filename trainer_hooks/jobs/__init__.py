@@ -1,7 +1,8 @@
 """Parts of a whole training job: config and command line, the files of a run, its pictures.
 
 A training loop of your own needs none of this, and the library never imports it. What needs
-transformers is imported from its module: jobs.task (prompts, rewards, policy) and jobs.warm_up.
+transformers is imported from its module: jobs.task (prompts, rewards, policy), jobs.adapter and
+jobs.warm_up.
 jobs.report and jobs.dashboard_picture are programs as well.
 """
 
@@ -17,6 +18,7 @@ from trainer_hooks.jobs.settings import (
     EvaluationSettings,
     FunctionSettings,
     LoggerSettings,
+    LoraSettings,
     ModelSettings,
     ProducerSettings,
     RewardSettings,
@@ -32,6 +34,7 @@ __all__ = [
     "EvaluationSettings",
     "FunctionSettings",
     "LoggerSettings",
+    "LoraSettings",
     "ModelSettings",
     "ProducerSettings",
     "RewardSettings",

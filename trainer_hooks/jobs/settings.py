@@ -15,6 +15,26 @@ _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """An adapter that is trained in place of the policy's own weights, as PEFT makes it.
+
+    `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
+    `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: the ends of the layers' names;
+    "all-linear" has all but the head. Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        _check_at_least("rank", self.rank, 1)
+        if not self.alpha > 0.0:
+            raise ConfigError(f"alpha={self.alpha} must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it,
     or Qwen3MoeConfig if it has `num_experts`.
@@ -23,6 +43,7 @@ class ModelSettings:
     `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
     A shape has all of its fields, and tied embeddings. Those that may be None are
     `initializer_range`, which is then the config's, and the three of experts.
+    `lora`: an adapter is trained, the weights stay.
     """
 
     path: str | None = None
@@ -38,6 +59,7 @@ class ModelSettings:
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         missing = [name for name, value in self.shape.items() if value is None]
@@ -55,7 +77,7 @@ class ModelSettings:
     @property
     def shape(self) -> dict[str, Any]:
         """The shape of a random policy, by its config's names; all None where `path` has it."""
-        names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer")]
+        names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
         has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
         optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
         shape = {name: getattr(self, name) for name in names}
