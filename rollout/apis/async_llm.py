@@ -33,6 +33,8 @@ from rollout.coordinator.security import CurveKeys
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.launch.launcher import Launcher
+from rollout.launch.local import LocalLauncher
 from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
@@ -73,6 +75,7 @@ class AsyncLLM:
         weights_version: int = 0,
         max_engine_restarts: int = 3,
         start_timeout_s: float = 1800.0,
+        launcher: Launcher | None = None,
         **config_fields: Any,
     ) -> None:
         """spawn: engines that are started here, None for all; others dial `address`, as
@@ -80,14 +83,14 @@ class AsyncLLM:
         DataParallelInferenceCoordinator, such as schedule_output_path or limits.
         max_engine_restarts: how often in a row an engine that ends is started again.
         start_timeout_s: how long a process may take to start, and requests wait for an engine.
+        launcher: starts the engines, as rollout.launch.ray does elsewhere; None: processes here.
 
         Raises ConfigError, ModelError and whatever else keeps a process from starting.
         """
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
-        config = config_with(
-            inference_config, config_fields, *inspect.signature(AsyncLLM).parameters
-        )
+        known = inspect.signature(AsyncLLM).parameters
+        config = config_with(inference_config, config_fields, *known)
         push = WeightPush(reject_non_finite=config.reject_non_finite_weights)
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
         self.model_directory = str(model) if isinstance(model, str | Path) else None
@@ -98,17 +101,19 @@ class AsyncLLM:
             "weights_version": weights_version,
             "register_timeout_s": start_timeout_s,
         }
+        launcher = launcher or LocalLauncher()
         for_coordinator = coordinator_arguments(
             config,
             coordinator_options or {},
             data_parallel_size=data_parallel_size,
-            host=coordinator_host,
+            host=coordinator_host or launcher.host,
             port=coordinator_port,
             orphan_deadline_s=start_timeout_s,
         )
         self._fleet = FleetProcesses(
             for_coordinator,
             for_engine,
+            launcher=launcher,
             spawn=spawn,
             max_engine_restarts=max_engine_restarts,
             start_timeout_s=start_timeout_s,
@@ -185,8 +190,7 @@ class AsyncLLM:
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest verb of this object; other clients may have changed
-        it."""
+        """The fleet's state after the latest verb of this object; others may have changed it."""
         return self._state
 
     @property
@@ -238,9 +242,7 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
-        """Raise the end of this AsyncLLM or of its coordinator in place of the errors that follow
-        from it.
-        """
+        """Raise the end of this AsyncLLM or of its coordinator in place of what follows from it."""
         try:
             yield
         except RolloutError as error:
@@ -339,8 +341,7 @@ class AsyncLLM:
         await self.serving.start(config or ServeConfig(), blocking=blocking)
 
     async def stop_serving(self, drain_timeout_s: float | None = None) -> None:
-        """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
-        Does nothing if nothing is served."""
+        """End `serve`, if it serves: requests may go on for so long (None: as configured)."""
         await self.serving.stop(drain_timeout_s)
 
     # ---- control

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from functools import partial
 from typing import Any
 
-from rollout.backends.limits import num_usable_cpus
 from rollout.backends.select import block_size_of
-from rollout.child_process import ChildProcess, end_of, pickled
+from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.routing.policies import find_policy
-from rollout.coordinator.security import CurveKeys, listening_host, remove_private_address
+from rollout.coordinator.security import (
+    CurveKeys,
+    CurveServerKeys,
+    listening_host,
+    remove_private_address,
+)
 from rollout.errors import ConfigError
+from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
+from rollout.launch.supervised_process import SupervisedProcess
 
 _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
 REMIND_S = 30.0  # between two lines about what is waited for
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
-# A process that has run for so long ends a row of failures.
-STEADY_S = 600.0
+_ENGINE_MODULE = "rollout.apis.engine_process"
 
 
 class FleetProcesses:
     """Started when it is made. Raises what keeps a process from starting.
 
-    An engine that ends is started again, up to `max_engine_restarts` times in a row. The fleet is
-    lost when the coordinator ends, or the last engine is given up and none is expected from
-    elsewhere: all processes end, and `on_lost` is called with the reason, by another thread.
+    The coordinator is a child process; `launcher` starts the engines. One that ends is started
+    again, up to `max_engine_restarts` times. The fleet is lost when the coordinator ends, or the
+    last engine is given up and none is expected from elsewhere: all processes end, and `on_lost` is
+    called with the reason, by another thread.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class FleetProcesses:
         coordinator: Mapping[str, Any],
         engine: Mapping[str, Any],
         *,
+        launcher: Launcher,
         spawn: int | None,
         max_engine_restarts: int,
         start_timeout_s: float,
@@ -54,22 +58,18 @@ class FleetProcesses:
         if spawn is not None and not 0 <= spawn <= num_expected:
             raise ConfigError(f"spawn={spawn} must be in [0, {num_expected}], or None for all")
         num_engines = num_expected if spawn is None else spawn
+        if launcher.host is not None:
+            coordinator = _with_keys(coordinator)
         self.curve: CurveKeys | None = None  # of the fleet's own engines and client
         if coordinator.get("curve") is not None:
             server, self.curve = coordinator["curve"].with_client()
             coordinator = {**coordinator, "curve": server}
         for_coordinator = pickled(dict(coordinator), "an argument of the coordinator")
-        # Once: the model may be the trainer's own, which goes on changing.
-        what = "the model, its tokenizer or its config"
-        config = _with_shared_threads(engine["inference_config"], num_engines)
-        own = {"inference_config": config, "curve": self.curve}
-        for_engine = pickled({**engine, **own}, what)
         self.lost: CoordinatorLostError | None = None
         self._on_lost, self._is_closing = on_lost, False
         self._turn = threading.Lock()  # held to say that the fleet is lost, and why
-        self._num_engines_to_lose = num_engines
-        self._expects_others = num_engines < num_expected
-        self._engines: list[SupervisedProcess] = []
+        self._launcher, self._num_expected, self._num_engines_lost = launcher, num_expected, 0
+        self._engines: Sequence[LaunchedEngine] = ()
         self._coordinator = SupervisedProcess(
             "the coordinator",
             "rollout.coordinator",
@@ -78,27 +78,22 @@ class FleetProcesses:
             on_end=self._coordinator_ended,
         )
         try:
-            # All at once: most of a start is imports, which need no address.
-            for name in (f"engine {number}" for number in range(num_engines)):
-                process = SupervisedProcess(
-                    name,
-                    "rollout.apis.engine_process",
-                    partial(self._begin_engine, for_engine),
-                    start_timeout_s=start_timeout_s,
-                    max_restarts=max_engine_restarts,
-                    on_end=partial(self._engine_ended, name),
-                )
-                self._engines.append(process)
+            config = _with_threads(engine["inference_config"], launcher, num_engines)
+            job = EngineJob(
+                module=_ENGINE_MODULE,
+                arguments={**engine, "inference_config": config, "curve": self.curve},
+                device=config.device,
+                address=self._coordinator.started,
+                max_restarts=max_engine_restarts,
+                start_timeout_s=start_timeout_s,
+                on_end=self._engine_ended,
+            )
+            self._engines = launcher.launch(job, num_engines)
             self._await_start()
         except BaseException:  # after Ctrl-C, too, nobody else knows the processes
             self.close(asked=False)
             raise
         self.address = str(self._coordinator.started.result())
-
-    @property
-    def pids(self) -> list[int]:
-        """The coordinator's process, then those of the engines, also of those that have ended."""
-        return [process.pid for process in (self._coordinator, *self._engines)]
 
     def _await_start(self) -> None:
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
@@ -111,26 +106,25 @@ class FleetProcesses:
                 each.result()
             waiting = [process for process in waiting if not process.started.done()]
             if waiting:
-                names = ", ".join(f"{each.name} (process {each.pid})" for each in waiting)
+                names = ", ".join(f"{each.name} ({each.place})" for each in waiting)
                 seconds = time.monotonic() - start
                 _logger.warning("waiting for the start of %s since %.0f s", names, seconds)
 
     # ---- what the supervising threads call
 
-    def _begin_engine(self, arguments: bytes, child: ChildProcess) -> None:
-        child.send(pickle.dumps(self._coordinator.started.result()), arguments)
-
     def _coordinator_ended(self, exit_code: int) -> None:
         end = f"process {self._coordinator.pid} has ended ({end_of(exit_code)})"
         self._lose(f"the coordinator is lost: {end}")
 
-    def _engine_ended(self, name: str, exit_code: int) -> None:
-        """It is not started again. One with exit code 0 was told to end, with the fleet."""
+    def _engine_ended(self, name: str, reason: str | None) -> None:
+        """It is not started again. One without a reason was told to end, with the fleet."""
+        if reason is None:
+            return
         with self._turn:
-            self._num_engines_to_lose -= exit_code != 0
-            is_last = not self._num_engines_to_lose and not self._expects_others
-        if is_last and exit_code:
-            self._lose(f"no engine is left: {name} has ended once too often ({end_of(exit_code)})")
+            self._num_engines_lost += 1
+            is_last = self._num_engines_lost == self._num_expected == len(self._engines)
+        if is_last:
+            self._lose(f"no engine is left: {name} has ended once too often ({reason})")
 
     def _lose(self, reason: str) -> None:
         with self._turn:
@@ -165,121 +159,10 @@ class FleetProcesses:
         for process in processes:
             process.kill()
             process.join()
+        self._launcher.close()
         if self._coordinator.started.exception() is None:
             # A killed coordinator has not removed its directory.
             remove_private_address(str(self._coordinator.started.result()))
-
-
-class SupervisedProcess:
-    """A child process and the thread that begins it, waits for its end and starts it again.
-
-    Started when it is made. `started` is a future of what its child says once it is ready. A child
-    that ends with another exit code than 0 is started again, up to `max_restarts` times in a row,
-    after pauses that double. One that cannot start the first time is not.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        begin: Callable[[ChildProcess], object],
-        *,
-        start_timeout_s: float,
-        max_restarts: int = 0,
-        on_end: Callable[[int], object] = lambda exit_code: None,
-    ) -> None:
-        """`begin` sends a child its arguments. `on_end` gets the last exit code once the process
-        is given up, if it had been ready. The supervising thread calls both.
-        """
-        self.name, self._module, self._begin = name, module, begin
-        self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
-        self._on_end = on_end
-        self.started: futures.Future[Any] = futures.Future()
-        self._is_ending = threading.Event()
-        self._turn = threading.Lock()  # held to start a child, so that none is after the end
-        self._child = ChildProcess(module)
-        self._thread = threading.Thread(target=self._supervise, name=f"{name} watch", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the latest child."""
-        return self._child.pid
-
-    def end_restarts(self) -> None:
-        self._is_ending.set()
-
-    def terminate(self) -> None:
-        with self._turn:
-            self._child.terminate()
-
-    def kill(self) -> None:
-        with self._turn:
-            self._child.kill()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the process has ended for good, which it does after `end_restarts`."""
-        self._thread.join(timeout_s)
-
-    # ---- the supervising thread
-
-    def _supervise(self) -> None:
-        num_restarts = 0
-        while True:
-            began_at = time.monotonic()
-            exit_code = self._run_child()
-            if self.started.exception() is not None:
-                return
-            if time.monotonic() - began_at > STEADY_S:
-                num_restarts = 0
-            if exit_code == 0 or not self._restart(exit_code, num_restarts):
-                break
-            num_restarts += 1
-        self._on_end(exit_code)
-
-    def _run_child(self) -> int:
-        """Begin the child and wait for its end."""
-        child, is_first = self._child, not self.started.done()
-        try:
-            self._begin(child)
-            if not self._max_restarts:
-                del self._begin  # what it sends may be as large as a model
-            word = child.receive(self._start_timeout_s)
-        except Exception as fault:  # whoever waits for the start must hear of it
-            child.kill()
-            error = fault
-            if isinstance(fault, OSError):
-                error = ConfigError(f"{child.name} died while it started: {fault}")
-            if is_first:
-                self.started.set_exception(error)
-            else:
-                _logger.warning("%s could not start again: %s", self.name, error)
-        else:
-            if is_first:
-                self.started.set_result(word)
-            else:
-                _logger.warning("%s is back as process %d", self.name, child.pid)
-        exit_code = child.wait()
-        child.pipe.close()
-        return exit_code
-
-    def _restart(self, exit_code: int, num_restarts: int) -> bool:
-        """Start another child after a pause, unless that is over."""
-        if self._is_ending.is_set():
-            return False
-        end = f"{self.name} (process {self.pid}) has ended ({end_of(exit_code)})"
-        if num_restarts >= self._max_restarts:
-            _logger.error("%s, after %d restarts in a row", end, num_restarts)
-            return False
-        pause_s = min(FIRST_BACKOFF_S * 2**num_restarts, MAX_BACKOFF_S)
-        _logger.warning("%s; it is started again in %g s", end, pause_s)
-        if self._is_ending.wait(pause_s):
-            return False
-        with self._turn:
-            if not self._is_ending.is_set():
-                self._child = ChildProcess(self._module)
-                return True
-        return False
 
 
 def coordinator_arguments(
@@ -309,13 +192,20 @@ def coordinator_arguments(
     return arguments
 
 
-def _with_shared_threads(config: InferenceConfig, num_engines: int) -> InferenceConfig:
-    """The config of one of so many engines here: their threads share the processors."""
-    threads = config.num_threads or max(1, num_usable_cpus() // max(1, num_engines))
-    return config.replace(num_threads=threads)
+def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a coordinator that engines elsewhere dial: with keys, unless it has some or
+    wants none."""
+    if coordinator.get("curve") is not None or coordinator.get("insecure"):
+        return coordinator
+    return {**coordinator, "curve": CurveServerKeys.made()}
 
 
-def _join(processes: list[SupervisedProcess], timeout_s: float) -> None:
+def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
+    """The config of one of so many engines: with the threads that its place has for it."""
+    return config.replace(num_threads=config.num_threads or launcher.num_threads(num_engines))
+
+
+def _join(processes: Sequence[LaunchedEngine], timeout_s: float) -> None:
     """Wait up to `timeout_s` seconds for all of them together."""
     deadline = time.monotonic() + timeout_s
     for process in processes:

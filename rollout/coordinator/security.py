@@ -57,6 +57,12 @@ class CurveServerKeys:
         for key in (self.public, self.secret, *self.clients):
             _require_key(key)
 
+    @classmethod
+    def made(cls) -> CurveServerKeys:
+        """New keys, which nobody knows."""
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret, clients=frozenset())
+
     def with_client(self) -> tuple[CurveServerKeys, CurveKeys]:
         """These keys with one client more, and the keys of that client, which are made here."""
         public, secret = zmq.curve_keypair()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apis.leftovers import fleet_pids
 from tests.serve.raw_client import request_bytes
 from tests.serve.served import Served, served_directory
 from tests.serve.test_limits import num_in_engines, until
@@ -53,8 +54,7 @@ async def read_stream(served: Served, index: int) -> bool:
 async def all_streams(served: Served, resident: list[dict[str, int]]) -> int:
     """Start them evenly over the time; returns how many were whole."""
     pids = {"server and clients": os.getpid()}
-    assert served.llm._fleet is not None
-    pids |= {f"process {i}": pid for i, pid in enumerate(served.llm._fleet.pids)}
+    pids |= {f"process {i}": pid for i, pid in enumerate(fleet_pids())}
     start, last_sample = time.monotonic(), -SAMPLE_S
     streams = []
     for index in range(NUM_STREAMS):

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from rollout.apis import fleet_processes
-from rollout.apis.fleet_processes import SupervisedProcess
 from rollout.child_process import ChildProcess, pickled
 from rollout.errors import ConfigError
+from rollout.launch import supervised_process
+from rollout.launch.supervised_process import SupervisedProcess
 
 WAIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_processes, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervised_process, "FIRST_BACKOFF_S", 0.01)
 
 
 class Script:
@@ -82,7 +82,7 @@ def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_processes, "STEADY_S", 0.0)
+    monkeypatch.setattr(supervised_process, "STEADY_S", 0.0)
     script, ends = Script(), []
     process = supervised(script, max_restarts=1, on_end=ends.append)
     try:
@@ -146,8 +146,8 @@ def test_a_start_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_end_does_not_wait_for_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet_processes, "FIRST_BACKOFF_S", 10 * WAIT_S)
-    monkeypatch.setattr(fleet_processes, "MAX_BACKOFF_S", 10 * WAIT_S)
+    monkeypatch.setattr(supervised_process, "FIRST_BACKOFF_S", 10 * WAIT_S)
+    monkeypatch.setattr(supervised_process, "MAX_BACKOFF_S", 10 * WAIT_S)
     caplog.set_level(logging.WARNING)
     script = Script()
     process = supervised(script, max_restarts=1)

@@ -1,0 +1,1 @@
+"""Where the engines of a fleet run, and what starts them again."""

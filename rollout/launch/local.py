@@ -1,0 +1,58 @@
+"""LocalLauncher: each engine is a child process of this one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+from rollout.backends.limits import num_usable_cpus
+from rollout.child_process import ChildProcess, end_of, pickled
+from rollout.launch.launcher import EngineJob
+from rollout.launch.supervised_process import SupervisedProcess
+
+
+class LocalLauncher:
+    """Starts engines here. They share the processors, and end with this process.
+
+    One that fails is started again, so often in a row.
+    """
+
+    host: None = None
+
+    def num_threads(self, num_engines: int) -> int:
+        return max(1, num_usable_cpus() // max(1, num_engines))
+
+    def launch(self, job: EngineJob, num_engines: int) -> list[SupervisedProcess]:
+        """See Launcher. What keeps an engine from starting is raised by its `started`."""
+        arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
+
+        def begin(child: ChildProcess) -> None:
+            child.send(pickle.dumps(job.address.result()), arguments)
+
+        # All at once: most of a start is imports, which need no address.
+        engines: list[SupervisedProcess] = []
+        try:
+            for name in (f"engine {number}" for number in range(num_engines)):
+                engines.append(_process(name, job, begin))
+        except BaseException:  # after Ctrl-C, too, nobody else knows the processes
+            for engine in engines:
+                engine.end_restarts()
+                engine.kill()
+            raise
+        return engines
+
+    def close(self) -> None:
+        """Nothing is left of processes that have ended."""
+
+
+def _process(
+    name: str, job: EngineJob, begin: Callable[[ChildProcess], object]
+) -> SupervisedProcess:
+    return SupervisedProcess(
+        name,
+        job.module,
+        begin,
+        start_timeout_s=job.start_timeout_s,
+        max_restarts=job.max_restarts,
+        on_end=lambda exit_code: job.on_end(name, end_of(exit_code) if exit_code else None),
+    )

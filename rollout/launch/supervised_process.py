@@ -1,0 +1,134 @@
+"""SupervisedProcess: a child process that is started again when it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+from rollout.child_process import ChildProcess, end_of
+from rollout.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
+# A process that has run for so long ends a row of failures.
+STEADY_S = 600.0
+
+
+class SupervisedProcess:
+    """A child process and the thread that begins it, waits for its end and starts it again.
+
+    Started when it is made. `started` is a future of what its child says once it is ready. A child
+    that ends with another exit code than 0 is started again, up to `max_restarts` times in a row,
+    after pauses that double. One that cannot start the first time is not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        begin: Callable[[ChildProcess], object],
+        *,
+        start_timeout_s: float,
+        max_restarts: int = 0,
+        on_end: Callable[[int], object] = lambda exit_code: None,
+    ) -> None:
+        """`begin` sends a child its arguments. `on_end` gets the last exit code once the process
+        is given up, if it had been ready. The supervising thread calls both.
+        """
+        self.name, self._module, self._begin = name, module, begin
+        self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
+        self._on_end = on_end
+        self.started: futures.Future[Any] = futures.Future()
+        self._is_ending = threading.Event()
+        self._turn = threading.Lock()  # held to start a child, so that none is after the end
+        self._child = ChildProcess(module)
+        self._thread = threading.Thread(target=self._supervise, name=f"{name} watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the latest child."""
+        return self._child.pid
+
+    @property
+    def place(self) -> str:
+        return f"process {self.pid}"
+
+    def end_restarts(self) -> None:
+        self._is_ending.set()
+
+    def terminate(self) -> None:
+        with self._turn:
+            self._child.terminate()
+
+    def kill(self) -> None:
+        with self._turn:
+            self._child.kill()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the process has ended for good, which it does after `end_restarts`."""
+        self._thread.join(timeout_s)
+
+    # ---- the supervising thread
+
+    def _supervise(self) -> None:
+        num_restarts = 0
+        while True:
+            began_at = time.monotonic()
+            exit_code = self._run_child()
+            if self.started.exception() is not None:
+                return
+            if time.monotonic() - began_at > STEADY_S:
+                num_restarts = 0
+            if exit_code == 0 or not self._restart(exit_code, num_restarts):
+                break
+            num_restarts += 1
+        self._on_end(exit_code)
+
+    def _run_child(self) -> int:
+        """Begin the child and wait for its end."""
+        child, is_first = self._child, not self.started.done()
+        try:
+            self._begin(child)
+            if not self._max_restarts:
+                del self._begin  # what it sends may be as large as a model
+            word = child.receive(self._start_timeout_s)
+        except Exception as fault:  # whoever waits for the start must hear of it
+            child.kill()
+            error = fault
+            if isinstance(fault, OSError):
+                error = ConfigError(f"{child.name} died while it started: {fault}")
+            if is_first:
+                self.started.set_exception(error)
+            else:
+                _logger.warning("%s could not start again: %s", self.name, error)
+        else:
+            if is_first:
+                self.started.set_result(word)
+            else:
+                _logger.warning("%s is back as process %d", self.name, child.pid)
+        exit_code = child.wait()
+        child.pipe.close()
+        return exit_code
+
+    def _restart(self, exit_code: int, num_restarts: int) -> bool:
+        """Start another child after a pause, unless that is over."""
+        if self._is_ending.is_set():
+            return False
+        end = f"{self.name} ({self.place}) has ended ({end_of(exit_code)})"
+        if num_restarts >= self._max_restarts:
+            _logger.error("%s, after %d restarts in a row", end, num_restarts)
+            return False
+        pause_s = min(FIRST_BACKOFF_S * 2**num_restarts, MAX_BACKOFF_S)
+        _logger.warning("%s; it is started again in %g s", end, pause_s)
+        if self._is_ending.wait(pause_s):
+            return False
+        with self._turn:
+            if not self._is_ending.is_set():
+                self._child = ChildProcess(self._module)
+                return True
+        return False
