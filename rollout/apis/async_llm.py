@@ -30,6 +30,7 @@ from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
 from rollout.coordinator.security import CurveKeys
+from rollout.coordinator.weights.transport import WeightTransport
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
@@ -76,6 +77,7 @@ class AsyncLLM:
         max_engine_restarts: int = 3,
         start_timeout_s: float = 1800.0,
         launcher: Launcher | None = None,
+        weight_transport: str | WeightTransport | None = None,
         **config_fields: Any,
     ) -> None:
         """spawn: engines that are started here, None for all; others dial `address`, as
@@ -84,6 +86,8 @@ class AsyncLLM:
         max_engine_restarts: how often in a row an engine that ends is started again.
         start_timeout_s: how long a process may take to start, and requests wait for an engine.
         launcher: starts the engines, as rollout.launch.ray does elsewhere; None: processes here.
+        weight_transport: how weights come to the engines, as docs/weight_transports.md names them;
+        None is "shared", for engines of this machine.
 
         Raises ConfigError, ModelError and whatever else keeps a process from starting.
         """
@@ -91,7 +95,7 @@ class AsyncLLM:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         known = inspect.signature(AsyncLLM).parameters
         config = config_with(inference_config, config_fields, *known)
-        push = WeightPush(reject_non_finite=config.reject_non_finite_weights)
+        push = WeightPush(weight_transport, reject_non_finite=config.reject_non_finite_weights)
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
         self.model_directory = str(model) if isinstance(model, str | Path) else None
         for_engine = {
@@ -129,12 +133,14 @@ class AsyncLLM:
         *,
         seed: int | None = None,
         curve: CurveKeys | None = None,
+        weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
         """Join the fleet of a coordinator that others have started. Its end is a goodbye: the fleet
-        goes on. `address`, `seed` and `curve` as for InferenceClient. Whether weights that are not
-        finite are refused is for the config of the engines. Raises CoordinatorLostError.
-        """
-        llm = cls.joined(address, tokenizer, seed=seed, curve=curve)
+        goes on. `address`, `seed` and `curve` as for InferenceClient. The engines' config decides
+        whether weights that are not finite are refused. Raises CoordinatorLostError."""
+        llm = cls.joined(
+            address, tokenizer, seed=seed, curve=curve, weight_transport=weight_transport
+        )
         await llm.start()
         return llm
 
@@ -147,11 +153,11 @@ class AsyncLLM:
         seed: int | None = None,
         curve: CurveKeys | None = None,
         model_directory: str | None = None,
+        weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """As `connect`, but the first verb connects. model_directory: that of the fleet's model,
-        for `serve`."""
+        """As `connect`, but the first verb connects. model_directory: of the model, to serve."""
         llm = cls.__new__(cls)
-        push = WeightPush(reject_non_finite=False)
+        push = WeightPush(weight_transport, reject_non_finite=False)
         llm._set_up(tokenizer_of(None, tokenizer), seed, 0, push, curve)
         llm.address, llm.model_directory = address_of(address), model_directory
         return llm
@@ -179,9 +185,7 @@ class AsyncLLM:
 
     @property
     def client(self) -> InferenceClient:
-        """The client, for aborts and deadlines. Raises EngineStateError unless started, and
-        CoordinatorLostError.
-        """
+        """The client. Raises EngineStateError unless started, and CoordinatorLostError."""
         if self._lost is not None:
             raise CoordinatorLostError(*self._lost.args)
         if self._client is None:
@@ -199,9 +203,7 @@ class AsyncLLM:
         return self._weights_version
 
     async def start(self) -> InferenceClient:
-        """Connect, if that is not done yet; `async with` and all verbs begin with it. Returns the
-        client.
-        """
+        """Connect, unless that is done; `async with` and all verbs begin with it. The client."""
         async with self._start_turn:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -383,7 +385,7 @@ class AsyncLLM:
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace the weights of all engines, or of none, through one copy in shared memory.
+        """Replace the weights of all engines, or of none, through the `weight_transport`.
 
         Takes what LLM.update_weights does. The tensors must not change until this returns. An
         update that has begun goes on when its caller is cancelled, who then does not learn whether

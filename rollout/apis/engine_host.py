@@ -16,7 +16,7 @@ from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link, LinkClosedError
-from rollout.coordinator.publisher import fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
@@ -53,7 +53,7 @@ class EngineHost:
             engine_id=uuid.uuid4().bytes,
             block_size_tokens=engine.block_size_tokens,
             max_requests=engine.build.sizes.num_rows,
-            fetch=fetch_weights,
+            fetch=WeightFetcher(),
         )
         address = self._coordinator.address
         self._link = Link(address, handshake=self._agent.registration, status=self._agent.status)

@@ -23,8 +23,8 @@ from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link
-from rollout.coordinator.publisher import fetch_weights
 from rollout.coordinator.security import CurveKeys, client_keys_in
+from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, RolloutError
 from rollout.text import Tokenizer, tokenizer_of
@@ -47,7 +47,7 @@ def run_engine(
 
     `address`: of an AsyncLLM, or a port on loopback. `model` and `tokenizer` as for LLM. The engine
     may come at any time: if the fleet has gone on to later weights than `weights_version`, it
-    fetches those before it gets work, from the machine's shared memory. Call it in a process of its
+    fetches those before it gets work, where the trainer keeps them. Call it in a process of its
     own: it takes all of the thread it is called in, and `on_registered` once the fleet has it.
 
     Raises ConfigError and ModelError, the coordinator's reason if it refuses the engine, and
@@ -62,7 +62,7 @@ def run_engine(
         engine_id=uuid.uuid4().bytes,
         block_size_tokens=engine.block_size_tokens,
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
-        fetch=fetch_weights,
+        fetch=WeightFetcher(),
     )
     with Link(address, handshake=agent.registration, status=agent.status, curve=curve) as link:
         link.wait_registered(register_timeout_s)

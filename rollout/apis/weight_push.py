@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from rollout.apis.results import Results, weight_update_report
-from rollout.coordinator.protocol.messages import WeightsSource
-from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.weights.kinds import transport_of
+from rollout.coordinator.weights.transport import WeightTransport
+from rollout.errors import WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 
+_logger = logging.getLogger(__name__)
 PUBLISH_S = 60.0  # how long `close` waits for an update that is copying its tensors
 
 
 class WeightPush:
-    """Owns the one copy in shared memory that engines fetch from."""
+    """Owns the transport by which weights come to the engines."""
 
-    def __init__(self, *, reject_non_finite: bool) -> None:
-        self._publisher = WeightPublisher(reject_non_finite=reject_non_finite)
+    def __init__(self, transport: str | WeightTransport | None, *, reject_non_finite: bool) -> None:
+        """`transport` and the errors as for `transport_of`."""
+        self._transport = transport_of(transport, reject_non_finite=reject_non_finite)
         self._turn = asyncio.Lock()
 
     async def push(
@@ -28,29 +33,44 @@ class WeightPush:
         check: Callable[[], Awaitable[object]],
         order: Callable[[WeightsSource], Awaitable[Results]],
     ) -> WeightUpdateReport:
-        """Publish the tensors, `order` the engines to take them, and keep the copy for engines that
-        come later; if that is refused, keep the copy before. `check` is awaited once it is this
-        update's turn, and may raise.
+        """Publish the tensors, `order` the engines to take them, send them meanwhile, and keep them
+        for engines that come later; if that is refused, keep those before. `check` is awaited once
+        it is this update's turn, and may raise.
         """
         async with self._turn:
             await check()
             start = time.perf_counter()
-            source = await asyncio.to_thread(self._publisher.publish, named_tensors)
+            source = await asyncio.to_thread(self._transport.publish, named_tensors)
+            sending = asyncio.ensure_future(asyncio.to_thread(self._send, source))
             try:
                 results = await order(source)
-            except BaseException:  # a cancelled update is refused, too
-                await asyncio.to_thread(self._publisher.drop)
+            except BaseException as error:  # a cancelled update is refused, too
+                # The drop ends a send that nobody takes any more.
+                await asyncio.to_thread(self._transport.drop)
+                fault = await sending
+                if fault is not None:
+                    raise error from fault
                 raise
+            await sending  # engines have all of it
             # In a thread: to return gigabytes to the system would keep streams waiting.
-            await asyncio.to_thread(self._publisher.commit)
+            await asyncio.to_thread(self._transport.commit)
             return weight_update_report(results, time.perf_counter() - start)
 
+    def _send(self, source: WeightsSource) -> WeightUpdateError | None:
+        """Return the fault of sending. The engines learn of it, too: it is in their votes."""
+        try:
+            self._transport.send(source)
+        except WeightUpdateError as fault:
+            _logger.warning("sending weights failed: %s", fault)
+            return fault
+        return None
+
     async def close(self) -> None:
-        """Give the memory back. An update that is publishing cannot be stopped: it drops its
+        """Release all weights. An update that is publishing cannot be stopped: it drops its
         weights itself, and is waited for."""
         try:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._turn.acquire(), PUBLISH_S)
                 self._turn.release()
         finally:
-            await asyncio.to_thread(self._publisher.close)
+            await asyncio.to_thread(self._transport.close)

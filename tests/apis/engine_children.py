@@ -18,21 +18,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rollout import InferenceConfig
 from rollout.apis import engine_process
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.link import Link
-from rollout.coordinator.protocol.messages import (
-    Ack,
-    AssignRequest,
-    Commit,
-    Message,
-    Rollback,
-    WeightsSource,
-)
+from rollout.coordinator.protocol.messages import Ack, AssignRequest, Commit, Message, Rollback
+from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.engine.engine import Engine
+from rollout.runner.weight_update import NamedTensors, by_name
 from tests.processes import PROCESSES
 
 WAIT_S = 150.0
@@ -211,16 +205,16 @@ def _wait_to_be_killed(agent: type[EngineAgent]) -> None:
 
 def _get_other_weights(agent: type[EngineAgent]) -> None:
     """Until SIGUSR1 what it fetches is not what was published."""
-    fetch, is_right = engine_process.fetch_weights, threading.Event()
+    fetch, is_right = WeightFetcher.__call__, threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: is_right.set())
 
-    def fetch_other_weights(source: WeightsSource) -> dict[str, Tensor]:
-        tensors = fetch(source)
+    def fetch_other_weights(self: WeightFetcher, source: WeightsSource) -> NamedTensors:
+        tensors = by_name(fetch(self, source))
         if not is_right.is_set():
             tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
         return tensors
 
-    engine_process.fetch_weights = fetch_other_weights  # type: ignore[attr-defined]
+    WeightFetcher.__call__ = fetch_other_weights  # type: ignore[method-assign]
 
 
 def _die() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from rollout import LLM, AsyncLLM, EngineStateError
 from rollout.apis import fleet_runtime, weight_push
-from rollout.coordinator import publisher
+from rollout.coordinator.weights import shared
 from tests.apis.fake_fleet import WAIT_S, Caller, fake_fleet, memory_files
 
 
@@ -101,7 +101,7 @@ def test_no_memory_of_weights_is_given_back_in_the_event_loop(
             closed_by.append(threading.current_thread())
         close(descriptor)
 
-    monkeypatch.setattr(publisher.os, "close", closing)
+    monkeypatch.setattr(shared.os, "close", closing)
 
     async def work() -> None:
         async with AsyncLLM("a model") as llm:

@@ -25,11 +25,11 @@ from rollout.coordinator.protocol.messages import (
     Sample,
     SubmitRequest,
     UpdateWeights,
-    WeightsSource,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.protocol.wire import unpack
 from tests.coordinator.fake_engine import tokens_of
 

@@ -29,13 +29,13 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     Rollback,
     Sample,
-    WeightsSource,
     nack_of,
 )
 from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.protocol.wire import pack
 from rollout.engine.state import COMMANDS, EngineState
 from rollout.errors import EngineStateError, WeightUpdateError

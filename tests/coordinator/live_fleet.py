@@ -15,7 +15,7 @@ from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link, LinkClosedError
 from rollout.coordinator.protocol.messages import Message
-from rollout.coordinator.publisher import fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
 from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
 
 BOUND_S = 30.0
@@ -59,7 +59,7 @@ class LiveEngine:
             engine_id=bytes([number + 1]) * 16,
             block_size_tokens=BLOCK_SIZE,
             max_requests=16,
-            fetch=fetch_weights,
+            fetch=WeightFetcher(),
         )
         self.link = Link(address, handshake=self.agent.registration, status=self.agent.status)
         # Every second one has done an order when its answer is held back.

@@ -16,8 +16,8 @@ from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUp
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.protocol.messages import WeightsSource
-from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import RequestAbortedError, RolloutError
 from tests.coordinator.live_fleet import model
 
@@ -37,14 +37,14 @@ class Giver:
         return ORDERS[name](self, deadline_s)
 
 
-def publish(publisher: WeightPublisher) -> WeightsSource:
+def publish(publisher: SharedTransport) -> WeightsSource:
     """The weights that all engines have: with them tokens stay what they are."""
     source = publisher.publish(dict(model().named_parameters()))
     publisher.commit()
     return source
 
 
-def publish_incomplete(publisher: WeightPublisher) -> WeightsSource:
+def publish_incomplete(publisher: SharedTransport) -> WeightsSource:
     """All weights but the first."""
     source = publisher.publish(dict(list(model().named_parameters())[1:]))
     publisher.commit()

@@ -14,7 +14,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import RolloutError, WeightUpdateError
 from tests.coordinator.live_fleet import LiveFleet
 from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
@@ -50,7 +50,7 @@ DONE = {
 async def live(num_clients: int = 1) -> AsyncIterator[tuple[LiveFleet, list[Giver]]]:
     with LiveFleet() as fleet:
         async with AsyncExitStack() as stack:
-            whole, part = WeightPublisher(), WeightPublisher()
+            whole, part = SharedTransport(), SharedTransport()
             stack.callback(whole.close)
             stack.callback(part.close)
             sources = publish(whole), publish_incomplete(part)

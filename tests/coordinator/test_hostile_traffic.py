@@ -19,7 +19,7 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.messages import ConnectAck, Heartbeat
-from rollout.coordinator.publisher import WeightPublisher
+from rollout.coordinator.weights.shared import SharedTransport
 from tests.coordinator.hostile_peers import (
     Frames,
     HostilePeer,
@@ -77,7 +77,7 @@ class Honest:
     async def _work(self) -> None:
         for engine in self._engines:
             engine.link.wait_registered(WAIT_S)
-        publisher = WeightPublisher()
+        publisher = SharedTransport()
         async with InferenceClient(self._address) as client:
             await client.update_weights(publish(publisher), WEIGHTS_VERSION, in_flight=True)
             self.is_up.set()

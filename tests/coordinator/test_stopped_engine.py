@@ -34,7 +34,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.coordinator.publisher import fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
 from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,
@@ -76,7 +76,7 @@ def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path)
         engine_id=bytes([number]) * 16,
         block_size_tokens=BLOCK_SIZE,
         max_requests=64,
-        fetch=fetch_weights,
+        fetch=WeightFetcher(),
     )
     with Link(address, handshake=agent.registration, status=agent.status) as link:
         link.wait_registered(WAIT_S)

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rollout import DynamicInferenceEngine, WeightUpdateError
-from rollout.coordinator.publisher import WeightPublisher, fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.shared import SharedTransport
 from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
 from rollout.serve.control.announcement import ModelTensors, tensor_metadata
@@ -177,11 +178,11 @@ def one_by_one(
 def through_shared_memory(
     engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
 ) -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     try:
         source = publisher.publish(given)
         checksum = source.tensors_checksum
-        staged = engine.stage_weights(fetch_weights(source), source_checksum=checksum)
+        staged = engine.stage_weights(WeightFetcher()(source), source_checksum=checksum)
         engine.commit_weights(staged, in_flight=True)
     finally:
         publisher.close()

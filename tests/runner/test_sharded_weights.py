@@ -22,7 +22,8 @@ from rollout import (
     ModelError,
     WeightUpdateError,
 )
-from rollout.coordinator.publisher import WeightPublisher, fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.shared import SharedTransport
 from rollout.models import CausalLM, build_model
 from rollout.models.loading import without_shards
 from rollout.models.plain_tensors import is_sharded
@@ -99,8 +100,8 @@ def test_stacks_of_experts_are_gathered_and_then_taken_apart(mesh: DeviceMesh) -
 
 
 def test_sharded_parameters_are_published_whole(mesh: DeviceMesh) -> None:
-    publisher = WeightPublisher()
-    fetched = fetch_weights(publisher.publish(sharded_model(mesh)))
+    publisher = SharedTransport()
+    fetched = WeightFetcher()(publisher.publish(sharded_model(mesh)))
     publisher.close()
     for name, parameter in tiny_model(seed=2).named_parameters():
         assert torch.equal(fetched.pop(name), parameter)
@@ -187,7 +188,7 @@ def test_what_cannot_be_read_is_refused_by_name_wherever_it_comes_in(kind: str) 
     with pytest.raises(WeightUpdateError, match=message):
         one_engine().stage_weights(source)
     with pytest.raises(WeightUpdateError, match=message):
-        WeightPublisher().publish(source)
+        SharedTransport().publish(source)
     model = tiny_model(seed=2)
     if isinstance(value := source[NORM], Tensor):
         del model.model.norm.weight

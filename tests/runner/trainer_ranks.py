@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rollout.coordinator.publisher import WeightPublisher, fetch_weights
+from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.shared import SharedTransport
 from trainer_hooks.weight_sync import full_tensors
 
 
@@ -36,7 +37,7 @@ def publish_or_take_part(path: Path, rank: int, pipe: Any) -> None:
         for name, tensor in whole.items()
     }
     if rank == 0:
-        received = fetch_weights(WeightPublisher().publish(sharded))
+        received = WeightFetcher()(SharedTransport().publish(sharded))
     else:
         received = dict(full_tensors(sharded))
     pipe.send(all(torch.equal(received[name], whole[name]) for name in names))

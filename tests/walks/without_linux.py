@@ -105,10 +105,10 @@ def error_of_reserved_memory() -> str:
 
 
 def error_of_publishing() -> str:
-    from rollout.coordinator.publisher import WeightPublisher
+    from rollout.coordinator.weights.shared import SharedTransport
 
     try:
-        WeightPublisher().publish({"w": torch.ones(1)})
+        SharedTransport().publish({"w": torch.ones(1)})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

@@ -29,8 +29,8 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
     UpdateWeights,
-    WeightsSource,
 )
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError

@@ -9,11 +9,8 @@ from enum import Enum, auto
 from itertools import count
 
 from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import (
-    Command,
-    UpdateWeights,
-    WeightsSource,
-)
+from rollout.coordinator.protocol.messages import Command, UpdateWeights
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.engine.state import COMMANDS, EngineState, legal_commands
 from rollout.errors import EngineStateError, InvalidRequestError
 

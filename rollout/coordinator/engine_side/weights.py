@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rollout.coordinator.protocol.messages import (
-    Prepare,
-    RegisterAck,
-    WeightsSource,
-)
+from rollout.coordinator.protocol.messages import Prepare, RegisterAck
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter

@@ -17,6 +17,7 @@ from msgspec import Meta, field
 from rollout import errors
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.protocol.wire import (
     MAX_ITEMS,
     MAX_PLAIN_BYTES,
@@ -63,7 +64,6 @@ class Sample(WireData, frozen=True, kw_only=True):
             raise ProtocolError(f"Sample: resumed tokens start at {self.resumed.offset}, not 0")
 
 
-Alpha = Annotated[float, Meta(ge=-1e9, le=1e9)]  # which excludes NaN
 Attempts = Annotated[tuple[Attempt, ...], Meta(max_length=MAX_ITEMS)]
 Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
 
@@ -110,41 +110,6 @@ class WireError(WireData, frozen=True, kw_only=True):
             "request_id": self.request_id,
         }
         return decode_error(encoded)
-
-
-class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Where one tensor is in its source: `num_bytes` from `offset`, row-major."""
-
-    dtype: Name
-    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
-    offset: Count
-    num_bytes: Count
-
-
-class LoraTerms(WireData, frozen=True, kw_only=True):
-    """What the tensors of a source mean if they are A and B of an adapter: see LoraAdapter."""
-
-    rank: Count
-    alpha: Alpha
-    use_rslora: bool
-    ranks: Annotated[Mapping[str, Count], Meta(max_length=2**16)]
-    alphas: Annotated[Mapping[str, Alpha], Meta(max_length=2**16)]
-
-
-class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Where weights can be fetched; they never travel over these sockets.
-
-    kind: how they are fetched. address: from where. manifest: where each tensor is. checksum: of
-    all tensors, as `engine.weights_checksum()` reports it once they are served. tensors_checksum:
-    of the tensors in the source, before any cast. lora: None if the tensors are all weights.
-    """
-
-    kind: Name
-    address: Name
-    manifest: Annotated[Mapping[str, TensorEntry], Meta(max_length=2**16)]
-    checksum: Name
-    tensors_checksum: Name = ""
-    lora: LoraTerms | None = None
 
 
 class Message(WireData, frozen=True):

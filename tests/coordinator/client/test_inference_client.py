@@ -42,12 +42,12 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     SubmitRequest,
     UpdateWeights,
-    WeightsSource,
     WireError,
     nack_of,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_params
 from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.errors import (
     BlockOverflowError,
     DetokenizeError,

@@ -9,14 +9,13 @@ from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
     Commit,
-    LoraTerms,
     Nack,
     Prepare,
     RegisterAck,
     Rollback,
     UpdateWeights,
-    WeightsSource,
 )
+from rollout.coordinator.protocol.weights_source import LoraTerms, WeightsSource
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of

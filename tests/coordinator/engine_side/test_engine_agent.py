@@ -37,13 +37,13 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     Rollback,
     Sample,
-    WeightsSource,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_record,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.errors import (
     EngineStateError,
     InvalidRequestError,

@@ -8,12 +8,8 @@ import pytest
 
 from rollout import EngineState
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.protocol.messages import (
-    Credit,
-    Heartbeat,
-    RegisterAck,
-    WeightsSource,
-)
+from rollout.coordinator.protocol.messages import Credit, Heartbeat, RegisterAck
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from tests.coordinator.engine_side.test_engine_agent import staged
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import tiny_engine, tiny_model

@@ -29,11 +29,11 @@ from rollout.coordinator.protocol.messages import (
     Prepare,
     Progress,
     Sample,
-    WeightsSource,
 )
 from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.protocol.wire import pack
 from rollout.errors import ProtocolError, RemoteError
 from tests.coordinator.message_strategies import joined, run_of

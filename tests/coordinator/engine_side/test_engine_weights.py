@@ -21,8 +21,8 @@ from rollout.coordinator.protocol.messages import (
     Nack,
     Prepare,
     Rollback,
-    WeightsSource,
 )
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.errors import RemoteError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors
 from tests.coordinator.engine_side.test_engine_agent import (

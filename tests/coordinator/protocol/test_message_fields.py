@@ -9,6 +9,7 @@ from msgspec import structs
 
 from rollout import ProtocolError, SamplingParams
 from rollout.coordinator.protocol import messages as wire
+from rollout.coordinator.protocol import weights_source
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.packed import pack_params
@@ -126,9 +127,11 @@ RUNS = TokenRuns(
 )
 SAMPLE = wire.Sample(request_id=1, sampling_params=pack_params(SamplingParams()))
 ERROR = wire.WireError(type_name="ConfigError", message="no")
-TENSOR = wire.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
-TERMS = wire.LoraTerms(rank=2, alpha=4.0, use_rslora=False, ranks={"q": 3}, alphas={"q": 1.0})
-SOURCE = wire.WeightsSource(
+TENSOR = weights_source.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
+TERMS = weights_source.LoraTerms(
+    rank=2, alpha=4.0, use_rslora=False, ranks={"q": 3}, alphas={"q": 1.0}
+)
+SOURCE = weights_source.WeightsSource(
     kind="shm", address="w", manifest={"w": TENSOR}, checksum="c", lora=TERMS
 )
 STATUS = wire.EngineStatus(

@@ -23,6 +23,7 @@ from rollout import (
     Status,
 )
 from rollout.coordinator.protocol import messages as wire
+from rollout.coordinator.protocol import weights_source
 from rollout.coordinator.protocol.codec import (
     ProtocolVersionError,
     decode,
@@ -71,9 +72,9 @@ PARTS = [
     TopNRun,
     wire.EngineStatus,
     wire.WireError,
-    wire.TensorEntry,
-    wire.WeightsSource,
-    wire.LoraTerms,
+    weights_source.TensorEntry,
+    weights_source.WeightsSource,
+    weights_source.LoraTerms,
 ]
 
 

@@ -1,4 +1,4 @@
-"""WeightPublisher: one copy for all, fetchable from other processes, and never left behind."""
+"""SharedTransport: one copy for all, fetchable from other processes, and never left behind."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from msgspec import structs
 
 from rollout import LoraAdapter
 from rollout.coordinator.protocol.codec import decode, encode
-from rollout.coordinator.protocol.messages import UpdateWeights, WeightsSource
-from rollout.coordinator.publisher import WeightPublisher, fetch_weights
+from rollout.coordinator.protocol.messages import UpdateWeights
+from rollout.coordinator.protocol.weights_source import TensorEntry, WeightsSource
+from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import WeightUpdateError
 from tests.lora_adapters import random_adapter
 from tests.tiny_models import tiny_engine, tiny_model
 
 WAIT_S = 30.0
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -49,8 +51,8 @@ def over_the_wire(source: WeightsSource) -> WeightsSource:
 
 
 def test_what_is_fetched_is_what_was_published() -> None:
-    publisher = WeightPublisher()
-    fetched = fetch_weights(over_the_wire(publisher.publish(tensors())))
+    publisher = SharedTransport()
+    fetched = WeightFetcher()(over_the_wire(publisher.publish(tensors())))
     publisher.close()
     assert fetched.keys() == tensors().keys()
     for name, tensor in tensors().items():
@@ -59,7 +61,7 @@ def test_what_is_fetched_is_what_was_published() -> None:
 
 
 def test_the_committed_weights_stay_until_the_next_are() -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     assert publisher.committed is None
     first = publisher.publish({"w": torch.ones(4)})
     assert publisher.committed is None
@@ -67,20 +69,20 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
     publisher.publish({"w": torch.zeros(4)})
     publisher.drop()
     assert publisher.committed is first
-    assert torch.equal(fetch_weights(first)["w"], torch.ones(4))
+    assert torch.equal(WeightFetcher()(first)["w"], torch.ones(4))
     second = publisher.publish({"w": torch.full((4,), 2.0)})
     publisher.commit()
     assert publisher.committed is second
-    assert torch.equal(fetch_weights(second)["w"], torch.full((4,), 2.0))
+    assert torch.equal(WeightFetcher()(second)["w"], torch.full((4,), 2.0))
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        fetch_weights(first)
+        WeightFetcher()(first)
     publisher.publish({"w": torch.ones(4)})
     with pytest.raises(WeightUpdateError, match="released for newer ones"):
-        fetch_weights(first)
+        WeightFetcher()(first)
     publisher.close()
     publisher.close()
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        fetch_weights(second)
+        WeightFetcher()(second)
 
 
 def weight_files() -> int:
@@ -93,7 +95,7 @@ def weight_files() -> int:
 
 
 def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     before = weight_files()
     for _ in range(50):
         publisher.publish(tensors())
@@ -104,7 +106,7 @@ def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
 
 
 def test_a_tensor_that_cannot_be_copied_is_named() -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     with pytest.raises(WeightUpdateError, match="'bad'"):
         publisher.publish({"good": torch.ones(2), "bad": torch.empty(2, device="meta")})
     publisher.commit()
@@ -118,39 +120,41 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_announced(
 ) -> None:
     bad = torch.ones(1000, dtype=dtype)
     bad[777] = value
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     before = weight_files()
     with pytest.raises(WeightUpdateError, match="'bad' holds NaN or infinity"):
         publisher.publish({"good": torch.ones(2), "bad": bad})
     publisher.commit()
     assert publisher.committed is None
     assert weight_files() == before
-    lenient = WeightPublisher(reject_non_finite=False)
-    fetched = fetch_weights(lenient.publish({"bad": bad}))["bad"]
+    lenient = SharedTransport(reject_non_finite=False)
+    fetched = WeightFetcher()(lenient.publish({"bad": bad}))["bad"]
     assert torch.equal(fetched.isfinite(), bad.isfinite())
     lenient.close()
 
 
 def test_the_checksum_is_that_of_an_engine_which_reads_all_of_it() -> None:
     weights = dict(tiny_model(seed=3).named_parameters())
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = publisher.publish(weights | {"rotary_emb.inv_freq": torch.ones(3)})
     engine = tiny_engine(tiny_model(seed=4))
     assert engine.stage_weights(
-        fetch_weights(source), source_checksum=source.tensors_checksum
+        WeightFetcher()(source), source_checksum=source.tensors_checksum
     ).tensors
     half = publisher.publish({name: weight.bfloat16() for name, weight in weights.items()})
     assert half.tensors_checksum not in ("", source.tensors_checksum)
-    assert engine.stage_weights(fetch_weights(half), source_checksum=half.tensors_checksum).tensors
+    assert engine.stage_weights(
+        WeightFetcher()(half), source_checksum=half.tensors_checksum
+    ).tensors
     with pytest.raises(WeightUpdateError, match=f"not {source.tensors_checksum} as announced"):
-        engine.stage_weights(fetch_weights(half), source_checksum=source.tensors_checksum)
+        engine.stage_weights(WeightFetcher()(half), source_checksum=source.tensors_checksum)
     publisher.close()
 
 
 def test_dtypes_that_engines_cast_can_be_published() -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     eighth = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
-    fetched = fetch_weights(publisher.publish({"w": eighth[:1], "d": torch.ones(2).double()}))
+    fetched = WeightFetcher()(publisher.publish({"w": eighth[:1], "d": torch.ones(2).double()}))
     assert fetched["w"].dtype == torch.float8_e4m3fn
     with pytest.raises(WeightUpdateError, match="'w' holds NaN"):
         publisher.publish({"w": eighth})
@@ -158,7 +162,7 @@ def test_dtypes_that_engines_cast_can_be_published() -> None:
 
 
 def test_nobody_can_change_what_was_published() -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4)})
     path = source.address.partition(" ")[0]
     descriptor = os.open(path, os.O_RDWR)
@@ -172,14 +176,14 @@ def test_nobody_can_change_what_was_published() -> None:
                 os.ftruncate(descriptor, size)
     finally:
         os.close(descriptor)
-    assert torch.equal(fetch_weights(source)["w"], torch.ones(4))
+    assert torch.equal(WeightFetcher()(source)["w"], torch.ones(4))
     publisher.close()
 
 
 @contextmanager
 def source_at(descriptor: int, name: str) -> Iterator[WeightsSource]:
     """Of 16 bytes, in a file that is no publisher's."""
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4)})
     try:
         yield structs.replace(source, address=f"/proc/{os.getpid()}/fd/{descriptor} {name}")
@@ -198,24 +202,24 @@ def test_memory_that_is_not_sealed_is_refused() -> None:
             source_at(descriptor, name) as source,
             pytest.raises(WeightUpdateError, match="not sealed"),
         ):
-            fetch_weights(source)
+            WeightFetcher()(source)
 
 
 def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4)})
     path, _, name = source.address.partition(" ")
     for other in ("", "rollout-weights-", name[:-1], name + " (deleted)", f"{name} {name}"):
         with pytest.raises(WeightUpdateError, match="cannot be opened"):
-            fetch_weights(structs.replace(source, address=f"{path} {other}"))
+            WeightFetcher()(structs.replace(source, address=f"{path} {other}"))
     ordinary = tmp_path / name
     ordinary.write_bytes(bytes(16))
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        fetch_weights(structs.replace(source, address=f"{ordinary} {name}"))
-    larger = publisher.publish({"w": torch.ones(4), "more": torch.ones(4)})
+        WeightFetcher()(structs.replace(source, address=f"{ordinary} {name}"))
+    larger = publisher.publish({"w": torch.ones(4), "x": torch.ones(4)})
     manifest = {"w": larger.manifest["w"]}
     with pytest.raises(WeightUpdateError, match="has 80 bytes, not 16"):
-        fetch_weights(structs.replace(larger, manifest=manifest))
+        WeightFetcher()(structs.replace(larger, manifest=manifest))
     publisher.close()
 
 
@@ -233,7 +237,7 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
 
     def fetch() -> None:
         try:
-            fetch_weights(source)
+            WeightFetcher()(source)
         except Exception as error:
             errors.append(error)
 
@@ -258,21 +262,21 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
     ],
 )
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
     manifest = {"w": structs.replace(source.manifest["w"], **change)}
     with pytest.raises(WeightUpdateError, match="'w'"):
-        fetch_weights(structs.replace(source, manifest=manifest))
+        WeightFetcher()(structs.replace(source, manifest=manifest))
     with pytest.raises(WeightUpdateError, match="kind 'carrier pigeon'"):
-        fetch_weights(structs.replace(source, kind="carrier pigeon"))
+        WeightFetcher()(structs.replace(source, kind="carrier pigeon"))
     publisher.close()
 
 
 def test_other_processes_fetch_it_and_nothing_is_left_of_a_killed_publisher() -> None:
     program = """
 import sys, torch
-from rollout.coordinator.publisher import WeightPublisher
-source = WeightPublisher().publish({"w": torch.arange(5.0)})
+from rollout.coordinator.weights.shared import SharedTransport
+source = SharedTransport().publish({"w": torch.arange(5.0)})
 print(source.address, flush=True)
 sys.stdin.read()
 """
@@ -286,17 +290,17 @@ sys.stdin.read()
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
-        publisher = WeightPublisher()
+        publisher = SharedTransport()
         here = publisher.publish({"w": torch.arange(5.0)})
         publisher.close()
         there = structs.replace(here, address=address)
-        fetched = fetch_weights(there)["w"]
+        fetched = WeightFetcher()(there)["w"]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert torch.equal(fetched, torch.arange(5.0))
     with pytest.raises(WeightUpdateError, match="is the publisher alive"):
-        fetch_weights(there)
+        WeightFetcher()(there)
 
 
 # ---- adapters
@@ -306,12 +310,12 @@ def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
     weights = dict(tiny_model("qwen2").named_parameters())
     adapter = random_adapter(weights, rank=2, use_rslora=True, dtype=torch.bfloat16)
     adapter = replace(adapter, alphas={"lm_head": 3})
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     source = over_the_wire(publisher.publish(adapter))
     assert sum(entry.num_bytes for entry in source.manifest.values()) == sum(
         tensor.nbytes for tensor in adapter.tensors.values()
     )
-    fetched = fetch_weights(source)
+    fetched = WeightFetcher()(source)
     assert isinstance(fetched, LoraAdapter)
     pairs = fetched.pairs()
     assert pairs.keys() == adapter.pairs().keys()
@@ -330,20 +334,20 @@ def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
 def test_the_full_weights_below_an_adapter_stay_until_the_next_full_ones() -> None:
     before = weight_files()
     adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
-    publisher = WeightPublisher()
+    publisher = SharedTransport()
     full = publisher.publish({"w.weight": torch.ones(4)})
     publisher.commit()
     for _ in range(3):
         published = publisher.publish(adapter)
         publisher.commit()
         assert weight_files() == before + 2
-    assert torch.equal(fetch_weights(full)["w.weight"], torch.ones(4))
+    assert torch.equal(WeightFetcher()(full)["w.weight"], torch.ones(4))
     publisher.publish({"w.weight": torch.zeros(4)})
     publisher.commit()
     assert weight_files() == before + 1
     for gone in (full, published):
         with pytest.raises(WeightUpdateError, match="cannot be opened"):
-            fetch_weights(gone)
+            WeightFetcher()(gone)
     publisher.publish(adapter)
     publisher.commit()
     publisher.close()
@@ -364,5 +368,14 @@ def test_an_adapter_that_is_none_is_refused_before_it_is_published(
     adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
     before = weight_files()
     with pytest.raises(WeightUpdateError, match=message):
-        WeightPublisher().publish(replace(adapter, **changes))  # type: ignore[arg-type]
+        SharedTransport().publish(replace(adapter, **changes))  # type: ignore[arg-type]
     assert weight_files() == before
+
+
+def test_a_manifest_of_the_largest_mixtures_fits_into_a_message() -> None:
+    entry = TensorEntry(dtype="bfloat16", shape=(2048, 7168), offset=2**41, num_bytes=2**25)
+    names = (f"model.layers.{i % 61}.mlp.experts.{i // 61}.down_proj.weight" for i in range(10**5))
+    source = WeightsSource(
+        kind="shared", address="", manifest=dict.fromkeys(names, entry), checksum=""
+    )
+    assert len(over_the_wire(source).manifest) == 10**5

@@ -1,0 +1,85 @@
+"""A fleet of small engines in this process that takes pushes over any transport: every engine
+stages and votes, then all commit or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout import WeightUpdateError
+from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.messages import UpdateWeights
+from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.weights.directory import DirectoryTransport
+from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.shared import SharedTransport
+from rollout.coordinator.weights.transport import WeightTransport
+from rollout.runner.weights import StagedWeights
+from tests.tiny_models import InspectedEngine, tiny_engine, tiny_model
+
+MakeTransport = Callable[[Path], WeightTransport]
+TRANSPORTS: dict[str, MakeTransport] = {
+    "shared": lambda path: SharedTransport(),
+    "directory": lambda path: DirectoryTransport(path / "weights"),
+}
+
+
+def over_the_wire(source: WeightsSource) -> WeightsSource:
+    """`source` as an engine receives it."""
+    message = decode(encode(UpdateWeights(command_id=1, source=source)))
+    assert isinstance(message, UpdateWeights)
+    return message.source
+
+
+@dataclass
+class Member:
+    """An engine with its fetcher. `hinder` is called before it fetches, and may raise."""
+
+    engine: InspectedEngine = field(default_factory=lambda: tiny_engine(tiny_model(seed=0)))
+    fetcher: WeightFetcher = field(default_factory=WeightFetcher)
+    hinder: Callable[[], object] = lambda: None
+
+    def stage(self, source: WeightsSource) -> StagedWeights:
+        self.hinder()
+        tensors: Any = self.fetcher(source)
+        return self.engine.stage_weights(tensors, source_checksum=source.tensors_checksum)
+
+
+class WeightFleet:
+    """A context manager: members, and the transport that brings them weights."""
+
+    def __init__(self, transport: WeightTransport, num_members: int = 2) -> None:
+        self.transport = transport
+        self.members = [Member() for _ in range(num_members)]
+
+    def __enter__(self) -> WeightFleet:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.transport.close()
+
+    def push(self, named_tensors: Any) -> WeightsSource:
+        """Returns the source. Raises the first fault, after all have rolled back."""
+        source = self.transport.publish(named_tensors)
+        received = over_the_wire(source)
+        with ThreadPoolExecutor(1 + len(self.members)) as threads:
+            sending = threads.submit(self.transport.send, source)
+            staging = [threads.submit(member.stage, received) for member in self.members]
+            faults = [future.exception() for future in staging]
+            if any(faults):
+                self.transport.drop()
+            faults.append(sending.exception())
+        for fault in faults:
+            if fault is not None:
+                assert isinstance(fault, WeightUpdateError), fault
+                raise fault
+        for member, staged in zip(self.members, staging, strict=True):
+            member.engine.commit_weights(staged.result(), in_flight=True)
+        self.transport.commit()
+        return source
+
+    def checksums(self) -> Sequence[str]:
+        return [member.engine.weights_checksum() for member in self.members]
