@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
-from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments
+from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
 from rollout.apis.results import (
     Results,
     engine_stats,
@@ -36,7 +36,6 @@ from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
-from rollout.models.loading import without_shards
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
@@ -98,13 +97,6 @@ class AsyncLLM:
         push = WeightPush(weight_transport, reject_non_finite=config.reject_non_finite_weights)
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
         self.model_directory = str(model) if isinstance(model, str | Path) else None
-        for_engine = {
-            "model": without_shards(model, config.dtype),
-            "tokenizer": self.tokenizer,
-            "inference_config": config,
-            "weights_version": weights_version,
-            "register_timeout_s": start_timeout_s,
-        }
         launcher = launcher or LocalLauncher()
         for_coordinator = coordinator_arguments(
             config,
@@ -116,7 +108,7 @@ class AsyncLLM:
         )
         self._fleet = FleetProcesses(
             for_coordinator,
-            for_engine,
+            engine_arguments(model, self.tokenizer, config, weights_version, start_timeout_s),
             launcher=launcher,
             spawn=spawn,
             max_engine_restarts=max_engine_restarts,

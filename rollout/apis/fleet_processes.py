@@ -24,6 +24,8 @@ from rollout.coordinator.security import (
 from rollout.errors import ConfigError
 from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.supervised_process import SupervisedProcess
+from rollout.models.loading import without_shards
+from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
@@ -190,6 +192,23 @@ def coordinator_arguments(
         # Looked up here: what this process has registered is unknown in another one.
         arguments["prefix_caching_coordinator_policy"] = find_policy(policy)
     return arguments
+
+
+def engine_arguments(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    config: InferenceConfig,
+    weights_version: int,
+    start_timeout_s: float,
+) -> dict[str, Any]:
+    """What `run_engine` takes beside an address and keys. Raises ModelError."""
+    return {
+        "model": without_shards(model, config.dtype),
+        "tokenizer": tokenizer,
+        "inference_config": config,
+        "weights_version": weights_version,
+        "register_timeout_s": start_timeout_s,
+    }
 
 
 def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
