@@ -80,7 +80,7 @@ class AsyncLLM:
         **config_fields: Any,
     ) -> None:
         """spawn: engines that are started here, None for all; others dial `address`, as
-        `python -m rollout.apis.engine_process` does. coordinator_options: further arguments of
+        `rollout engine --join` does. coordinator_options: further arguments of
         DataParallelInferenceCoordinator, such as schedule_output_path or limits.
         max_engine_restarts: how often in a row an engine that ends is started again.
         start_timeout_s: how long a process may take to start, and requests wait for an engine.

@@ -1,32 +1,26 @@
 """run_engine: an engine that dials a coordinator, from its start to its end.
 
-From a shell: python -m rollout.apis.engine_process ADDRESS MODEL_DIR
+From a shell: rollout engine --join ADDRESS model=DIR
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollout.apis.arguments import config_with
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.dealer import CoordinatorLostError
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.engine_side.serve import serve
 from rollout.coordinator.link import Link
-from rollout.coordinator.security import CurveKeys, client_keys_in
+from rollout.coordinator.security import CurveKeys
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.errors import ConfigError, RolloutError
 from rollout.text import Tokenizer, tokenizer_of
 
 REGISTER_S = 600.0
@@ -70,67 +64,6 @@ def run_engine(
         serve(agent, link)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run an engine until the coordinator's SHUTDOWN, SIGTERM or Ctrl-C."""
-    given = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    # As an exception, so that the engine says goodbye and its requests go on elsewhere at once.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run_engine(
-            given.address,
-            given.model,
-            inference_config=given.config,
-            weights_version=given.weights_version,
-            curve=_keys(given),
-            register_timeout_s=given.register_timeout_s,
-        )
-    except RolloutError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rollout.apis.engine_process",
-        description="Serve a coordinator with one engine, until it shuts its engines down.",
-    )
-    parser.add_argument("address", help="of the coordinator: ipc:// or tcp://host:port, or a port")
-    parser.add_argument("model", help="a Hugging Face model directory")
-    parser.add_argument(
-        "--weights-version", type=int, default=0, help="of the weights in that directory (0)"
-    )
-    parser.add_argument(
-        "--config",
-        type=_config,
-        metavar="JSON",
-        help="fields of InferenceConfig, as '{\"block_size_tokens\": 16}'",
-    )
-    parser.add_argument("--key", help="file with this engine's secret key, of mode 0600")
-    parser.add_argument("--server-key", help="file with the coordinator's public key")
-    parser.add_argument(
-        "--register-timeout-s",
-        type=float,
-        default=REGISTER_S,
-        help=f"how long to dial a coordinator that does not answer ({REGISTER_S:g})",
-    )
-    return parser
-
-
-def _keys(given: argparse.Namespace) -> CurveKeys | None:
-    if (given.key is None) != (given.server_key is None):
-        raise ConfigError("--key and --server-key need each other")
-    return None if given.key is None else client_keys_in(given.key, given.server_key)
-
-
-def _config(text: str) -> InferenceConfig:
-    try:
-        return config_with(None, json.loads(text))
-    except (ValueError, TypeError, RolloutError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
     """`arguments`: further ones of run_engine."""
     is_registered = False
@@ -149,7 +82,6 @@ def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    if CHILD_FLAG in sys.argv:
-        run_child(_serve_parent)
-    else:
-        main()
+    if CHILD_FLAG not in sys.argv:
+        sys.exit("an AsyncLLM starts its engines so; from a shell: rollout engine --join")
+    run_child(_serve_parent)

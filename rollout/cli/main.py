@@ -22,6 +22,9 @@ COMMANDS = {
     "bench": "measure throughput and latency, in this process or of a server",
     "explain": "show what a config comes to on this machine, and why",
     "top": "watch a fleet in the terminal",
+    "coordinator": "stand between clients and engines that join by address",
+    "engine": "serve a coordinator with one engine",
+    "keys": "make the keys of a fleet over several hosts",
 }
 
 
@@ -61,7 +64,7 @@ def _run(words: list[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<10}{about}" for name, about in COMMANDS.items()]
+    lines = [f"  {name:<13}{about}" for name, about in COMMANDS.items()]
     return "\n".join(
         [
             "usage: rollout COMMAND [options] key=value ...",

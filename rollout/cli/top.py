@@ -18,6 +18,8 @@ from rich.text import Text
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
 from rollout.coordinator.client.inference_client import InferenceClient
+from rollout.coordinator.key_folder import CLIENT, peer_keys
+from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.serve.page.fleet import FleetSnapshot, FleetView
 
@@ -34,6 +36,7 @@ def run(words: Sequence[str]) -> int:
         "settings:\n  interval_s=1 count=N (snapshots; none: until Ctrl-C)\n"
         "  api_key=KEY (of a server)\n"
     )
+    parser.add_argument("--keys", metavar="DIR", help="keys of a client, of `rollout keys`")
     given = parser.parse(words)
     targets = [word for word in given.settings if _is_target(word)]
     if len(targets) != 1:
@@ -45,7 +48,8 @@ def run(words: Sequence[str]) -> int:
     if targets[0].startswith("http"):
         snapshots = of_server(targets[0], values.get("api_key"))
     else:
-        snapshots = of_coordinator(targets[0], interval_s)
+        curve = None if given.keys is None else peer_keys(given.keys, CLIENT)
+        snapshots = of_coordinator(targets[0], interval_s, curve)
     with named_http_faults(targets[0]):
         asyncio.run(_show(snapshots, count, is_json=given.json))
     return 0
@@ -55,10 +59,12 @@ def _is_target(word: str) -> bool:
     return "://" in word.partition("=")[0] or "=" not in word
 
 
-async def of_coordinator(address: str, interval_s: float) -> AsyncGenerator[FleetSnapshot, None]:
+async def of_coordinator(
+    address: str, interval_s: float, curve: CurveKeys | None = None
+) -> AsyncGenerator[FleetSnapshot, None]:
     """Yield snapshots that the engines are asked for. Raises CoordinatorLostError."""
     view = FleetView()
-    async with InferenceClient(address, name="top") as client:
+    async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
             yield view.snapshot(await client.engine_stats())
             await asyncio.sleep(interval_s)

@@ -21,6 +21,7 @@ from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.key_gate import Refusals
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.protocol.messages import Message
 from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
@@ -134,8 +135,9 @@ class DataParallelInferenceCoordinator:
         return self._core.state
 
     @property
-    def num_refused_keys(self) -> int:
-        return self._router.num_refused_keys
+    def refusals(self) -> Refusals:
+        """Connections that the keys kept out."""
+        return self._router.refusals
 
     @property
     def counters(self) -> Counters:
@@ -285,7 +287,7 @@ class DataParallelInferenceCoordinator:
         if self._recorder is not None:
             self._recorder.close()
         self._waker.close()
-        logger.info("%s; %s", reason, self._core.counters)
+        logger.info("%s; %s; %s", reason, self._core.counters, self.refusals)
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from rollout.coordinator.key_gate import KeyGate, Refusals
 from rollout.coordinator.protocol.codec import frames_in
 from rollout.coordinator.security import (
     CurveServerKeys,
-    KeyGate,
     private_address,
     remove_private_address,
     require_safe,
     resolve_host,
-    serve_curve,
     tcp_address,
     told_host,
 )
@@ -74,8 +73,7 @@ class Router:
         self.address, self._gate = "", None
         try:
             if curve is not None:
-                self._gate = KeyGate(self._context, curve)
-                serve_curve(self.socket, curve)
+                self._gate = KeyGate(self._context, self.socket, curve)
             if host is None:
                 self._bind_private(port, advertise_host)
             else:
@@ -87,9 +85,9 @@ class Router:
             raise
 
     @property
-    def num_refused_keys(self) -> int:
-        """Connections of peers whose key is unknown."""
-        return 0 if self._gate is None else self._gate.num_refused
+    def refusals(self) -> Refusals:
+        """Connections that were refused; without keys none is."""
+        return Refusals() if self._gate is None else self._gate.refusals
 
     def _bind_private(self, port: int | None, advertise_host: str | None) -> None:
         if port is not None or advertise_host is not None:

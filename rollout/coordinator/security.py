@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _PREFIX = "rollout-"
 _SOCKET = "socket"
-_ZAP_DOMAIN = b"rollout"
-_MAX_LOGGED_KEYS = 64
 _KEY_LINE = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 # A socket's monitor reports these of a handshake that failed.
 KEY_IS_UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -44,12 +41,15 @@ HANDSHAKE_FAULTS = (
 class CurveServerKeys:
     """A coordinator's two keys, and the public ones of all clients and engines that may come in.
 
-    An AsyncLLM adds those of its own client and engines.
+    An AsyncLLM adds those of its own client and engines. allow_list: a folder whose files *.key
+    have further ones. It is read whenever somebody dials, so a file that is added or removed
+    counts from then on; who is connected stays.
     """
 
     public: bytes
     secret: bytes = field(repr=False)
-    clients: frozenset[bytes]
+    clients: frozenset[bytes] = frozenset()
+    allow_list: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -125,13 +125,16 @@ def public_key_in(path: str | Path) -> bytes:
     return _keys_in(path, is_secret=False)["public"]
 
 
-def server_keys_in(path: str | Path, clients: Iterable[str | Path]) -> CurveServerKeys:
+def server_keys_in(
+    path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
+) -> CurveServerKeys:
     """`path`: the coordinator's secret file. `clients`: public files. Raises ConfigError."""
     keys = _keys_in(path, is_secret=True)
     return CurveServerKeys(
         public=keys["public"],
         secret=keys["secret"],
         clients=frozenset(public_key_in(client) for client in clients),
+        allow_list=allow_list,
     )
 
 
@@ -162,55 +165,10 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
     return {kind: found[kind] for kind in wanted}
 
 
-class KeyGate:
-    """Lets into the CURVE servers of a context who has one of the known keys, in a thread.
-
-    libzmq asks for each connection (ZAP, rfc.zeromq.org/spec/27), before any frame is received. The
-    thread ends with the context. `num_refused` counts connections.
-    """
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveServerKeys) -> None:
-        self._known = {z85.decode(key) for key in keys.clients}
-        self._logged: set[bytes] = set()
-        self.num_refused = 0
-        self._socket = context.socket(zmq.REP)
-        self._socket.bind("inproc://zeromq.zap.01")
-        threading.Thread(target=self._run, name="key gate", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                version, request_id, _, address, _, _, *keys = self._socket.recv_multipart()
-                is_known = len(keys) == 1 and keys[0] in self._known
-                if not is_known:
-                    self._refuse(address, b"".join(keys))
-                status = [b"200", b""] if is_known else [b"400", b"unknown key"]
-                self._socket.send_multipart([version, request_id, *status, b"", b""])
-        except zmq.ContextTerminated:
-            self._socket.close(linger=0)
-
-    def _refuse(self, address: bytes, key: bytes) -> None:
-        self.num_refused += 1
-        if key not in self._logged and len(self._logged) < _MAX_LOGGED_KEYS:
-            self._logged.add(key)
-            shown = z85.encode(key).decode() if len(key) == 32 else "none"
-            logger.warning("refused a peer at %s, whose key %s is unknown", address.decode(), shown)
-
-
-def serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
-    """Set the options of a ROUTER that is not bound yet and whose context has a KeyGate."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    # Nobody comes in if nobody decides.
-    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
 def handshake_fault(event: int) -> str | None:
     """What one of HANDSHAKE_FAULTS says to the peer that dialled; None for another event."""
     if event == KEY_IS_UNKNOWN:
-        return "it does not know the key of this peer: its CurveServerKeys.clients must have it"
+        return "it does not know the key of this peer: its allow-list must have it"
     if event & HANDSHAKE_FAULTS:
         return "its CURVE keys are not those given here, or one side has none"
     return None

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from rollout import AsyncLLM, ConfigError, EngineState, WeightUpdateError
-from rollout.apis import engine_process
-from rollout.coordinator import __main__ as coordinator_program
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle
 from tests.apis.leftovers import fleet_pids
+from tests.apis.shells import said_first, shell, shell_engine
 from tests.tiny_models import prompt_of
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parents[2]
 WAIT_S = 120
-
-
-@contextmanager
-def shell(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A module of ours, as a user's shell would start it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@contextmanager
-def shell_engine(address: str) -> Iterator[subprocess.Popen[str]]:
-    config = {"block_size_tokens": 8, "buffer_size_gb": 0.02, "num_threads": 1}
-    with shell(
-        "rollout.apis.engine_process", address, directory(), "--config", json.dumps(config)
-    ) as process:
-        yield process
 
 
 def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> None:
@@ -70,9 +37,8 @@ def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> N
         assert set(request.policy_versions.tolist()) == {1}
         await second.shutdown(end_fleet=True)
 
-    with shell("rollout.coordinator", "--data-parallel-size", "1") as coordinator:
-        assert coordinator.stdout is not None
-        address = coordinator.stdout.readline().strip()
+    with shell("coordinator", "data_parallel_size=1") as coordinator:
+        address = said_first(coordinator)
         with shell_engine(address) as engine:
             asyncio.run(asyncio.wait_for(work(address, engine), DEADLINE_S))
             assert engine.wait(WAIT_S) == 0
@@ -115,23 +81,3 @@ def test_no_address_and_more_engines_than_there_are_to_be_are_refused() -> None:
     for spawn in (3, -1):
         with pytest.raises(ConfigError, match=rf"spawn={spawn} must be in \[0, 2\]"):
             AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=spawn)
-
-
-@pytest.mark.parametrize(
-    ("module", "main"),
-    [
-        ("rollout.coordinator", coordinator_program.main),
-        ("rollout.apis.engine_process", engine_process.main),
-    ],
-)
-def test_each_command_line_explains_itself(
-    module: str, main: Callable[[Sequence[str]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    shown = capsys.readouterr()
-    assert shown.out.startswith(f"usage: python -m {module}")
-    assert shown.err == ""
-    with pytest.raises(SystemExit, match="2"):
-        main(["--limits", "{", "--config", "{"])
-    assert "error: " in capsys.readouterr().err

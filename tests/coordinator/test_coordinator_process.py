@@ -376,7 +376,7 @@ def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
         ]
         for outsider in outsiders:
             outsider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"o" * 16))
-        until(lambda: coordinator.num_refused_keys, *outsiders)
+        until(lambda: coordinator.refusals.num_unknown_keys, *outsiders)
         insider = Line(context, address, FakeClient(b"i", b"i" * 16), keys=known)
         insider.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"i" * 16))
         until(lambda: insider.peer.seen, insider, *outsiders)

@@ -169,13 +169,13 @@ def test_a_known_key_is_let_in_and_a_foreign_one_is_counted_and_told_why(
         with peer(made.address, foreign) as stranger:
             fault = fault_of(stranger)
             assert fault is not None
-            assert "CurveServerKeys.clients" in fault
+            assert "allow-list" in fault
             with peer(made.address, known):
                 assert heard_by(made) == [b"hello"], "and nothing of the stranger"
-        assert made.num_refused_keys == 1
+        assert made.refusals.num_unknown_keys == 1
         with peer(made.address, foreign) as stranger:
             fault_of(stranger)
-        assert made.num_refused_keys == 2
+        assert made.refusals.num_unknown_keys == 2
     (line,) = [r.getMessage() for r in caplog.records if "refused a peer" in r.getMessage()]
     assert foreign.public.decode() in line, "whoever should come in can be let in by this line"
 

@@ -6,10 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,11 @@ from tests.apis.engine_children import NUM_STEPS_OF_THE_KILLED, engine_child
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle, num_resumed
 from tests.apis.leftovers import fleet_pids
+from tests.apis.shells import shell_engine
 from tests.lora_adapters import merged, random_adapter
 from tests.tiny_models import IS_LONG, Margins, prompt_of, tiny_engine
 
 pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parents[2]
 REPORT_INTERVAL = 16  # tokens; the coordinator's default
 Work = Callable[[AsyncLLM], Coroutine[Any, Any, None]]
 
@@ -73,21 +70,6 @@ async def until_served(llm: AsyncLLM, version: int, count: int) -> None:
         return list((await served(llm)).values()) == [version] * count
 
     await until(is_so, f"{count} engines serve version {version}", every_s=0.2)
-
-
-@contextmanager
-def shell_engine(address: str) -> Iterator[subprocess.Popen[str]]:
-    """One more engine, as a user's shell would start it."""
-    config = {"block_size_tokens": 8, "buffer_size_gb": 0.02, "num_threads": 1}
-    command = [sys.executable, "-m", "rollout.apis.engine_process", address, directory()]
-    shell = subprocess.Popen(
-        [*command, "--config", json.dumps(config)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield shell
-    finally:
-        shell.kill()
-        shell.communicate()
 
 
 async def update(llm: AsyncLLM, version: int) -> str:

@@ -1,0 +1,83 @@
+"""rollout coordinator: stands between clients and engines that join by its address."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.key_folder import coordinator_keys
+
+_LIMITS: Kinds = fields_of(CoordinatorLimits)
+_KINDS: Kinds = {
+    "data_parallel_size": int,
+    "advertise_host": str | None,
+    "insecure": bool,
+    "deterministic_mode": bool,
+    "block_size_tokens": int | None,
+    "enable_prefix_caching": bool,
+    "prefix_caching_coordinator_policy": str,
+    "policy_options": dict[str, Any],
+    "schedule_output_path": str | None,
+    "max_frame_bytes": int,
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Prints the address, and serves until a client's SHUTDOWN, SIGTERM or Ctrl-C."""
+    parser = Parser(
+        "coordinator",
+        "Stand between clients and engines, which join by the address that is printed, until a\n"
+        "client shuts the fleet down. Beyond loopback it needs keys, which `rollout keys` makes.",
+    )
+    parser.epilog = (
+        "settings:\n"
+        "  data_parallel_size=1     engines that are expected; more may join\n"
+        "  advertise_host=NAME      what others dial, with --listen tcp://0.0.0.0:5555\n"
+        "  insecure=true            beyond loopback without keys, in a network that is closed\n"
+        f"  {' '.join(sorted(_KINDS.keys() - {'data_parallel_size', 'advertise_host'}))}\n"
+        "  and every field of CoordinatorLimits, such as orphan_deadline_s=600\n"
+    )
+    parser.add_argument(
+        "--listen", metavar="ADDRESS", help="tcp://HOST:PORT, or a port of loopback; this user only"
+    )
+    parser.add_argument("--keys", metavar="DIR", help="folder that `rollout keys` has made")
+    given = parser.parse(words)
+    options, limits = read_settings(given.settings, _KINDS, _LIMITS)
+    host, port = (None, None) if given.listen is None else place_of(given.listen)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    coordinator = DataParallelInferenceCoordinator(
+        None,
+        options.pop("data_parallel_size", 1),
+        inference_coordinator_port=port,
+        host=host,
+        curve=None if given.keys is None else coordinator_keys(given.keys),
+        limits=CoordinatorLimits(**limits),
+        **options,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        reason = f"the coordinator got {number.name}"
+        signal.signal(number, lambda *_, reason=reason: coordinator.stop(reason))
+    address = coordinator.address
+    print(json.dumps({"address": address}) if given.json else address, flush=True)
+    coordinator.start()
+    return 0
+
+
+def place_of(listen: str) -> tuple[str, int | None]:
+    """Host and port of tcp://HOST:PORT, HOST:PORT or PORT; port 0 is a free one, None.
+
+    Raises UsageError.
+    """
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if "://" in host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(
+            f"--listen {listen} is no place to listen: give tcp://HOST:PORT, or a port of loopback"
+        )
+    return host, int(port) or None

@@ -1,0 +1,57 @@
+"""rollout engine: one engine that joins a coordinator by its address."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from rollout.apis.arguments import config_with
+from rollout.apis.engine_process import REGISTER_S, run_engine
+from rollout.cli.models import CONFIG_KINDS, MODEL_KINDS, model_of
+from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
+from rollout.config import CONFIG_HINTS
+from rollout.coordinator.key_folder import ENGINE, peer_keys
+
+_KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
+
+
+def run(words: Sequence[str]) -> int:
+    """Returns 0 after the coordinator's SHUTDOWN. SIGTERM ends it in order: its requests go on in
+    other engines at once."""
+    parser = Parser(
+        "engine",
+        "Serve a coordinator with one engine, until it shuts its engines down.",
+    )
+    parser.epilog = (
+        "settings:\n"
+        "  model=DIR                a Hugging Face directory (config.json, *.safetensors)\n"
+        "  tokenizer=DIR            where tokenizer.json is, unless in the model's directory\n"
+        "  weights_version=0        of the weights in that directory\n"
+        f"  register_timeout_s={REGISTER_S:g}   how long to dial who does not answer\n"
+        "  and every field of InferenceConfig, such as block_size_tokens=16\n"
+    )
+    parser.add_argument(
+        "--join", metavar="ADDRESS", help="of the coordinator: tcp://HOST:PORT, ipc://, or a port"
+    )
+    parser.add_argument(
+        "--keys", metavar="DIR", help="keys of this peer, or the whole folder of `rollout keys`"
+    )
+    parser.add_argument(
+        "--as", dest="peer", default=ENGINE, metavar="NAME", help=f"of which peer ({ENGINE})"
+    )
+    given = parser.parse(words)
+    of_model, fields, own = read_settings(
+        given.settings, MODEL_KINDS, CONFIG_KINDS, _KINDS, hints=CONFIG_HINTS
+    )
+    if given.join is None:
+        raise UsageError("give the coordinator's address: --join tcp://HOST:PORT")
+    model_of(of_model)
+    curve = None if given.keys is None else peer_keys(given.keys, given.peer)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    # As an exception, so that the engine says goodbye and its requests go on elsewhere at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    config = config_with(None, fields)
+    run_engine(given.join, **of_model, inference_config=config, curve=curve, **own)
+    return 0

@@ -1,0 +1,35 @@
+"""rollout keys: the CURVE keys of a fleet over several hosts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.cli.settings import Parser, UsageError
+from rollout.coordinator.key_folder import CLIENT, ENGINE, create_key_folder
+
+
+def run(words: Sequence[str]) -> int:
+    """Returns 0 once the keys are there."""
+    parser = Parser(
+        "keys",
+        "Make the keys of a fleet: rollout keys DIR [NAME ...]. DIR stays with the coordinator;\n"
+        f"DIR/NAME goes to the hosts of the peer NAME ({ENGINE} and {CLIENT}, if none is named).\n"
+        "Called again it adds peers, which a running coordinator lets in. A peer whose file is\n"
+        "removed from DIR/allowed is refused from then on.",
+    )
+    given = parser.parse(words)
+    if not given.settings:
+        raise UsageError("give the folder that is to have the keys: rollout keys DIR")
+    folder, *names = given.settings
+    peers = names or [ENGINE, CLIENT]
+    create_key_folder(folder, peers)
+    made = {peer: str(Path(folder, peer)) for peer in peers}
+    if given.json:
+        print(json.dumps({"coordinator": folder, "peers": made}))
+        return 0
+    print(f"coordinator: --keys {folder}")
+    for peer, path in made.items():
+        print(f"{peer}: copy {path} to its hosts, for --keys")
+    return 0

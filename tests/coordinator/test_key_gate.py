@@ -1,0 +1,149 @@
+"""Refusals at the door of a coordinator with keys: counted by their reason, logged once each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rollout.coordinator import key_gate
+from rollout.coordinator.key_gate import Refusals
+from rollout.coordinator.router import Router
+from rollout.coordinator.security import CurveKeys
+from tests.coordinator.test_security import WAIT_S, fault_of, heard_by, peer, router, server_keys
+from tests.coordinator.zmtp_frames import frames_of
+
+NUM_TRIES = 3
+
+
+class Recorder:
+    """A proxy in front of a port that keeps what one peer sends, and can send it again."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.sent = bytearray()
+        self.has_lost_the_router = threading.Event()
+        self._router = socket.create_connection(("127.0.0.1", port))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._peer, _ = self._listener.accept()
+        back = threading.Thread(target=self._pass_back, daemon=True)
+        back.start()
+        while received := self._peer.recv(2**16):
+            self.sent += received
+            self._router.sendall(received)
+        back.join()
+
+    def _pass_back(self) -> None:
+        with contextlib.suppress(ConnectionResetError):  # it closes with bytes unread
+            while received := self._router.recv(2**16):
+                self._peer.sendall(received)
+        self.has_lost_the_router.set()
+        self._peer.shutdown(socket.SHUT_RDWR)
+
+    def repeat(self, sent: bytes) -> None:
+        self._router.sendall(sent)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            self._router.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
+        for each in (self._router, self._peer, self._listener):
+            each.close()
+
+
+@contextmanager
+def recorder(made: Router) -> Iterator[Recorder]:
+    recording = Recorder(int(made.address.rpartition(":")[2]))
+    try:
+        yield recording
+    finally:
+        recording.close()
+
+
+def wait_for(made: Router, **counts: int) -> None:
+    """Until the gate has counted so many refusals, and no others."""
+    wanted, ended = Refusals(**counts), threading.Event()
+    for _ in range(int(WAIT_S * 100)):
+        if made.refusals == wanted:
+            return
+        ended.wait(0.01)
+    raise AssertionError(f"{made.refusals} is not {wanted}")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "refused a peer" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("whose", "counter", "line"),
+    [
+        ("unknown", "num_unknown_keys", "is unknown"),
+        ("nobody", "num_without_keys", "it has no key"),
+        ("another coordinator", "num_wrong_server_keys", "public key of another coordinator"),
+    ],
+)
+def test_a_peer_that_may_not_come_in_is_counted_each_time_and_logged_once(
+    whose: str, counter: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, known = server_keys().with_client()
+    _, unknown = keys.with_client()
+    of_another = dataclasses.replace(known, server_public=server_keys().public)
+    own: dict[str, CurveKeys | None] = {
+        "unknown": unknown,
+        "nobody": None,
+        "another coordinator": of_another,
+    }
+    with router("127.0.0.1", curve=keys) as made:
+        for _ in range(NUM_TRIES):
+            with peer(made.address, own[whose]) as stranger:
+                assert fault_of(stranger) is not None
+        wait_for(made, **{counter: NUM_TRIES})
+        (logged,) = lines(caplog)
+        assert line in logged
+        with peer(made.address, known):
+            assert heard_by(made) == [b"hello"], "and nothing of the strangers"
+
+
+def test_a_frame_that_comes_a_second_time_is_not_heard_and_ends_its_connection(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_gate, "PING_INTERVAL_MS", 100)
+    monkeypatch.setattr(key_gate, "PING_TIMEOUT_MS", 1000)
+    keys, known = server_keys().with_client()
+    with router("127.0.0.1", curve=keys) as made:
+        for count in (1, 2):
+            with recorder(made) as recording, peer(recording.address, known):
+                assert heard_by(made) == [b"hello"]
+                recording.repeat(frames_of(recording.sent)[-1])
+                assert recording.has_lost_the_router.wait(WAIT_S)
+                wait_for(made, num_replayed_frames=count)
+        assert not made.socket.poll(0), "nothing was heard twice"
+        (logged,) = lines(caplog)
+        assert "a second time" in logged
+
+
+def test_a_recorded_connection_cannot_be_played_again(caplog: pytest.LogCaptureFixture) -> None:
+    keys, known = server_keys().with_client()
+    with router("127.0.0.1", curve=keys) as made:
+        with recorder(made) as recording, peer(recording.address, known):
+            assert heard_by(made) == [b"hello"]
+            recorded = bytes(recording.sent)
+        for _ in range(NUM_TRIES):
+            with socket.create_connection(("127.0.0.1", int(made.address.rpartition(":")[2]))) as s:
+                s.sendall(recorded)
+                s.settimeout(WAIT_S)
+                with contextlib.suppress(ConnectionResetError):
+                    while s.recv(2**16):
+                        pass
+        wait_for(made, num_malformed=NUM_TRIES)
+        assert not made.socket.poll(0)
+        assert len(lines(caplog)) == 1
