@@ -9,7 +9,7 @@
     loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
     update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
                a mixture with the experts of its rollouts; ReferencePolicy
-    push       WeightSync
+    push       WeightSync; take_part: a rank without an engine; full_tensors, merged_tensors
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 
@@ -75,6 +75,8 @@ from trainer_hooks.weight_sync import (
     SharedMemoryWeightSync,
     WeightSync,
     full_tensors,
+    merged_tensors,
+    take_part,
 )
 
 __all__ = [
@@ -133,6 +135,8 @@ __all__ = [
     "InProcessWeightSync",
     "SharedMemoryWeightSync",
     "full_tensors",
+    "merged_tensors",
+    "take_part",
     # measure
     "evaluate",
     "MetricsLogger",

@@ -304,7 +304,7 @@ class LLM:
 
         `named_tensors`: a module, its persistent buffers included, a mapping, or (name, tensor)
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
-        or run through `trainer_hooks.full_tensors`. Only the copies keep steps waiting.
+        or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
         """
         report: WeightUpdateReport = self._control.order(
             "update_weights", named_tensors, version, in_flight

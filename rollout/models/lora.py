@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.errors import WeightUpdateError
 from rollout.models.checkpoint import read_json, read_tensors, tensor_names
-from rollout.models.plain_tensors import named_weights, refusal
+from rollout.models.plain_tensors import named_weights, plain_name, refusal
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -75,11 +75,17 @@ class LoraAdapter:
                 raise WeightUpdateError(f"alpha={alpha!r} of an adapter must be finite")
 
     @classmethod
-    def from_peft(cls, model: Any, adapter_name: str | None = None) -> LoraAdapter:
+    def from_peft(
+        cls,
+        model: Any,
+        adapter_name: str | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> LoraAdapter:
         """Take the live tensors of an adapter of a PEFT model; None means its active one.
 
-        They are read when the adapter is pushed, so none may change before that returns. Raises
-        WeightUpdateError naming what B @ A does not express, such as DoRA or trained biases.
+        They are read when the adapter is pushed, so none may change before that returns. `weights`
+        has them by name where the model's own parameters are parts only. Raises WeightUpdateError
+        naming what B @ A does not express, such as DoRA or trained biases.
         """
         configs = getattr(model, "peft_config", None)
         if not isinstance(configs, Mapping):
@@ -89,18 +95,19 @@ class LoraAdapter:
         name = _active_adapter(model, configs) if adapter_name is None else adapter_name
         if name not in configs:
             raise WeightUpdateError(f"there is no adapter {name!r}, only {', '.join(configs)}")
+        weights = named_weights(model) if weights is None else weights
         adapter = _from_config(
             configs[name].to_dict(),
             {
                 key: tensor.detach()
-                for key, tensor in named_weights(model).items()
+                for key, tensor in weights.items()
                 if f".{name}." in f"{key.partition('.lora_')[2]}."
             },
         )
         pairs = adapter.pairs()
         for path, module in model.named_modules():
             scales = getattr(module, "scaling", None)
-            pair = pairs.get(path.removeprefix("base_model.model."))
+            pair = pairs.get(plain_name(path).removeprefix("base_model.model."))
             if pair and isinstance(scales, Mapping) and scales.get(name) != pair.scale:
                 raise WeightUpdateError(
                     f"{path!r} scales its adapter by {scales.get(name)}, but its config gives "

@@ -10,14 +10,28 @@ import torch
 from torch import Tensor, nn
 
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returns, under this name
+# How torch.compile, FSDP1 and activation checkpointing call the module that they wrap.
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ROOT = "module"  # so do DDP and DeepSpeed, which wrap whole models only
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or module without what the wrappers of a trainer add to it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPED]
+    while parts and parts[0] == _ROOT:
+        del parts[0]
+    return ".".join(parts)
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers in the order of `state_dict`; tied ones come once."""
+    """Parameters and persistent buffers in the order of `state_dict`, under their plain names.
+
+    Tied ones come once.
+    """
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not name.endswith(_EXTRA_STATE):
-            weights.setdefault(id(tensor), (name, tensor))
+            weights.setdefault(id(tensor), (plain_name(name), tensor))
     return dict(weights.values())
 
 

@@ -87,7 +87,7 @@ def adapt_served(
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
-    merger = _Merger(pairs.values())
+    merger = Merger(pairs.values())
     for name, slot in slots.items():
         check()
         base = bases.get(name)
@@ -110,7 +110,7 @@ def adapt_given(
     """Put an adapter on all `weights` as they are in the model's dtypes, in which they serve."""
     tensors = dict(weights)
     bases: dict[str, Tensor] = {}
-    merger = _Merger(pairs.values())
+    merger = Merger(pairs.values())
     for module, pair in pairs.items():
         check()
         name = f"{module}.weight"
@@ -119,7 +119,7 @@ def adapt_given(
     return AdaptedWeights(tensors=tensors, bases=bases)
 
 
-class _Merger:
+class Merger:
     """Adds A and B to bases, one layer after the other, in memory of its own.
 
     Fresh memory for each product would cost a page fault for every 4 KiB, more than the sums.

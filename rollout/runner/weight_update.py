@@ -16,6 +16,7 @@ from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot, part_of
 from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import full_tensor, named_weights, refusal
+from rollout.models.weight_stream import WeightStream
 from rollout.models.weights import WeightTable
 
 MAX_VERSION = 2**31 - 1
@@ -78,7 +79,8 @@ def next_version(current: int, version: int | None) -> int:
 def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     """Return the tensors of a source by name, unchanged.
 
-    Raises WeightUpdateError where reading the source fails, or if a name comes twice.
+    What an iterator yields is copied, unless it is a parameter, which lasts. Raises
+    WeightUpdateError where reading the source fails, or if a name comes twice.
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
@@ -86,16 +88,82 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
         return dict(named_tensors.tensors)
     if isinstance(named_tensors, Mapping):
         return dict(named_tensors)
+    is_read_once = isinstance(named_tensors, Iterator)
+    copies = is_read_once and not (isinstance(named_tensors, WeightStream) and named_tensors.lasts)
     source: dict[str, Tensor] = {}
-    pairs = iter(named_tensors)
-    while True:
-        with blaming(f"the source, after {_listing([*source][-1:]) or 'no tensor at all'},"):
-            pair = next(pairs, None)
-        if pair is None:
-            return source
-        name, tensor = pair
-        if source.setdefault(name, tensor) is not tensor:
+    for name, tensor in _BlamedPairs(named_tensors):
+        with blaming(f"copying {name!r}"):
+            held = _lasting(tensor) if copies else tensor
+        if source.setdefault(name, held) is not held:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
+    return source
+
+
+def streamed(named_tensors: NamedTensors) -> WeightStream:
+    """Return the tensors of a source as a stream, in an order that all ranks of a trainer share.
+
+    A module, a mapping, an adapter or a list comes in the order of names, and sharded tensors are
+    gathered when their turn comes; an iterator comes in its own order, and is not read ahead. A
+    stream is returned as it is. Reading it raises WeightUpdateError naming a tensor that cannot be
+    read, or whose name comes twice.
+    """
+    if isinstance(named_tensors, WeightStream):
+        return named_tensors
+    if isinstance(named_tensors, Iterator):
+        return WeightStream(_whole_in_turn(named_tensors), lasts=False)
+    return WeightStream(_whole_by_name(by_name(named_tensors)), lasts=True)
+
+
+def _whole_in_turn(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    names: set[str] = set()
+
+    def whole(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        name, tensor = pair
+        if name in names:
+            raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
+        names.add(name)
+        return name, _whole(name, tensor)
+
+    return map(whole, _BlamedPairs(pairs))  # a loop would hold a tensor while the next is gathered
+
+
+def _whole_by_name(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():  # before the first one is gathered
+        if reason := refusal(tensor):
+            raise WeightUpdateError(f"{name!r} {reason}")
+    for name in sorted(tensors):
+        yield name, _whole(name, tensors[name])
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    if reason := refusal(tensor):
+        raise WeightUpdateError(f"{name!r} {reason}")
+    with blaming(f"gathering {name!r}"):
+        return full_tensor(tensor)
+
+
+def _lasting(tensor: Tensor) -> Tensor:
+    """Return a copy of what an iterator yields, which may use its memory again for the next one."""
+    is_kept = isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
+    return tensor if is_kept else tensor.detach().clone()
+
+
+class _BlamedPairs(Iterator[tuple[str, Tensor]]):
+    """The pairs of a source, none of which it holds.
+
+    Where reading fails, it raises WeightUpdateError naming the last one before.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self._pairs, self._last = iter(pairs), "no tensor at all"
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with blaming(f"the source, after {self._last},"):
+            pair = next(self._pairs, None)
+        if pair is None:
+            raise StopIteration
+        self._last = repr(pair[0])
+        return pair
 
 
 def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str, Tensor]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout.backends.base import Ops
 from rollout.backends.cpu import cpu_backend
 from rollout.coordinator.protocol.weights_source import LoraTerms
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter
-from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.weights import is_computed
 from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
-    blaming,
-    by_name,
     checksum_of,
     hashed_dtype,
+    streamed,
 )
 
 
@@ -36,33 +34,35 @@ class TensorReader:
         """Give each tensor to `write`: whole, contiguous, on the host, valid until it returns.
         Returns the checksum of all of them as they are.
 
-        A module, mapping, list or adapter is read in the order of names, any other iterator in its
-        own; sharded tensors are gathered in that order, which is a collective of all ranks. So it
-        is read to its end whatever fails, and then the first fault is raised: WeightUpdateError
-        naming the tensor, or what `write` has raised. Tensors that a model computes are left out.
+        They are read as `streamed` does, one in memory at a time. Reading sharded ones is a
+        collective of all ranks of a trainer, so they are read to the end, too, if `write` or a
+        value is at fault. Raises WeightUpdateError naming the tensor, and what `write` raises.
+        Tensors that a model computes are left out.
         """
-        ops = self._ops = self._ops or cpu_backend("device").ops
+        stream = streamed(named_tensors)
         fingerprints: dict[str, Fingerprint] = {}
-        fault: Exception | None = None
-        for name, tensor in _in_order(named_tensors):
-            try:
-                whole = _whole(name, tensor)
-                if fault is not None or is_computed(name):
-                    continue
-                if name in fingerprints:
-                    raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
-                values = whole.detach().cpu().contiguous()
-                write(name, values)
-                fingerprint = ops.fingerprint(values, hashed_dtype(values.dtype))
-                fingerprints[name] = fingerprint.tolist()
-            except (WeightUpdateError, OSError) as error:
-                fault = fault or error
-            except (RuntimeError, TypeError, KeyError) as error:
-                fault = fault or WeightUpdateError(f"copying {name!r} failed: {error}")
-        if fault is not None:
-            raise fault
+        try:
+            while (pair := next(stream, None)) is not None:
+                if not is_computed(pair[0]):
+                    fingerprints[pair[0]] = self._taken(*pair, write)
+                del pair  # before the next one is gathered
+        except Exception:
+            stream.drain()
+            raise
         self._check_finite(fingerprints)
         return checksum_of(fingerprints)
+
+    def _taken(
+        self, name: str, tensor: Tensor, write: Callable[[str, Tensor], None]
+    ) -> Fingerprint:
+        """Give one tensor to `write`, and return its fingerprint."""
+        self._ops = self._ops or cpu_backend("device").ops
+        try:
+            values = tensor.detach().cpu().contiguous()
+            write(name, values)
+            return self._ops.fingerprint(values, hashed_dtype(values.dtype)).tolist()
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
 
     def _check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
@@ -94,28 +94,3 @@ def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
         ranks=dict(adapter.ranks),
         alphas={module: float(alpha) for module, alpha in adapter.alphas.items()},
     )
-
-
-def _in_order(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(named_tensors, nn.Module | Mapping | Sequence | LoraAdapter):
-        tensors = by_name(named_tensors)
-        return iter([(name, tensors[name]) for name in sorted(tensors)])
-    return _blamed(named_tensors)
-
-
-def _blamed(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Raises WeightUpdateError where reading the source fails."""
-    iterator, after = iter(pairs), "no tensor at all"
-    while True:
-        with blaming(f"the source, after {after},"):
-            pair = next(iterator, None)
-        if pair is None:
-            return
-        after = repr(pair[0])
-        yield pair
-
-
-def _whole(name: str, tensor: Tensor) -> Tensor:
-    if reason := refusal(tensor):
-        raise WeightUpdateError(f"{name!r} {reason}")
-    return full_tensor(tensor)

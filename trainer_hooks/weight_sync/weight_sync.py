@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.models.lora import LoraAdapter
-from rollout.models.plain_tensors import full_tensor, is_sharded, named_weights, refusal
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
+from rollout.models.weight_stream import WeightStream
+from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from trainer_hooks.weight_sync.sources import weights_of
 
 NamedParameters = NamedTensors
 
@@ -49,25 +47,30 @@ class WeightSync:
     ) -> WeightUpdateReport:
         """Commit the weights under `version` (None: the next one above the current).
 
-        `named_parameters`: a module (a transformers model, say), whose persistent buffers are part
-        of the update, its `named_parameters()`, or a mapping of names to tensors. Of a PEFT model
-        it is the active adapter, which the engines put on their own base: a LoraAdapter is taken,
-        too. Tensors are read only, and not kept. Sharded ones (FSDP2) are gathered, so all ranks
-        push at the same time; a rank without an engine takes part through `full_tensors`.
+        `named_parameters`: what `full_tensors` reads: a module (a transformers model, say), wrapped
+        or not, whose persistent buffers are part of the update; its `named_parameters()`; a mapping
+        of names to tensors; any iterator of both. Of a PEFT model it is the active adapter, which
+        the engines put on their own base: a LoraAdapter is taken, too. Tensors are read only, and
+        not kept. Where ranks hold parts (FSDP, ZeRO-3), they are gathered one after the other, so
+        all ranks push at the same time; a rank without an engine calls `take_part`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one. An update that
-        failed because an engine was lost is tried once more with the remaining engines, unless
-        other ranks would have to gather again. Raises ConfigError for an asynchronous LLM, before
-        anything is sent.
+        misshapen or not finite, or if `version` is not above the current one; the other ranks are
+        not kept waiting then. An update that failed because an engine was lost is tried once more
+        with the remaining engines, unless its tensors can be read only once. Raises ConfigError for
+        an asynchronous LLM, before anything is sent.
         """
-        tensors = _detached(named_parameters)
+        tensors = weights_of(named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
         report: WeightUpdateReport
         try:
             report = self._updated(tensors, how)
         except WeightUpdateError as error:
+            _drain(tensors)
             _require_repeatable(error, tensors)
             report = self._updated(tensors, how)
+        except Exception:
+            _drain(tensors)
+            raise
         return report
 
     def _updated(self, tensors: NamedTensors, how: Mapping[str, Any]) -> Any:
@@ -84,14 +87,18 @@ class WeightSync:
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
         """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
-        tensors = _detached(named_parameters)
+        tensors = await asyncio.to_thread(weights_of, named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
         report: WeightUpdateReport
         try:
             report = await _result(self._llm.update_weights(tensors, **how))
         except WeightUpdateError as error:
+            await asyncio.to_thread(_drain, tensors)
             _require_repeatable(error, tensors)
             report = await _result(self._llm.update_weights(tensors, **how))
+        except Exception:  # not if this is cancelled: the update goes on, and reads them itself
+            await asyncio.to_thread(_drain, tensors)
+            raise
         return report
 
 
@@ -100,43 +107,23 @@ InProcessWeightSync = WeightSync
 SharedMemoryWeightSync = WeightSync
 
 
-def full_tensors(named_parameters: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Each weight as a whole tensor, in the order of names; shards are gathered one after another.
-
-    A push gathers in the same order, so a rank without an engine takes part in the push of another
-    with `for _ in full_tensors(policy): pass`, which holds one whole tensor at a time. The sources
-    of all ranks have the same names. Raises WeightUpdateError naming what cannot be read.
-    """
-    tensors = by_name(_detached(named_parameters))
-    for name in sorted(tensors):
-        if reason := refusal(tensors[name]):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        yield name, full_tensor(tensors[name])
-
-
 async def _result(report: Any) -> Any:
     return await report if inspect.isawaitable(report) else report
+
+
+def _drain(tensors: NamedTensors) -> None:
+    """Let the other ranks of a trainer gather to the end what is not read here any more."""
+    if isinstance(tensors, WeightStream):
+        tensors.drain()
 
 
 def _require_repeatable(error: WeightUpdateError, tensors: NamedTensors) -> None:
     """Raise the error of an update unless this process alone can try it once more."""
     if not error.is_transient:
         raise error
-    if any(map(is_sharded, by_name(tensors).values())):
-        again = WeightUpdateError(f"{error}; its tensors are sharded: push again on all ranks")
+    if isinstance(tensors, WeightStream):
+        again = WeightUpdateError(
+            f"{error}; its tensors, sharded or of an iterator, were read: push again on all ranks"
+        )
         again.is_transient = True
         raise again from error
-
-
-def _detached(named_parameters: NamedParameters) -> list[tuple[str, Tensor]] | LoraAdapter:
-    """Names and tensors without their graph; tied tensors come once from a module."""
-    if isinstance(named_parameters, nn.Module) and getattr(named_parameters, "peft_config", None):
-        return LoraAdapter.from_peft(named_parameters)
-    if isinstance(named_parameters, LoraAdapter):
-        tensors = {name: tensor.detach() for name, tensor in named_parameters.tensors.items()}
-        return replace(named_parameters, tensors=tensors)
-    if isinstance(named_parameters, nn.Module):
-        named_parameters = named_weights(named_parameters)
-    if isinstance(named_parameters, Mapping):
-        named_parameters = named_parameters.items()
-    return [(name, tensor.detach()) for name, tensor in named_parameters]

@@ -1,0 +1,142 @@
+"""Models as trainers hold them on two ranks, and what each rank reads of their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from rollout.engine.state import EngineState
+from rollout.errors import EngineStateError
+from tests.lora_adapters import PeftLike
+from tests.runner.trainer_ranks import gloo_mesh
+from tests.tiny_models import tiny_model
+from tests.trainer_hooks.fakes import FakeLLM
+from trainer_hooks.weight_sync import WeightSync, full_tensors, merged_tensors, take_part
+
+BUFFER = "model.layers.1.mlp.e_score_correction_bias"
+Digests = dict[str, str]
+
+
+def model_with_a_buffer() -> Any:
+    """Tied embeddings, a persistent buffer, and a buffer that no state dict has."""
+    model = tiny_model(seed=2, tie_word_embeddings=True)
+    model.model.layers[1].mlp.register_buffer("e_score_correction_bias", torch.arange(4.0))
+    model.model.layers[1].mlp.register_buffer("table", torch.ones(3), persistent=False)
+    return model
+
+
+def in_shards(model: Any, mesh: DeviceMesh) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def in_units(model: Any, *, use_orig_params: bool) -> Any:
+    kinds = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=kinds,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def with_checkpoints(model: Any) -> Any:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    return model
+
+
+WRAPPED: dict[str, Callable[[Any, DeviceMesh], Any]] = {
+    "ddp": lambda model, mesh: DistributedDataParallel(model),
+    "fsdp2": in_shards,
+    "fsdp2, checkpointed": lambda model, mesh: in_shards(with_checkpoints(model), mesh),
+    "fsdp1": lambda model, mesh: in_units(model, use_orig_params=True),
+    "fsdp1 of flat parameters": lambda model, mesh: in_units(model, use_orig_params=False),
+}
+SHARDED = [kind for kind in WRAPPED if kind.startswith("fsdp")]
+
+
+def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
+    """Shape and bits of each tensor, by name."""
+    return {
+        name: f"{list(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy()).hexdigest()}"
+        for name, tensor in tensors
+    }
+
+
+def num_kept(source: Any) -> int:
+    """How many tensors of a stream, once their reader has dropped them, were still in memory."""
+    num_kept, stream = 0, full_tensors(source)
+    while (pair := next(stream, None)) is not None:
+        storage = weakref.ref(pair[1].untyped_storage())
+        del pair
+        give_up_at = time.monotonic() + 20.0  # a thread of gloo drops its reference a little later
+        while storage() is not None and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        num_kept += storage() is not None
+    return num_kept
+
+
+def peft_model(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    """The same PEFT model whole and in shards."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(PeftLike("default"))
+    return models[0], fully_shard(models[1], mesh=mesh)
+
+
+def read_all(path: Path, rank: int, pipe: Any) -> None:
+    """Send (what, outcome) of all that one rank reads, or the error that has ended it."""
+    try:
+        _read_all(path, rank, pipe)
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def _read_all(path: Path, rank: int, pipe: Any) -> None:
+    """For each kind of trainer the digests of its weights; then how pushes have ended."""
+    mesh = gloo_mesh(dist.FileStore(str(path), 2), rank, num_ranks=2)
+    for kind, wrap in WRAPPED.items():
+        policy = wrap(model_with_a_buffer(), mesh)
+        if kind in SHARDED:
+            policy(torch.zeros(1, 4, dtype=torch.long))  # root parameters stay gathered after it
+        pipe.send((kind, digests(full_tensors(policy))))
+        if kind in SHARDED:
+            pipe.send((f"again {kind}", digests(full_tensors(policy))))
+    for kind, policy in zip(("peft", "sharded peft"), peft_model(mesh), strict=True):
+        pipe.send((f"{kind} merged", digests(merged_tensors(policy))))
+        pipe.send((f"{kind} adapter", digests(full_tensors(policy))))
+    pipe.send(("kept", num_kept(in_shards(tiny_model(seed=2), mesh))))
+    pipe.send(("pushes", _pushes(in_shards(model_with_a_buffer(), mesh), rank)))
+    dist.destroy_process_group()
+
+
+def _pushes(policy: Any, rank: int) -> list[str]:
+    """Rank 0 pushes what its engine refuses unread, then again; rank 1 takes part in both."""
+    if rank == 1:
+        return [take_part(policy) or "took part" for _ in range(2)]
+    llm, found = FakeLLM(EngineState.RUNNING), []
+    for _ in range(2):
+        try:
+            WeightSync(llm).push(policy)
+            found.append(f"{len(llm.weights)} tensors")
+        except EngineStateError as error:
+            found.append(type(error).__name__)
+            llm.pause()
+    return found

@@ -1,0 +1,133 @@
+"""One stream over the weights of any trainer: (Hugging Face name, whole tensor), one at a time.
+
+Ranks of a trainer that hold parts of the weights read the stream together: each tensor is gathered
+by a collective of all of them, in the same order. What is gathered above the model is one tensor;
+with FSDP1, which gathers by unit, one of its units.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from rollout.models.lora import LoraAdapter
+from rollout.models.plain_tensors import is_sharded, named_weights, plain_name
+from rollout.models.weight_stream import WeightStream
+from rollout.runner.lora_merge import Merger, gathered
+from rollout.runner.weight_update import NamedTensors, by_name, streamed
+from trainer_hooks.weight_sync.fsdp1 import has_units, unit_tensors
+from trainer_hooks.weight_sync.zero3 import gathered_partitions, is_partitioned
+
+_LORA = ".lora_"  # stands in the names of what PEFT adds to a model
+_PEFT_ROOT = "base_model.model."
+_PEFT_LAYER = ".base_layer."
+
+
+def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of `source` under its Hugging Face name, as a whole plain tensor.
+
+    `source`: a module, plain or wrapped by DDP, FSDP2, FSDP1, DeepSpeed (ZeRO-3 as well) or
+    torch.compile, with its persistent buffers, tied weights once; a mapping; any iterator of names
+    and tensors, such as the export of a Megatron bridge; or an adapter (see `weights_of`).
+
+    A tensor is valid until the next one is asked for. Where ranks hold parts, reading is a
+    collective: all of them read to the end, and their sources are of one kind. A rank without an
+    engine takes part in the push of another by `take_part(policy)`. Raises WeightUpdateError naming
+    what cannot be read.
+    """
+    return map(_detached_pair, streamed(weights_of(source)))
+
+
+def take_part(source: NamedTensors) -> None:
+    """Gather with the rank that pushes `source`, which is of the same kind there, and keep nothing.
+
+    It holds one tensor at a time, where a loop would keep one while the next is gathered. Raises
+    WeightUpdateError naming what cannot be read.
+    """
+    deque(full_tensors(source), maxlen=0)
+
+
+def merged_tensors(
+    model: nn.Module, adapter_name: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
+
+    The sum is float32. None means the active adapter. The model is not changed. For engines that do
+    not serve its base, where the adapter alone is not enough. The terms of `full_tensors` hold.
+    Raises WeightUpdateError naming what B @ A does not express.
+    """
+    adapter = _gathered_adapter(model, adapter_name)
+    pairs = replace(adapter, tensors=gathered(adapter.tensors)).pairs()
+    merger = Merger(pairs.values())
+
+    def merge(given: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        name = given[0].removeprefix(_PEFT_ROOT).replace(_PEFT_LAYER, ".")
+        base, pair = given[1].detach(), pairs.get(name.removesuffix(".weight"))
+        return name, base if pair is None else merger.merged(base.cpu(), pair)
+
+    return map(merge, streamed(_weights_in(model, lambda name: _LORA not in name)))
+
+
+def weights_of(source: NamedTensors) -> NamedTensors:
+    """What a push of `source` hands to an LLM, detached, under plain names.
+
+    Tensors that this process has whole come live. Those that ranks hold parts of come as a
+    WeightStream, and so do those of an iterator. A PEFT model gives its active adapter, gathered.
+    """
+    if isinstance(source, nn.Module):
+        if _peft_model(source) is not None:
+            return _gathered_adapter(source, None)
+        return _weights_in(source)
+    if isinstance(source, LoraAdapter):
+        if any(map(is_sharded, source.tensors.values())):
+            return replace(source, tensors=dict(streamed(source)))
+        return replace(source, tensors=dict(map(_detached_pair, source.tensors.items())))
+    if isinstance(source, WeightStream):
+        return source
+    if isinstance(source, Mapping):
+        source = source.items()
+    pairs = ((plain_name(name), tensor) for name, tensor in source)
+    return streamed(pairs) if isinstance(source, Iterator) else _live_or_gathered(list(pairs))
+
+
+def _weights_in(
+    module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
+) -> NamedTensors:
+    """Those weights of a module whose names are wanted: live, or as a stream that gathers them."""
+    if has_units(module):
+        pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
+        return streamed(pairs)
+    weights = {n: tensor for n, tensor in named_weights(module).items() if is_wanted(n)}
+    if any(map(is_partitioned, weights.values())):
+        return streamed(gathered_partitions(weights))
+    return _live_or_gathered(weights.items())
+
+
+def _live_or_gathered(weights: Iterable[tuple[str, Any]]) -> NamedTensors:
+    pairs = [*weights]
+    if any(is_sharded(tensor) for _, tensor in pairs):
+        return streamed(pairs)
+    return [*map(_detached_pair, pairs)]
+
+
+def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
+    """Leaves what is no tensor to be refused, by name, where tensors are read."""
+    name, tensor = pair
+    return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
+
+
+def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:
+    """The adapter of a PEFT model, wrapped or not: live where this process has it whole."""
+    parts = _weights_in(model, lambda name: _LORA in name)
+    lasting = by_name(parts)
+    peft_model = _peft_model(model)
+    return LoraAdapter.from_peft(model if peft_model is None else peft_model, adapter_name, lasting)
+
+
+def _peft_model(module: nn.Module) -> nn.Module | None:
+    """`module`, or the model that it wraps, if that has adapters of PEFT."""
+    return next((part for part in module.modules() if getattr(part, "peft_config", None)), None)

@@ -1,0 +1,28 @@
+"""Weights that DeepSpeed has partitioned (ZeRO stage 3), one parameter after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter of ZeRO-3, which is empty between two passes."""
+    return hasattr(tensor, "ds_id")
+
+
+def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors in the order of names; DeepSpeed frees each one when the next is asked for.
+
+    Gathering is a collective of all ranks. Tensors that are not partitioned come as they are.
+    """
+    from deepspeed.zero import GatheredParameters
+
+    for name in sorted(weights):
+        tensor = weights[name]
+        if is_partitioned(tensor):
+            with GatheredParameters([tensor]):  # read only: nothing is written back
+                yield name, tensor.data
+        else:
+            yield name, tensor.detach()
