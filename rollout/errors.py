@@ -10,6 +10,7 @@ RolloutError
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
+├── LockstepError                       the ranks of one engine have lost each other
 ├── RequestAbortedError                 the request was ended by its owner
 ├── ContextOverflowError                a request that the context cannot take, now or ever
 │   ├── RequestOverflowError            no row left
@@ -67,6 +68,11 @@ class DetokenizeError(RolloutError):
 
 class ProtocolError(RolloutError):
     """A message that cannot be understood: wrong fields, unknown header, broken encoding."""
+
+
+class LockstepError(RolloutError):
+    """A rank of an engine is lost, silent or not where the others are: the engine must be made
+    anew."""
 
 
 class RequestAbortedError(RolloutError):
