@@ -22,7 +22,9 @@ from rollout.backends.forward_batch import (
     SampleResult,
     SamplingBatch,
 )
+from rollout.backends.ops.fingerprint import Places
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
+from rollout.parallel.collectives import ONE_RANK, Collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +92,17 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The gated feed-forward networks of a layer's N experts; G = 2 F, all gates, then all ups."""
+    """The gated feed-forward networks of a layer's N experts; G = 2 F, all gates, then all ups.
+
+    `is_part`: tokens may be sent to id N, too, which stands for another rank's experts.
+    """
 
     gate_up_NGE: Tensor
     down_NEF: Tensor
     gate_up_bias_NG: Tensor | None = None
     down_bias_NE: Tensor | None = None
     activation: GatedActivation = GatedActivation()
+    is_part: bool = False
 
 
 class Ops(Protocol):
@@ -191,7 +197,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """sum over k of weights_TK[:, k] * expert ids_TK[:, k] of x, [T, E] in x's dtype.
 
-        `ids_TK` is int64, `weights_TK` float32; the sum is in float32.
+        `ids_TK` is int64, `weights_TK` float32; the sum is in float32. Of experts that are a part,
+        id N adds nothing.
         """
         ...
 
@@ -205,10 +212,11 @@ class Ops(Protocol):
         """(raw log-prob of each target [P], top-n ids [P, N], top-n log-probs [P, N])."""
         ...
 
-    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(64-bit hash of the values x.to(dtype) and their places, number of non-finite ones),
         int64 [2] on x's device, whatever device that is; the host need not wait for it.
 
+        `places`: those of the elements of `x` in the tensor whose part it is; None if it is none.
         Equal bits give equal numbers on every device. Source: `ops.fingerprint`.
         """
         ...
@@ -396,3 +404,4 @@ class Backend:
     create_host_arena: Callable[[], HostArena]
     # Of a model that has no such parts, and of one that cannot be fused: None.
     fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None
+    collectives: Collectives = ONE_RANK  # of the ranks that share the model

@@ -88,12 +88,14 @@ def fingerprint_configurations() -> Iterator[Configuration]:
             "TARGET": target,
             "BITS": bits,
             "EXPONENT": EXPONENT_BITS[dtype],
+            "IS_PART": False,
             "BLOCK": fingerprint.BLOCK,
             "num_warps": fingerprint.NUM_WARPS,
         }
         yield configuration(kernel, source, **constants)
     many = configuration(kernel, source, **constants)
     yield many._replace(signature=many.signature | {"num_values": "i64"})
+    yield configuration(kernel, source, **constants | {"IS_PART": True})
     yield configuration(kernel, source, num_values=1, **constants)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from rollout.backends.ops.fingerprint import EXPONENT_BITS
+from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places
 from tests.contracts.implementations import OPS, is_interpreted
 
 # The interpreter's casts are NumPy's, which warn.
@@ -171,6 +171,28 @@ def test_a_parameter_with_a_gradient_is_hashed_and_not_changed(ops: Ops) -> None
 @pytest.mark.parametrize("dtype", EXPONENT_BITS)
 def test_exponent_bits_are_those_of_infinity(dtype: torch.dtype) -> None:
     assert EXPONENT_BITS[dtype] == int(unsigned(torch.tensor([INF], dtype=dtype))[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_fingerprints_of_parts_at_their_places_add_up(
+    ops: Ops, dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    x = randn(31, 50, 7, dtype=dtype)
+    x[3, 40, 2] = x[30, 49, 6] = INF
+    for dim, size in enumerate(x.shape):
+        parts = (x.narrow(dim, 0, 5), x.narrow(dim, 5, size - 5))
+        inner = x.stride(dim)
+        places = (
+            Places(0, 5 * inner, size * inner),
+            Places(5 * inner, (size - 5) * inner, size * inner),
+        )
+        sums = [ops.fingerprint(part, dtype, p) for part, p in zip(parts, places, strict=True)]
+        assert sum(sums).tolist() == [hash_of(x), 2], f"cut in dimension {dim}"
+    assert (
+        ops.fingerprint(x[:5], dtype, Places(1, 5 * 350, 0))[0] != ops.fingerprint(x[:5], dtype)[0]
+    )
 
 
 @pytest.mark.gpu

@@ -11,24 +11,31 @@ INLINE uint64_t mix(uint64_t position, uint64_t bits) {
     return z ^ (z >> 31);
 }
 
-/* sums += (hash, number of NaN and infinities) of values[first, last), which begin at element
-   `position` of their tensor. `exponent` has the bits that all are set in NaN and infinity; `size`,
-   in bytes, is a constant of the caller. */
-INLINE void add(uint64_t *sums, const void *values, const int size, uint64_t position,
-                uint64_t exponent, int64_t first, int64_t last) {
+/* sums += (hash, number of NaN and infinities) of values[first, last), of which the first stands at
+   `position`. `exponent` has the bits that all are set in NaN and infinity; `size`, in bytes, is a
+   constant of the caller. */
+INLINE void add(uint64_t *sums, const void *values, const int size, uint64_t exponent, uint64_t position,
+                int64_t first, int64_t last) {
     uint64_t hash = 0, count = 0;
     for (int64_t i = first; i < last; i++) {
         uint64_t bits = size == 2 ? ((const uint16_t *)values)[i] : ((const uint32_t *)values)[i];
-        hash += mix(position + i, bits);
+        hash += mix(position + (i - first), bits);
         count += (bits & exponent) == exponent;
     }
     sums[0] += hash;
     sums[1] += count;
 }
 
-/* `size` is 2 or 4. */
-EXPORT void fingerprint(uint64_t *sums, const void *values, int64_t size, int64_t position,
-                        int64_t exponent, int64_t first, int64_t last) {
-    if (size == 2) add(sums, values, 2, position, exponent, first, last);
-    else add(sums, values, 4, position, exponent, first, last);
+/* `values` begin at element `start` of a part of a tensor; element k of the part stands at
+   place + k / row_length * row_stride + k % row_length. `size` is 2 or 4. */
+EXPORT void fingerprint(uint64_t *sums, const void *values, int64_t size, int64_t exponent, int64_t start,
+                        int64_t place, int64_t row_length, int64_t row_stride, int64_t first, int64_t last) {
+    while (first < last) {
+        const int64_t row = (start + first) / row_length, column = (start + first) % row_length;
+        const int64_t left = row_length - column, end = last - first < left ? last : first + left;
+        const int64_t position = place + row * row_stride + column;
+        if (size == 2) add(sums, values, 2, exponent, position, first, end);
+        else add(sums, values, 4, exponent, position, first, end);
+        first = end;
+    }
 }

@@ -36,7 +36,7 @@ _SIGNATURES = {
     "attend_prefill_part": "ppiiii",
     "sample_rows": "ppii",
     "score_rows": "ppii",
-    "fingerprint": "ppiiiii",
+    "fingerprint": "ppiiiiiiii",
     "decoder_forward": "pp",
     "decoder_tokens_at_once": "",
     "prefill_scratch_bytes": "",

@@ -4,12 +4,14 @@ With b_i the bits of element i of x.to(dtype) as an unsigned integer, the hash i
 mix(i * GOLDEN + b_i + 1) modulo 2^64. A sum has no order, so every device may take the elements as
 it likes; each counts with its position, so two that are swapped show. `mix` is the finalizer of
 SplitMix64 (Steele, Lea and Flood 2014), as in rollout/step/seeds.py. Equal numbers give equal
-fingerprints on every device; of a NaN that is cast each device makes a NaN of its own.
+fingerprints on every device; of a NaN that is cast each device makes a NaN of its own. The
+fingerprints of the parts of a tensor, each at its places in it, add up to that of the tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,24 +28,38 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 _CHUNK = 1 << 16  # elements: what is computed of them stays in a core's cache
 
 
-def fingerprint(x: Tensor, dtype: torch.dtype) -> Tensor:
+class Places(NamedTuple):
+    """Where the elements of a part of a tensor stand in the tensor, both in row-major order.
+
+    Of the part, element k stands at first + (k // row_length) * row_stride + k % row_length.
+    """
+
+    first: int
+    row_length: int
+    row_stride: int
+
+
+def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
     """(hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device.
 
-    The memory it needs does not grow with `x`, unless `x` has gaps. Raises KeyError for a float
-    `dtype` that EXPONENT_BITS lacks.
+    `places`: those of the elements of `x`; None if it is no part of another tensor. The memory it
+    needs does not grow with `x`, unless `x` has gaps. Raises KeyError for a float `dtype` that
+    EXPONENT_BITS lacks.
     """
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
-    places = torch.arange(min(_CHUNK, x.numel()), device=x.device)
-    places.mul_(_as_int64(_GOLDEN)).add_(1)
-    for _, values in chunks(x, dtype, _CHUNK):
+    for position, values in chunks(x, dtype, _CHUNK):
         bits = values.view(_SIGNED[dtype.itemsize]).to(torch.int64)
         if dtype.itemsize < 8:
             bits.bitwise_and_((1 << 8 * dtype.itemsize) - 1)
-        total[0] += _mix_(bits + places[: len(bits)]).sum()
+        salts = torch.arange(position, position + len(bits), device=x.device)
+        if places is not None:
+            rows = salts // places.row_length
+            salts += rows * (places.row_stride - places.row_length) + places.first
+        salts.mul_(_as_int64(_GOLDEN)).add_(1)
+        total[0] += _mix_(salts.add_(bits)).sum()
         if dtype.is_floating_point:
             exponent = EXPONENT_BITS[dtype]
             total[1] += ((bits & exponent) == exponent).sum()
-        places.add_(_as_int64(_CHUNK * _GOLDEN))
     return total
 
 

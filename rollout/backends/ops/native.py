@@ -18,7 +18,7 @@ from rollout.backends.base import ExpertWeights
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
-from rollout.backends.ops.fingerprint import EXPONENT_BITS, chunks
+from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, chunks
 from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
 from rollout.backends.products.candidates import PLAIN, LinearHandle, bucket_of
 from rollout.backends.products.choice import Choice, Rounds
@@ -183,17 +183,19 @@ class NativeOps(CpuOps):
         self._kernels.run(self._kernels.score_rows, args, num_rows, scratch_bytes=num_bytes)
         return logprobs_P, top_ids_PN, top_logprobs_PN
 
-    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(hash, number of non-finite values) of x.to(dtype); one pass if there is no cast."""
         if x.device.type != "cpu" or dtype not in _HASHED_DTYPES:
-            return super().fingerprint(x, dtype)
+            return super().fingerprint(x, dtype, places)
         sums = [torch.zeros(2, dtype=torch.int64)]
         for position, values in chunks(x, dtype, _HASHED_CHUNK):
-            self._append_fingerprints(sums, values, position)
+            self._append_fingerprints(sums, values, position, places or Places(0, x.numel(), 0))
         return torch.stack(sums).sum(0)
 
-    def _append_fingerprints(self, sums: list[Tensor], values: Tensor, position: int) -> None:
-        args = values.data_ptr(), values.itemsize, position, EXPONENT_BITS[values.dtype]
+    def _append_fingerprints(
+        self, sums: list[Tensor], values: Tensor, position: int, places: Places
+    ) -> None:
+        args = values.data_ptr(), values.itemsize, EXPONENT_BITS[values.dtype], position, *places
 
         def work(first: int, last: int) -> None:
             part = torch.zeros(2, dtype=torch.int64)

@@ -18,6 +18,7 @@ from rollout.backends.base import ExpertWeights, GatedActivation, RepackedWeight
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
+from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.routed_experts import clamped_swiglu, routed_experts
 
 
@@ -137,9 +138,9 @@ class ReferenceOps:
         """Raw log-probs of the targets and the top-n; see `sampling.score`."""
         return sampler.score(logits_PV, targets_P, top_n)
 
-    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(hash, number of non-finite values) of x.to(dtype); see `fingerprint.fingerprint`."""
-        return hasher.fingerprint(x, dtype)
+        return hasher.fingerprint(x, dtype, places)
 
 
 def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

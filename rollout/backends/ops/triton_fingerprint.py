@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.backends.ops.fingerprint import EXPONENT_BITS
+from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places
 
 BLOCK = 4096
 NUM_WARPS = 8
@@ -28,6 +28,10 @@ def fingerprint_kernel(
     sums_ptr,
     values_ptr,
     num_values,
+    first,
+    row_length,
+    row_stride,
+    IS_PART: tl.constexpr,
     TARGET: tl.constexpr,
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -42,7 +46,11 @@ def fingerprint_kernel(
         # By way of float32, as torch rounds.
         values_B = values_B.to(tl.float32).to(TARGET)
     bits_B = values_B.to(BITS, bitcast=True).to(tl.uint64)
-    hashes_B = tl.where(mask_B, _mix(positions_B.to(tl.uint64), bits_B).to(tl.int64), 0)
+    places_B = positions_B
+    if IS_PART:
+        rows_B = positions_B // row_length
+        places_B = first + positions_B + rows_B * (row_stride - row_length)
+    hashes_B = tl.where(mask_B, _mix(places_B.to(tl.uint64), bits_B).to(tl.int64), 0)
     is_not_finite_B = (bits_B & EXPONENT) == EXPONENT
     tl.store(sums_ptr + program * 2, tl.sum(hashes_B))
     tl.store(sums_ptr + program * 2 + 1, tl.sum(is_not_finite_B.to(tl.int64)))
@@ -63,10 +71,11 @@ def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:
     return (x.is_cuda or is_interpreted) and {x.dtype, dtype} <= TYPES.keys()
 
 
-def fingerprint(x: Tensor, dtype: torch.dtype) -> Tensor:
+def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
     """(hash, number of non-finite values) of x.to(dtype), int64 [2]; nothing waits for the device.
 
-    Two launches; `x` is copied only if it is not contiguous.
+    `places`: those of the elements in the tensor whose part `x` is; None if it is none. Two
+    launches; `x` is copied only if it is not contiguous.
     """
     x = x.detach().contiguous()
     sums_P2 = torch.empty(triton.cdiv(x.numel(), BLOCK), 2, dtype=torch.int64, device=x.device)
@@ -75,7 +84,8 @@ def fingerprint(x: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.cuda.device_of(x):
         if x.numel():
             fingerprint_kernel[(len(sums_P2),)](
-                *(sums_P2, x, x.numel()),
+                *(sums_P2, x, x.numel(), *(places or (0, 1, 1))),
+                IS_PART=places is not None,
                 TARGET=target,
                 BITS=bits,
                 EXPONENT=EXPONENT_BITS[dtype],

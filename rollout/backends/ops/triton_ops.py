@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.ops import triton_fingerprint, triton_layers, triton_sampling
+from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.reference import ReferenceOps
 
 
@@ -45,7 +46,7 @@ class TritonOps(ReferenceOps):
             return super().score(logits_PV, targets_P, top_n)
         return triton_sampling.score(logits_PV, targets_P), None, None
 
-    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(hash, number of non-finite values) of x.to(dtype).
 
         A tensor on the host goes to the device for it: that is a copy, and hashing it there is not.
@@ -53,5 +54,5 @@ class TritonOps(ReferenceOps):
         if not x.is_cuda and torch.cuda.is_available():
             x = x.to("cuda")
         if not triton_fingerprint.can_fingerprint(x, dtype):
-            return super().fingerprint(x, dtype)
-        return triton_fingerprint.fingerprint(x, dtype)
+            return super().fingerprint(x, dtype, places)
+        return triton_fingerprint.fingerprint(x, dtype, places)
