@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.backends.base import AttentionBackend, Backend
 from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
-from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
-from rollout.layers.norm import RMSNorm
+from rollout.layers.norm import RMSNorm, norm_cut_rows
 from rollout.layers.rope import RopeSpec, head_order
+from rollout.layers.shard import ALONE, Range, Shard, cut_to
 
 Angles: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # (cos_TD, sin_TD) of each rope of a model
 
@@ -54,6 +55,9 @@ class AttentionSpec:
 class Attention(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
+    The ranks of a group have query heads each, and the key and value heads that these read; their
+    outputs are to be added.
+
     Query, key and value are strided views of one fused projection and are never copied here, unless
     the rope wants the dims of heads in another order.
     """
@@ -68,29 +72,40 @@ class Attention(BackendLayer):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        shard: Shard = ALONE,
     ) -> None:
         super().__init__()
-        self.layer_index, self.spec = layer_index, spec
-        self.head_split = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.layer_index, self.spec, self.shard = layer_index, spec, shard
+        heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads_of(spec.num_kv_heads)
+        self.head_split = [heads.length, kv_heads.length, kv_heads.length]
         self.num_fused_heads = sum(self.head_split)
-        sizes = [heads * spec.head_dim for heads in self.head_split]
-        qkv = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
-        qkv = {"qkv_proj": sum(sizes)} if spec.is_fused else qkv
-        output = {"o_proj": hidden_size}
-        self.qkv = Linear(hidden_size, qkv, bias=spec.bias, dtype=dtype, device=device)
-        self.output = Linear(sizes[0], output, bias=spec.output_bias, dtype=dtype, device=device)
-        num_sinks = spec.num_heads if spec.has_sinks else 0
-        self.sinks = empty_parameter(num_sinks, dtype=dtype, device=device) if num_sinks else None
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.qkv = _fused_projection(hidden_size, spec, heads, kv_heads, **kind)
+        self.output = Linear(
+            spec.num_heads * spec.head_dim,
+            {"o_proj": hidden_size},
+            bias=spec.output_bias,
+            columns=heads.of_width(spec.head_dim),
+            adds_bias=shard.rank == 0,
+            **kind,
+        )
+        self.sinks: nn.Parameter | None = None
+        if spec.has_sinks:
+            shape = (spec.num_heads,)
+            self.sinks = self.parameter_of("sinks", shape, cut_to([heads], shape), **kind)
         self.traits = AttentionTraits(
             scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks_H=self.sinks
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.has_head_norms or spec.has_projection_norms:
-            q_size, k_size = sizes[:2] if spec.has_projection_norms else [spec.head_dim] * 2
+            kind |= {"eps": spec.eps, "offset": spec.norm_offset}
+            all_heads = [(spec.num_heads, heads), (spec.num_kv_heads, kv_heads)]
+            if spec.has_head_norms:
+                all_heads = [(1, Range(0, 1))] * 2
             self.q_norm, self.k_norm = (
-                RMSNorm(size, spec.eps, offset=spec.norm_offset, dtype=dtype, device=device)
-                for size in (q_size, k_size)
+                RMSNorm(num * spec.head_dim, kept=kept.of_width(spec.head_dim), **kind)
+                for num, kept in all_heads
             )
         # Attention itself norms heads that it rotates.
         self.norms_alone = spec.has_projection_norms or (spec.has_head_norms and spec.rope is None)
@@ -129,6 +144,10 @@ class Attention(BackendLayer):
         assert self.k_norm is not None
         if self.spec.has_head_norms:
             return self.q_norm(q_THD), self.k_norm(k_TGD)
+        if self.shard.size > 1:
+            rows = (self.q_norm, q_THD), (self.k_norm, k_TGD)
+            q_THD, k_TGD = norm_cut_rows(self.collectives, *rows)
+            return q_THD, k_TGD
         q_THD = self.q_norm(q_THD.flatten(1)).view(q_THD.shape)
         return q_THD, self.k_norm(k_TGD.flatten(1)).view(k_TGD.shape)
 
@@ -143,6 +162,22 @@ class Attention(BackendLayer):
         if self.order_D is not None:
             q_norm_D, k_norm_D = q_norm_D[self.order_D], k_norm_D[self.order_D]
         return Rotation(cos_TD, sin_TD, q_norm_D, k_norm_D, self.q_norm.eps)
+
+
+def _fused_projection(
+    hidden_size: int, spec: AttentionSpec, heads: Range, kv_heads: Range, **kind: Any
+) -> Linear:
+    """Query, key and value of these heads."""
+    dim = spec.head_dim
+    q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
+    parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    q, kv = heads.of_width(dim), kv_heads.of_width(dim)
+    rows = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
+    if spec.is_fused:
+        parts = {"qkv_proj": q_size + 2 * kv_size}
+        k, v = (kv.of_width(1, after=start) for start in (q_size, q_size + kv_size))
+        rows = {"qkv_proj": [q, k, v]}
+    return Linear(hidden_size, parts, bias=spec.bias, rows=rows, **kind)
 
 
 def _growth(rope: RopeSpec, positions_T: Tensor) -> Tensor:

@@ -9,22 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from rollout.layers.weight_slot import Index, ReorderedSlot, TensorSlot, WeightAlias, WeightSlot
+from rollout.layers.shard import Cut, Range
+from rollout.layers.weight_slot import (
+    AbsentSlot,
+    CutSlot,
+    Index,
+    ReorderedSlot,
+    TensorSlot,
+    WeightAlias,
+    WeightSlot,
+    part_of,
+)
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of live modules
 GATE_UP_BIAS, DOWN_BIAS = f"{GATE_UP}_bias", f"{DOWN}_bias"
 
 
 def slots_of_experts(
-    gate_up_NGE: Tensor, down_NEF: Tensor, *, gate: str, up: str, down: str
+    gate_up_NGE: Tensor,
+    down_NEF: Tensor,
+    first: int,
+    num_experts: int,
+    *,
+    gate: str,
+    up: str,
+    down: str,
 ) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
-    """(slots by the names of each expert, the names of the stacks).
+    """(slots by the names of each of `num_experts`, the names of the stacks of them all).
 
+    The stacks given have the experts from `first` on; other ranks have the others.
     `gate`, `up`, `down`: what directories call an expert's matrices, as in `3.gate_proj.weight`.
     """
-    num_experts, num_rows, _ = gate_up_NGE.shape
+    num_rows = gate_up_NGE.shape[1]
     halves = {gate: slice(0, num_rows // 2), up: slice(num_rows // 2, num_rows)}
     gate_up: dict[str, Index] = {
         f"{expert}.{part}.weight": (expert, rows)
@@ -35,11 +54,28 @@ def slots_of_experts(
     stacks = {GATE_UP: (gate_up_NGE, gate_up), DOWN: (down_NEF, downs)}
     slots: dict[str, WeightSlot] = {}
     for stack, parts in stacks.values():
-        slots |= {name: TensorSlot(stack, index) for name, index in parts.items()}
+        for name, index in parts.items():
+            is_part = len(stack) < num_experts
+            slots[name] = (
+                _slot_of_part(stack, index, first) if is_part else TensorSlot(stack, index)
+            )
     aliases = {
-        name: WeightAlias(shape=stack.shape, parts=parts) for name, (stack, parts) in stacks.items()
+        name: WeightAlias(shape=torch.Size((num_experts, *stack.shape[1:])), parts=parts)
+        for name, (stack, parts) in stacks.items()
     }
     return slots, aliases
+
+
+def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
+    """Of the part of all experts' stack at `index`; `stack` has those from `first` on."""
+    expert, *rows = index
+    assert isinstance(expert, int)
+    if first <= expert < first + len(stack):
+        own = TensorSlot(stack, (expert - first, *rows))
+        # All of it is here, and on no other rank.
+        return CutSlot(own, Cut(shape=own.shape, dim=0, ranges=(Range(0, own.shape[0]),)))
+    shape = part_of(torch.empty(stack.shape[1:], device="meta"), tuple(rows)).shape
+    return AbsentSlot(shape, stack.dtype)
 
 
 def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, WeightSlot]:

@@ -21,7 +21,8 @@ from rollout.layers.base import BackendLayer, empty_parameter
 from rollout.layers.expert_slots import slots_of_experts, slots_of_transposed_stacks
 from rollout.layers.linear import Linear
 from rollout.layers.mlp import GatedMLP, MlpSpec
-from rollout.layers.weight_slot import WeightAlias, WeightSlot
+from rollout.layers.shard import ALONE, Shard, cut_to
+from rollout.layers.weight_slot import WeightAlias, WeightSlot, slot_of
 
 CORRECTION = "e_score_correction_bias"
 _BEST_OF_GROUP = 2  # experts whose scores rate a group
@@ -129,13 +130,21 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked; gate and up are one matrix."""
+    """The weights of this rank's experts, stacked; gate and up are one matrix."""
 
     def __init__(
-        self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        spec: MoeSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
     ) -> None:
         super().__init__()
-        num_experts, size = spec.router.num_experts, spec.expert_size
+        self.num_experts, size = spec.router.num_experts, spec.expert_size
+        self.kept = shard.range_of(self.num_experts)
+        num_experts = self.kept.length
         self.activation, self.names = spec.activation, spec.names
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (num_experts, 2 * size, hidden_size),
@@ -152,10 +161,26 @@ class Experts(nn.Module):
         """Slots by the names in saved directories, and what live modules call other stacks."""
         weights, names = self.weights, self.names
         if names.is_transposed:
-            return slots_of_transposed_stacks(dict(self.named_parameters())), {}
+            stacks = slots_of_transposed_stacks(dict(self.named_parameters()))
+            shapes = {name: (self.num_experts, *slot.shape[1:]) for name, slot in stacks.items()}
+            return {
+                name: slot_of(slot, cut_to([self.kept], shapes[name]))
+                for name, slot in stacks.items()
+            }, {}
         return slots_of_experts(
-            *(weights.gate_up_NGE, weights.down_NEF), gate=names.gate, up=names.up, down=names.down
+            *(weights.gate_up_NGE, weights.down_NEF, self.kept.start, self.num_experts),
+            gate=names.gate,
+            up=names.up,
+            down=names.down,
         )
+
+    def own_ids(self, ids_TK: Tensor) -> Tensor:
+        """Each expert's place in the stacks; that after the last for another rank's."""
+        start, length, _ = self.kept
+        if length == self.num_experts:
+            return ids_TK
+        ids_TK = ids_TK - start
+        return ids_TK.masked_fill_((ids_TK < 0) | (ids_TK > length), length)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -167,6 +192,7 @@ class Experts(nn.Module):
             gate_up_bias_NG=parameters.get("gate_up_proj_bias"),
             down_bias_NE=parameters.get("down_proj_bias"),
             activation=self.activation,
+            is_part=self.kept.length < self.num_experts,
         )
 
 
@@ -180,22 +206,32 @@ class MoeParts(NamedTuple):
 
 
 class MixtureOfExperts(BackendLayer):
-    """Each token's chosen experts, weighed and summed, plus the shared expert of all tokens."""
+    """Each token's chosen experts, weighed and summed, plus the shared expert of all tokens.
+
+    The ranks of a group have experts each, by id, and all have the router; their outputs are to be
+    added.
+    """
 
     weights: ExpertWeights
 
     def __init__(
-        self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        spec: MoeSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ALONE,
     ) -> None:
         super().__init__()
         self.spec, names = spec, spec.names
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         router = Router(hidden_size, spec.router, **kind)
-        experts, shared, shared_gate = Experts(hidden_size, spec, **kind), None, None
+        experts, shared, shared_gate = Experts(hidden_size, spec, shard=shard, **kind), None, None
         self.add_module(names.router, router)
         self.add_module(names.experts, experts)
         if spec.shared is not None:
-            shared = GatedMLP(hidden_size, spec.shared, **kind)
+            shared = GatedMLP(hidden_size, spec.shared, shard=shard, **kind)
             self.add_module(names.shared, shared)
         if spec.shared is not None and names.shared_gate is not None:
             shared_gate = Linear(hidden_size, {names.shared_gate: 1}, bias=False, **kind)
@@ -216,12 +252,12 @@ class MixtureOfExperts(BackendLayer):
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, E]. Writes the chosen experts to `batch.routing_TLK`, if it is there."""
-        router, _, shared, shared_gate = self.parts
+        router, experts, shared, shared_gate = self.parts
         correction_N = getattr(self._corrected, CORRECTION, None)
         ids_TK, weights_TK = router(x_TE, correction_N)
         if batch.routing_TLK is not None:
             batch.routing_TLK[:, self.spec.moe_index].copy_(ids_TK)
-        out_TE = self.ops.experts(x_TE, ids_TK, weights_TK, self.weights)
+        out_TE = self.ops.experts(x_TE, experts.own_ids(ids_TK), weights_TK, self.weights)
         if shared is None:
             return out_TE
         shared_TE: Tensor = shared(x_TE)

@@ -8,18 +8,20 @@ Source: DeepSeek-AI 2024, "DeepSeek-V2", sec. 2.1 and appendix C.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
 from rollout.backends.forward_batch import AttentionTraits, ForwardBatch
 from rollout.errors import ModelError
 from rollout.layers.attention import Angles
-from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
 from rollout.layers.rope import RopeSpec, head_order
+from rollout.layers.shard import ALONE, Range, Shard, cut_to
 
 LATENT_NORM_EPS = 1e-6  # of all published models, whatever the eps of their other norms
 
@@ -76,20 +78,29 @@ class LatentAttentionSpec:
     scale: float
 
 
-class HeadProjections(nn.Module):
+class HeadProjections(BackendLayer):
     """`kv_b_proj`: what makes keys and values of H heads from a latent, [H (N + V), R].
 
     Keys and values are never made: queries take the keys' part, and contexts the values'.
     """
 
     def __init__(
-        self, num_heads: int, dims: LatentDims, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_heads: int,
+        dims: LatentDims,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: Range | None = None,
     ) -> None:
+        """`kept`: the heads that this rank has; None: all `num_heads`."""
         super().__init__()
+        kept = kept or Range(0, num_heads)
         self.split = [dims.qk_nope_head_dim, dims.v_head_dim]
-        self.shape = (num_heads, sum(self.split), dims.kv_lora_rank)
-        num_rows = num_heads * sum(self.split)
-        self.weight = empty_parameter(num_rows, dims.kv_lora_rank, dtype=dtype, device=device)
+        self.shape = (kept.length, sum(self.split), dims.kv_lora_rank)
+        shape = num_heads * sum(self.split), dims.kv_lora_rank
+        cut = cut_to([kept.of_width(sum(self.split))], shape)
+        self.weight = self.parameter_of("weight", shape, cut, dtype=dtype, device=device)
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """(keys_HNR, values_HVR), views of the weight."""
@@ -102,7 +113,8 @@ class LatentAttention(BackendLayer):
 
     The cache keeps one head of D dims for each token: the normed latent, whose R dims are the value
     as well, and the turned key. A query's N dims are projected onto the latent in its stead, so
-    that scores are what keys of N + P dims would give.
+    that scores are what keys of N + P dims would give. The ranks of a group have heads each, and
+    all have the latents; their outputs are to be added.
     """
 
     attention: AttentionBackend
@@ -115,29 +127,32 @@ class LatentAttention(BackendLayer):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        shard: Shard = ALONE,
     ) -> None:
         super().__init__()
         self.layer_index, self.spec = layer_index, spec
-        dims, heads = spec.dims, spec.num_heads
-        rank, query_size = dims.q_lora_rank, heads * dims.query_dim
+        dims, kept = spec.dims, shard.range_of(spec.num_heads)
+        rank, query_size = dims.q_lora_rank, spec.num_heads * dims.query_dim
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
         query = {"q_proj": query_size} if rank is None else {"q_a_proj": rank}
         latent = {"kv_a_proj_with_mqa": dims.cached_dim}
-        self.input_split = [*query.values(), *latent.values()]
-        self.input = Linear(hidden_size, query | latent, bias=spec.bias, dtype=dtype, device=device)
+        rows = {name: [kept.of_width(dims.query_dim)] for name in ("q_proj", "q_b_proj")}
+        self.input = Linear(hidden_size, query | latent, bias=spec.bias, rows=rows, **kind)
+        self.input_split = [*self.input.parts.values()]
         self.q_a_layernorm: RMSNorm | None = None
         self.q_b: Linear | None = None
         if rank is not None:
-            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, dtype=dtype, device=device)
-            self.q_b = Linear(
-                rank, {"q_b_proj": query_size}, bias=False, dtype=dtype, device=device
-            )
-        self.kv_a_layernorm = RMSNorm(
-            dims.kv_lora_rank, LATENT_NORM_EPS, dtype=dtype, device=device
-        )
-        self.kv_b_proj = HeadProjections(heads, dims, dtype=dtype, device=device)
-        output = {"o_proj": hidden_size}
+            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, **kind)
+            self.q_b = Linear(rank, {"q_b_proj": query_size}, bias=False, rows=rows, **kind)
+        self.kv_a_layernorm = RMSNorm(dims.kv_lora_rank, LATENT_NORM_EPS, **kind)
+        self.kv_b_proj = HeadProjections(spec.num_heads, dims, kept=kept, **kind)
         self.output = Linear(
-            heads * dims.v_head_dim, output, bias=spec.output_bias, dtype=dtype, device=device
+            spec.num_heads * dims.v_head_dim,
+            {"o_proj": hidden_size},
+            bias=spec.output_bias,
+            columns=kept.of_width(dims.v_head_dim),
+            adds_bias=shard.rank == 0,
+            **kind,
         )
         self.traits = AttentionTraits(scale=spec.scale)
         self.order_P: Tensor | None

@@ -6,6 +6,7 @@ Shape letters: T tokens, K in features, N out features of all parts together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 
 from rollout.backends.base import Backend, RepackedWeight
 from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.shard import Range, cut_to
 from rollout.layers.weight_slot import RowsSlot, TensorSlot, WeightSlot
+
+NO_CUTS: Mapping[str, Sequence[Range]] = MappingProxyType({})
 
 
 class Linear(BackendLayer):
@@ -23,7 +27,8 @@ class Linear(BackendLayer):
     and writes its rows.
 
     Fusing spares operators: query, key and value become one matrix product. The parts keep the
-    names they have in a checkpoint, and `weight_slots` has a slot for each.
+    names they have in a checkpoint, and `weight_slots` has a slot for each. `parts` has the rows
+    of each that this rank keeps.
     """
 
     def __init__(
@@ -35,13 +40,29 @@ class Linear(BackendLayer):
         dtype: torch.dtype,
         device: torch.device,
         tied_weight: nn.Parameter | None = None,
+        rows: Mapping[str, Sequence[Range]] = NO_CUTS,
+        columns: Range | None = None,
+        adds_bias: bool = True,
     ) -> None:
-        """`parts`: names to out features, in row order. `tied_weight` replaces an own weight."""
+        """`parts`: names to out features, in row order. `tied_weight` replaces an own weight.
+
+        Of a part in `rows`, this rank keeps these rows; of all parts, `columns`, if given. The
+        products of ranks with different columns are to be added: one of them `adds_bias`.
+        """
         super().__init__()
-        self.parts = dict(parts)
-        num_rows = sum(parts.values())
+        self.parts, self.adds_bias = dict(parts), adds_bias
+        for part, size in parts.items():
+            cut = cut_to(rows.get(part, [Range(0, size)]), (size, in_features))
+            if columns is not None:
+                cut = cut_to([columns], (size, in_features), dim=1)
+            if cut is not None:
+                self.parts[part] = cut.kept_shape[0]
+                self.cuts[f"{part}.weight"] = cut
+            if bias and cut is not None and (of_bias := cut.of_bias()) is not None:
+                self.cuts[f"{part}.bias"] = of_bias
+        num_rows, num_columns = sum(self.parts.values()), columns.length if columns else in_features
         if tied_weight is None:
-            tied_weight = empty_parameter(num_rows, in_features, dtype=dtype, device=device)
+            tied_weight = empty_parameter(num_rows, num_columns, dtype=dtype, device=device)
         self.weight = tied_weight
         self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
         self.handle: Any = None
@@ -50,7 +71,8 @@ class Linear(BackendLayer):
         if self.repacked is not None:
             self.repacked.unpack()
         super().bind(backend)
-        self.handle = backend.ops.prepare_linear(self.weight, self.bias, may_repack=True)
+        bias = self.bias if self.adds_bias else None
+        self.handle = backend.ops.prepare_linear(self.weight, bias, may_repack=True)
 
     def stage(self, weights: Sequence[Tensor]) -> Any:
         """Prepare for new weights, one tensor per part in order; nothing changes yet."""
@@ -89,7 +111,7 @@ class Linear(BackendLayer):
         return self.ops.linear(x_TK, self.handle)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Each part's weight (and bias) by name: rows of the fused parameter."""
+        """What is kept of each part's weight (and bias) by name: rows of the fused parameter."""
         slots: dict[str, WeightSlot] = {}
         start = 0
         for part, num_rows in self.parts.items():

@@ -7,12 +7,14 @@ Shape letters: T tokens, E hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
+from rollout.layers.shard import ALONE, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +28,35 @@ class MlpSpec:
 
 
 class GatedMLP(BackendLayer):
-    """The gated feed-forward network, with gate and up fused into one projection."""
+    """The gated feed-forward network, with gate and up fused into one projection.
+
+    The outputs of the ranks of a group are to be added.
+    """
 
     def __init__(
-        self, hidden_size: int, spec: MlpSpec, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        spec: MlpSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ALONE,
     ) -> None:
         super().__init__()
         self.spec = spec
-        size, bias = spec.intermediate_size, spec.bias
-        gate_up = (
-            {"gate_up_proj": 2 * size} if spec.is_fused else dict(gate_proj=size, up_proj=size)
+        size, kept = spec.intermediate_size, shard.range_of(spec.intermediate_size)
+        kind: dict[str, Any] = {"bias": spec.bias, "dtype": dtype, "device": device}
+        gate_up, rows = (
+            {"gate_proj": size, "up_proj": size},
+            {"gate_proj": [kept], "up_proj": [kept]},
         )
-        down = {"down_proj": hidden_size}
-        self.gate_up = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(size, down, bias=bias, dtype=dtype, device=device)
+        if spec.is_fused:
+            gate_up = {"gate_up_proj": 2 * size}
+            rows = {"gate_up_proj": [kept, kept.of_width(1, after=size)]}
+        self.gate_up = Linear(hidden_size, gate_up, rows=rows, **kind)
+        self.down = Linear(
+            size, {"down_proj": hidden_size}, columns=kept, adds_bias=shard.rank == 0, **kind
+        )
 
     def forward(self, x_TE: Tensor) -> Tensor:
         gate_up = self.gate_up(x_TE)

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from rollout.layers.base import BackendLayer, empty_parameter
+from rollout.layers.shard import Range, cut_to
+from rollout.parallel.collectives import Collectives
 
 
 class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
-    `offset` is added to the weight, in float32 (Gemma's weights count from 1).
+    `offset` is added to the weight, in float32 (Gemma's weights count from 1). `kept`: the dims
+    that this rank has of rows that a group shares; see `norm_cut_rows`.
     """
 
     def __init__(
@@ -26,10 +29,13 @@ class RMSNorm(BackendLayer):
         offset: float = 0.0,
         dtype: torch.dtype,
         device: torch.device,
+        kept: Range | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = empty_parameter(dim, dtype=dtype, device=device)
+        self.dim, self.eps, self.offset = dim, eps, offset
+        cut = None if kept is None else cut_to([kept], (dim,))
+        self.is_counted = kept is None or kept.is_counted
+        self.weight = self.parameter_of("weight", (dim,), cut, dtype=dtype, device=device)
 
     @property
     def scale(self) -> Tensor:
@@ -45,6 +51,24 @@ class RMSNorm(BackendLayer):
         if residual_TE is None:
             return self.ops.rms_norm(x_TE, self.scale, self.eps), x_TE
         return self.ops.add_rms_norm(x_TE, residual_TE, self.scale, self.eps)
+
+
+def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> list[Tensor]:
+    """Norm rows of which each rank has a part, [T, H, D]: their mean squares are over all ranks.
+
+    A part that several ranks have counts once.
+    """
+    sums_TN = torch.stack(
+        [x_THD.float().square().sum((1, 2)) * norm.is_counted for norm, x_THD in rows], dim=1
+    )
+    sums_NT1 = collectives.all_reduce_(sums_TN).t().unsqueeze(-1)
+    normed = []
+    for (norm, x_THD), sum_T1 in zip(rows, sums_NT1, strict=True):
+        x_TX = x_THD.flatten(1)
+        scale_T1 = torch.rsqrt(sum_T1 / norm.dim + norm.eps)
+        x_TX = (x_TX.float() * scale_T1 * norm.scale.float()).to(x_TX.dtype)
+        normed.append(x_TX.view(x_THD.shape))
+    return normed
 
 
 class LayerNorm(BackendLayer):

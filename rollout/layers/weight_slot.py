@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
+from rollout.layers.shard import Cut
 
 Index: TypeAlias = tuple[int | slice, ...]
 WHOLE: Index = ()
@@ -18,6 +19,8 @@ WHOLE: Index = ()
 class WeightSlot(Protocol):
     """A place to read one weight from and to write it to, whatever lies behind.
 
+    Under tensor parallelism a rank may keep a part of the weight: `cut` says which, and `read` and
+    `write` have its values, while `shape` is that of the whole weight. None: all of it is here.
     `address` is where the weight begins in memory, 0 while the memory is released: slots with equal
     addresses are tied. A slot looks its memory up at each use, so it stays valid when parameters
     move or are repacked. `is_repacked`: a backend holds the weight in its own memory and order.
@@ -34,6 +37,9 @@ class WeightSlot(Protocol):
 
     @property
     def is_repacked(self) -> bool: ...
+
+    @property
+    def cut(self) -> Cut | None: ...
 
     def read(self) -> Tensor:
         """Return the values: the weight's memory itself, which is not to be written, or a copy."""
@@ -74,6 +80,7 @@ class RowsSlot:
     """The slot of rows [start, end) of an owner's matrix, in whatever form it is now."""
 
     __slots__ = ("_end", "_owner", "_start")
+    cut = None
 
     def __init__(self, owner: RowsOwner, start: int, end: int) -> None:
         self._owner, self._start, self._end = owner, start, end
@@ -112,6 +119,7 @@ class TensorSlot:
 
     __slots__ = ("_index", "_offset", "_tensor", "shape")
     is_repacked = False
+    cut = None
 
     def __init__(self, tensor: Tensor, index: Index = WHOLE) -> None:
         self._tensor, self._index = tensor, index
@@ -151,6 +159,7 @@ class ReorderedSlot:
 
     __slots__ = ("_alternate", "_is_transposed", "_stack", "shape")
     is_repacked = False
+    cut = None
 
     def __init__(self, stack: Tensor, *, alternate: bool, is_transposed: bool) -> None:
         self._stack, self._alternate, self._is_transposed = stack, alternate, is_transposed
@@ -189,6 +198,7 @@ class RepackedSlot:
 
     __slots__ = ("_end", "_repacked", "_start")
     is_repacked = True
+    cut = None
 
     def __init__(self, repacked: RepackedWeight, start: int, end: int) -> None:
         self._repacked, self._start, self._end = repacked, start, end
@@ -210,3 +220,77 @@ class RepackedSlot:
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         self._repacked.write(values, self._start + first_row)
+
+
+class CutSlot:
+    """The slot of a weight of which this rank keeps the part that `kept` is the slot of."""
+
+    __slots__ = ("_kept", "cut")
+
+    def __init__(self, kept: WeightSlot, cut: Cut) -> None:
+        self._kept, self.cut = kept, cut
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.cut.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._kept.dtype
+
+    @property
+    def address(self) -> int:
+        return self._kept.address
+
+    @property
+    def is_repacked(self) -> bool:
+        return self._kept.is_repacked
+
+    def read(self) -> Tensor:
+        return self._kept.read()
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        self._kept.write(values, first_row)
+
+
+class AbsentSlot:
+    """The slot of a weight of which only other ranks keep anything, such as another's expert.
+
+    Its address is a negative number that no other slot has.
+    """
+
+    __slots__ = ("cut", "dtype", "shape")
+    is_repacked = False
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.cut = Cut(shape=shape, dim=0, ranges=())
+
+    @property
+    def address(self) -> int:
+        return -1 - id(self)
+
+    def read(self) -> Tensor:
+        return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+
+    def write(self, values: Tensor, first_row: int = 0) -> None:
+        assert not len(values), "a value for another rank's weight"
+
+
+def slot_of(kept: WeightSlot, cut: Cut | None) -> WeightSlot:
+    """The slot of a weight of which `kept` is the part that this rank keeps; None: all."""
+    return kept if cut is None else CutSlot(kept, cut)
+
+
+def kept_of(slot: WeightSlot, whole: Tensor) -> Tensor:
+    """What `slot` keeps of all values of its weight; a view where that is one range of them."""
+    return whole if slot.cut is None else slot.cut.of(whole)
+
+
+def write_rows(slot: WeightSlot, rows: Tensor, first_row: int) -> None:
+    """Write what `slot` keeps of these rows of its whole weight."""
+    if slot.cut is None:
+        slot.write(rows, first_row)
+        return
+    for kept_row, values in slot.cut.rows_of(rows, first_row):
+        slot.write(values, kept_row)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout.backends.base import AttentionBackend, Backend, CacheSpec, FusedDecoder
@@ -21,12 +22,14 @@ from rollout.layers.experts import MixtureOfExperts
 from rollout.layers.latent_attention import HeadProjections
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
-from rollout.layers.weight_slot import WeightSlot
+from rollout.layers.shard import Shard
+from rollout.layers.weight_slot import WeightSlot, write_rows
 from rollout.models.decoder import Decoder
 from rollout.models.families.registry import find_family
 from rollout.models.spec import ModelSpec
 from rollout.models.weight_names import table_of
 from rollout.models.weights import WeightTable
+from rollout.parallel.collectives import Collectives
 
 INIT_STD = 0.02
 _DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of a weight is made
@@ -40,6 +43,7 @@ class CausalLM(nn.Module):
     """
 
     attention: AttentionBackend
+    collectives: Collectives
 
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -53,6 +57,7 @@ class CausalLM(nn.Module):
             dtype=spec.dtype,
             device=device,
             tied_weight=self.model.embed_tokens.weight if spec.tie_word_embeddings else None,
+            rows={"lm_head": [spec.shard.range_of(spec.vocab_size)]},
         )
         self.rotary = [
             RotaryTable(rope, spec.head_dim, device=device) for rope in spec.distinct_ropes
@@ -82,19 +87,27 @@ class CausalLM(nn.Module):
         for name, slot in self.weight_slots().items():
             if len(slot.shape) == 1 or name.endswith("bias"):
                 is_norm = name.endswith("norm.weight")
-                slot.write(torch.full(slot.shape, 1.0 - self.spec.norm_offset if is_norm else 0.0))
+                value = 1.0 - self.spec.norm_offset if is_norm else 0.0
+                write_rows(slot, torch.full(slot.shape, value), 0)
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
                 num_rows, *row_shape = slot.shape
                 rows_at_once = max(1, _DRAWN_AT_ONCE // math.prod(row_shape))
                 for row in range(0, num_rows, rows_at_once):
                     shape = min(rows_at_once, num_rows - row), *row_shape
                     drawn = torch.empty(shape, dtype=torch.float32)
-                    slot.write(drawn.normal_(std=INIT_STD, generator=generator), row)
+                    write_rows(slot, drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
         """Bind the backend into every layer. The weights must be there: tuning may pack them, and
-        those that one packed product serves alone in their own memory.
+        those that one packed product serves alone in their own memory. Raises ModelError where the
+        backend's group is not the one that the spec was cut for.
         """
+        shard, group = self.spec.shard, backend.collectives
+        if (shard.rank, shard.size) != (group.rank, group.size):
+            raise ModelError(
+                f"the model has what rank {shard.rank} of {shard.size} keeps, but runs on rank "
+                f"{group.rank} of {group.size}; build it from spec.local(rank, size)"
+            )
         for module in self.modules():
             if isinstance(module, BackendLayer):
                 module.bind(backend)
@@ -105,7 +118,7 @@ class CausalLM(nn.Module):
         )
         if self.spec.tie_word_embeddings:
             self.model.embed_tokens.repacked = self.lm_head.repacked
-        self.attention = backend.attention
+        self.attention, self.collectives = backend.attention, group
         fuse = backend.fuse_decoder
         self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
@@ -131,7 +144,7 @@ class CausalLM(nn.Module):
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Logits in float32, [L, V]."""
+        """Logits in float32, [L, V], on all ranks of a group."""
         self._require_prepared()
         spec = self.spec
         logits_LV: Tensor = self.lm_head(hidden_LE).float()
@@ -139,11 +152,20 @@ class CausalLM(nn.Module):
             logits_LV = logits_LV * spec.logit_multiplier
         if spec.logit_softcap is not None:
             logits_LV = (logits_LV / spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
-        return logits_LV
+        return logits_LV if spec.shard.size == 1 else self._gathered(logits_LV)
+
+    def _gathered(self, logits_LP: Tensor) -> Tensor:
+        """Logits of all ids, [L, V], of those P that each rank has."""
+        size, vocab_size = self.spec.shard.size, self.spec.vocab_size
+        widths = [Shard(rank, size).range_of(vocab_size).length for rank in range(size)]
+        padded_LP = F.pad(logits_LP, (0, max(widths) - logits_LP.shape[1])).contiguous()
+        parts = self.collectives.all_gather(padded_LP).unbind()
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def weight_slots(self) -> Mapping[str, WeightSlot]:
         """A slot for every weight by its name in the family's saved directories, to read and write.
 
+        A rank of a group has slots of all weights, too, of which it may keep a part, or nothing.
         Tied weights appear under both names and have equal addresses. Persistent buffers are
         weights, too. Follow writes with `refresh`.
         """
@@ -163,7 +185,15 @@ class CausalLM(nn.Module):
         return self._table
 
     def read_weights(self) -> dict[str, Tensor]:
-        """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them."""
+        """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them.
+
+        Raises ModelError on a rank of a group, which does not have them.
+        """
+        if self.spec.shard.size > 1:
+            raise ModelError(
+                f"rank {self.spec.shard.rank} of {self.spec.shard.size} keeps parts of the weights "
+                "only; read them from the model that was pushed or loaded"
+            )
         return {name: slot.read() for name, slot in self.weight_slots().items()}
 
     def persistent_buffers(self) -> dict[str, Tensor]:
@@ -210,7 +240,7 @@ class CausalLM(nn.Module):
         latent = self.spec.latent
         return CacheSpec(
             num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads if latent is None else 1,
+            num_kv_heads=self.spec.num_kept_kv_heads if latent is None else 1,
             head_dim=self.spec.head_dim if latent is None else latent.cached_dim,
             value_dim=None if latent is None else latent.kv_lora_rank,
             dtype=self.spec.dtype if dtype is None else dtype,

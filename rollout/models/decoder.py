@@ -7,7 +7,7 @@ Hugging Face checkpoints, because the paths of modules are the names of their we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from rollout.backends.base import DecoderLayerParts, DecoderParts, RepackedWeight
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Angles, Attention, AttentionSpec
-from rollout.layers.base import empty_parameter
+from rollout.layers.base import BackendLayer
 from rollout.layers.experts import MixtureOfExperts, MoeSpec
 from rollout.layers.latent_attention import LatentAttention, LatentAttentionSpec
 from rollout.layers.mlp import GatedMLP
 from rollout.layers.norm import LayerNorm, RMSNorm
+from rollout.layers.shard import cut_to
 from rollout.layers.weight_slot import RowsSlot, WeightSlot
+from rollout.models.family import BranchNames
 from rollout.models.layout import BranchSpec, MixerSpec, layers_of
 from rollout.models.spec import ModelSpec
 
@@ -28,39 +30,59 @@ Norm: TypeAlias = RMSNorm | LayerNorm
 Mixer: TypeAlias = Attention | LatentAttention | GatedMLP | MixtureOfExperts
 
 
-class Embedding(nn.Module):
-    """One learned vector per token id, times a multiplier in the dtype of the weights."""
+class Embedding(BackendLayer):
+    """One learned vector per token id, times a multiplier in the dtype of the weights.
+
+    The ranks of a group have the vectors of some ids each.
+    """
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
         shape = (spec.vocab_size, spec.hidden_size)
-        self.weight = empty_parameter(*shape, dtype=spec.dtype, device=device)
-        self.num_tokens = spec.vocab_size
+        self.kept = spec.shard.range_of(spec.vocab_size)
+        self.weight = self.parameter_of(
+            "weight", shape, cut_to([self.kept], shape), dtype=spec.dtype, device=device
+        )
         self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=spec.dtype).item()
+        self.is_part = spec.shard.size > 1
         self.repacked: RepackedWeight | None = None  # as the head to which the weight is tied
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        if self.repacked is not None:
-            x_TE = self.repacked.gather(token_ids_T)
-        else:
-            x_TE = nn.functional.embedding(token_ids_T, self.weight)
+        x_TE = self._of_all(token_ids_T) if self.is_part else self._vectors(token_ids_T)
         return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier
 
+    def _vectors(self, rows_T: Tensor) -> Tensor:
+        if self.repacked is not None:
+            return self.repacked.gather(rows_T)
+        return nn.functional.embedding(rows_T, self.weight)
+
+    def _of_all(self, token_ids_T: Tensor) -> Tensor:
+        """Each rank's vectors, and zeros for the others' ids, added up."""
+        rows_T = token_ids_T - self.kept.start
+        is_absent_T1 = ((rows_T < 0) | (rows_T >= self.kept.length)).unsqueeze(1)
+        x_TE = self._vectors(rows_T.clamp(0, self.kept.length - 1))
+        return self.collectives.all_reduce_(x_TE.masked_fill(is_absent_T1, 0.0))
+
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """The only weight, by name."""
-        return {"weight": RowsSlot(self, 0, self.num_tokens)}
+        """The only weight, by name: the rows that are kept."""
+        return {"weight": RowsSlot(self, 0, self.kept.length)}
 
 
 class Branch(NamedTuple):
-    """A residual branch of a layer, whose modules are the layer's own attributes."""
+    """A residual branch of a layer, whose modules are the layer's own attributes.
+
+    Of a group, ranks add up the mixer's outputs, or the `total` of this branch and the one before;
+    None: the next branch's total has them.
+    """
 
     norm_before: Norm | None
     mixer: Mixer
     norm_after: Norm | None
     is_parallel: bool
+    sums: str | None  # "own" or "total"
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(BackendLayer):
     """Residual branches one after the other, each around one mixer of tokens or of features.
 
     `(delta, residual)` is the stream between branches: what the last one has added to it is still
@@ -72,9 +94,21 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.multiplier = spec.residual_multiplier
-        self.branches = [self._add(spec, index, branch, device) for branch in branches]
+        self.is_part = spec.shard.size > 1
+        all_sums = _sums_of([branch.names for branch in branches])
+        self.branches = [
+            self._add(spec, index, branch, sums, device)
+            for branch, sums in zip(branches, all_sums, strict=True)
+        ]
 
-    def _add(self, spec: ModelSpec, index: int, branch: BranchSpec, device: torch.device) -> Branch:
+    def _add(
+        self,
+        spec: ModelSpec,
+        index: int,
+        branch: BranchSpec,
+        sums: str | None,
+        device: torch.device,
+    ) -> Branch:
         """Make the branch's modules, under their names."""
         names = branch.names
         mixer = make_mixer(spec, index, branch.mixer, device)
@@ -84,7 +118,7 @@ class DecoderLayer(nn.Module):
             if name is not None:
                 self.add_module(name, norms[-1])
         self.add_module(names.mixer, mixer)
-        return Branch(norms[0], mixer, norms[1], names.is_parallel)
+        return Branch(norms[0], mixer, norms[1], names.is_parallel, sums)
 
     def forward(
         self,
@@ -96,7 +130,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(delta, residual) of all tokens or, from the attention on, of the kept ones."""
         x_TE = delta_TE
-        for norm_before, mixer, norm_after, is_parallel in self.branches:
+        for norm_before, mixer, norm_after, is_parallel, sums in self.branches:
             if not is_parallel:
                 x_TE, residual_TE = _enter(norm_before, delta_TE, residual_TE)
             assert residual_TE is not None
@@ -109,11 +143,15 @@ class DecoderLayer(nn.Module):
                 out_TE = mixer(x_TE, batch)
             else:
                 out_TE = mixer(x_TE)
+            if self.is_part and sums == "own":
+                self.collectives.all_reduce_(out_TE)
             if norm_after is not None:
                 out_TE = norm_after(out_TE)
             if self.multiplier != 1.0:
                 out_TE = out_TE * self.multiplier
             delta_TE = delta_TE + out_TE if is_parallel else out_TE
+            if self.is_part and sums == "total":
+                self.collectives.all_reduce_(delta_TE)
         assert residual_TE is not None
         return delta_TE, residual_TE
 
@@ -193,23 +231,22 @@ class Decoder(nn.Module):
             query_growth=spec.rope.query_growth,
             growth_positions=spec.rope.original_max_positions,
             eps=spec.rms_norm_eps,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=spec.num_kept_heads,
+            num_kv_heads=spec.num_kept_kv_heads,
             head_dim=spec.head_dim,
         )
 
 
 def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torch.device) -> Mixer:
     """The mixer that its spec describes."""
+    kind: dict[str, Any] = {"dtype": spec.dtype, "device": device, "shard": spec.shard}
     if isinstance(mixer, AttentionSpec):
-        return Attention(layer_index, spec.hidden_size, mixer, dtype=spec.dtype, device=device)
+        return Attention(layer_index, spec.hidden_size, mixer, **kind)
     if isinstance(mixer, LatentAttentionSpec):
-        return LatentAttention(
-            layer_index, spec.hidden_size, mixer, dtype=spec.dtype, device=device
-        )
+        return LatentAttention(layer_index, spec.hidden_size, mixer, **kind)
     if isinstance(mixer, MoeSpec):
-        return MixtureOfExperts(spec.hidden_size, mixer, dtype=spec.dtype, device=device)
-    return GatedMLP(spec.hidden_size, mixer, dtype=spec.dtype, device=device)
+        return MixtureOfExperts(spec.hidden_size, mixer, **kind)
+    return GatedMLP(spec.hidden_size, mixer, **kind)
 
 
 def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
@@ -218,6 +255,20 @@ def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
     if spec.norm == "layer":
         return LayerNorm(dim, eps, dtype=spec.dtype, device=device)
     return RMSNorm(dim, eps, offset=spec.norm_offset, dtype=spec.dtype, device=device)
+
+
+def _sums_of(branches: Sequence[BranchNames]) -> list[str | None]:
+    """What ranks add up at the end of each branch; see Branch."""
+    sums: list[str | None] = ["own"] * len(branches)
+    for index, branch in enumerate(branches[1:], start=1):
+        before = branches[index - 1]
+        if (
+            branch.is_parallel
+            and sums[index - 1] == "own"
+            and not (before.norm_after or branch.norm_after)
+        ):
+            sums[index - 1 : index + 1] = [None, "total"]
+    return sums
 
 
 def _weight(norm: Norm | None) -> Tensor | None:

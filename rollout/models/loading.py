@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rollout.errors import ModelError
+from rollout.layers.shard import Shard
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoint import Checkpoint, read_config, write_directory
 from rollout.models.dequantized import Dequantized
@@ -51,24 +52,37 @@ def open_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     seed: int = 0,
+    rank: int = 0,
+    size: int = 1,
 ) -> tuple[CausalLM, Fill | None]:
     """Return a model whose weights are undefined, and the call that writes them.
 
-    The arguments are those of `build_model`, which makes that call. The parameters may be moved
-    before it; on a CPU this takes no memory, since pages that nobody has written are not resident.
-    The call is None for a CausalLM that comes back itself, with its values. Raises ModelError, as
-    the call does.
+    The arguments are those of `build_model`, which makes that call; of `size` ranks that share the
+    model, this is `rank`, and the call writes its parts of the same weights. The parameters may be
+    moved before it; on a CPU this takes no memory, since pages that nobody has written are not
+    resident. The call is None for a CausalLM that comes back itself, with its values. Raises
+    ModelError, as the call does.
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
-        model = CausalLM(_with_dtype(source, dtype), device)
+        model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
         return model, partial(model.randomize, seed)
+    if isinstance(source, CausalLM) and _is_as_wanted(source, dtype, device, Shard(rank, size)):
+        return source, None
+    spec, tensors, origin = _contents_of(source, dtype)
+    model = CausalLM(spec.local(rank, size), device)
+    return model, lambda: copy_weights(model.weight_table(), tensors, origin)
+
+
+def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+    """Return the spec, all weights, and how errors call the source."""
     if isinstance(source, str | Path):
-        return _open_directory(Path(source), dtype, device)
+        return _of_directory(Path(source), dtype)
     if isinstance(source, CausalLM):
-        return _recast(source, dtype, device)
+        spec = _with_dtype(_own_spec(source), dtype)
+        return spec, source.read_weights(), "the given CausalLM"
     if _is_transformers_model(source):
-        return _copy_transformers(source, dtype, device)
+        return _of_transformers(source, dtype)
     raise ModelError(
         f"cannot build a model from {type(source).__name__}; give a Hugging Face directory, "
         "a transformers model, a rollout.models.CausalLM or a ModelSpec"
@@ -97,9 +111,7 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
     write_directory(Path(path), model.spec.to_hf_config(), weights)
 
 
-def _open_directory(
-    directory: Path, dtype: torch.dtype | str, device: torch.device
-) -> tuple[CausalLM, Fill]:
+def _of_directory(directory: Path, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; models are not downloaded here")
     config = read_config(directory)
@@ -108,22 +120,23 @@ def _open_directory(
     spec, method = ModelSpec.from_hf_config(config), quant_method_of(config)
     checkpoint = Checkpoint.open(directory)
     tensors = Dequantized(checkpoint, method, spec.dtype) if method else checkpoint
-    return _open_with(spec, tensors, str(directory), device)
+    return spec, tensors, str(directory)
 
 
-def _recast(
-    model: CausalLM, dtype: torch.dtype | str, device: torch.device
-) -> tuple[CausalLM, Fill | None]:
+def _own_spec(model: CausalLM) -> ModelSpec:
+    """The spec of a model whose parameters may have been cast."""
+    return replace(model.spec, dtype=model.model.embed_tokens.weight.dtype)
+
+
+def _is_as_wanted(
+    model: CausalLM, dtype: torch.dtype | str, device: torch.device, shard: Shard
+) -> bool:
     weight = model.model.embed_tokens.weight
-    spec = _with_dtype(replace(model.spec, dtype=weight.dtype), dtype)
-    if spec.dtype == weight.dtype and device == weight.device:
-        return model, None
-    return _open_with(spec, model.read_weights(), "the given CausalLM", device)
+    has_dtype = dtype == "auto" or parse_dtype(dtype) == weight.dtype
+    return has_dtype and device == weight.device and shard == model.spec.shard
 
 
-def _copy_transformers(
-    model: Any, dtype: torch.dtype | str, device: torch.device
-) -> tuple[CausalLM, Fill]:
+def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
     weights = dict(sorted(named_weights(model).items()))
     config = dict(model.config.to_dict())
     first_dtype = next((parameter.dtype for parameter in model.parameters()), None)
@@ -132,8 +145,7 @@ def _copy_transformers(
     config["eos_token_id"] = union_of_ids(
         config.get("eos_token_id"), getattr(generation_config, "eos_token_id", None)
     )
-    spec = ModelSpec.from_hf_config(config)
-    return _open_with(spec, weights, f"the given {type(model).__name__}", device)
+    return ModelSpec.from_hf_config(config), weights, f"the given {type(model).__name__}"
 
 
 def _is_transformers_model(source: object) -> bool:
@@ -141,14 +153,6 @@ def _is_transformers_model(source: object) -> bool:
     config = getattr(source, "config", None)
     has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
     return has_config and hasattr(source, "named_parameters")
-
-
-def _open_with(
-    spec: ModelSpec, tensors: NamedTensors, origin: str, device: torch.device
-) -> tuple[CausalLM, Fill]:
-    """Return a model whose weights are undefined, and the call that copies `tensors` into them."""
-    model = CausalLM(spec, device)
-    return model, lambda: copy_weights(model.weight_table(), tensors, origin)
 
 
 def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:

@@ -12,6 +12,7 @@ import torch
 from rollout.errors import ModelError
 from rollout.layers.latent_attention import LatentDims
 from rollout.layers.rope import RopeSpec, rotary_dim
+from rollout.layers.shard import ALONE, Shard
 from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
 from rollout.models.families.registry import find_family
 from rollout.models.family import Family, Key
@@ -95,6 +96,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    shard: Shard = ALONE  # which rank's part of it to build; all other fields are the whole model's
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -156,6 +158,46 @@ class ModelSpec:
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
+
+    def local(self, rank: int, size: int) -> ModelSpec:
+        """The spec of what rank `rank` of `size` keeps: the same numbers, another `shard`.
+
+        Each rank has a part of the heads, of the MLPs' widths, of the experts and of the
+        vocabulary. Raises ModelError naming what cannot be divided among `size` ranks.
+        """
+        if not 0 <= rank < size:
+            raise ModelError(f"rank={rank} must be in [0, tensor_parallel_size={size})")
+        divided = {"num_heads": self.num_heads}
+        if self.latent is None:
+            large, small = max(self.num_kv_heads, size), min(self.num_kv_heads, size)
+            divided["num_kv_heads"] = self.num_kv_heads if large % small else size
+        if len(self.moe_layers) < self.num_layers:
+            divided["intermediate_size"] = self.intermediate_size
+        if self.moe_layers:
+            shared_size = self.shared_expert_size or self.expert_size
+            divided["shared experts' size"] = self.num_shared_experts * shared_size
+        for name, value in divided.items():
+            if value % size:
+                raise ModelError(
+                    f"{name}={value} cannot be divided among tensor_parallel_size={size} ranks; "
+                    "use a size that divides it, or data_parallel_size"
+                )
+        for name in ("vocab_size", "num_experts") if self.moe_layers else ("vocab_size",):
+            if getattr(self, name) < size:
+                raise ModelError(
+                    f"{name}={getattr(self, name)} is less than tensor_parallel_size={size}"
+                )
+        return replace(self, shard=Shard(rank, size)) if size > 1 else self
+
+    @property
+    def num_kept_heads(self) -> int:
+        """How many query heads this rank has."""
+        return self.shard.range_of(self.num_heads).length
+
+    @property
+    def num_kept_kv_heads(self) -> int:
+        """How many heads of keys and values this rank's query heads read."""
+        return self.shard.kv_heads_of(self.num_kv_heads).length
 
     def to_hf_config(self) -> dict[str, Any]:
         """A config.json for transformers v4 and v5. Raises ModelError if it cannot say all."""

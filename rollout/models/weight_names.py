@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from rollout.layers.base import BackendLayer
 from rollout.layers.experts import Experts
 from rollout.layers.linear import Linear
-from rollout.layers.weight_slot import WHOLE, TensorSlot, WeightAlias, WeightSlot
+from rollout.layers.weight_slot import WHOLE, TensorSlot, WeightAlias, WeightSlot, slot_of
 from rollout.models.decoder import Embedding
 from rollout.models.weights import WeightTable
 
@@ -59,5 +60,9 @@ def table_of(
 
 def _own_slots(module: nn.Module) -> dict[str, WeightSlot]:
     if isinstance(module, Linear | Embedding):
-        return module.weight_slots()
-    return {n: TensorSlot(parameter) for n, parameter in module.named_parameters(recurse=False)}
+        kept = module.weight_slots()
+    else:
+        parameters = module.named_parameters(recurse=False)
+        kept = {name: TensorSlot(parameter) for name, parameter in parameters}
+    cuts = module.cuts if isinstance(module, BackendLayer) else {}
+    return {name: slot_of(slot, cuts.get(name)) for name, slot in kept.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ModelError
-from rollout.layers.weight_slot import WHOLE, Index, WeightAlias, WeightSlot, part_of
+from rollout.layers.weight_slot import WHOLE, Index, WeightAlias, WeightSlot, kept_of, part_of
 from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.spec import DTYPES
 
@@ -106,7 +106,8 @@ def copy_weights(table: WeightTable, tensors: NamedTensors, origin: str) -> None
         _check_tensor(name, tensor, table, origin)
         tensor = full_tensor(tensor)
         for weight, index in table.parts(name).items():
-            slot, values = table.slots[weight], part_of(tensor, index)
+            slot = table.slots[weight]
+            values = kept_of(slot, part_of(tensor, index))
             first_name = written.setdefault(slot.address, name)
             if first_name == name:
                 slot.write(values)

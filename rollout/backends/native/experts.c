@@ -15,7 +15,7 @@ enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
 struct experts {
     float *out;           /* [tokens, hidden], zeros before `experts_down_part`; contiguous, as all that follows */
     const float *x;       /* [tokens, hidden] */
-    const int64_t *ids;   /* [tokens, per_token], each in [0, experts) */
+    const int64_t *ids;   /* [tokens, per_token], each in [0, experts]: the last is sent to none of these */
     const float *weights; /* [tokens, per_token] */
     const void *gate_up;  /* [experts, 2 * size, hidden], all gates, then all ups; float32 or bfloat16 */
     const void *down;     /* [experts, hidden, size], of the same type, as are the biases */

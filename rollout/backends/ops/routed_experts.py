@@ -52,8 +52,10 @@ def every_expert(
 ) -> Tensor:
     """The same by asking all experts about all tokens, so that the host need not know the ids."""
     out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-    weights_TN = out_TE.new_zeros(len(x_TE), len(experts.down_NEF)).scatter_(1, ids_TK, weights_TK)
-    for expert, weight_T1 in enumerate(weights_TN[:, :, None].unbind(1)):
+    num_experts = len(experts.down_NEF)
+    weights_TN = out_TE.new_zeros(len(x_TE), num_experts + experts.is_part)
+    weights_TN.scatter_(1, ids_TK, weights_TK)
+    for expert, weight_T1 in enumerate(weights_TN[:, :num_experts, None].unbind(1)):
         biases = [experts.gate_up_bias_NG, experts.down_bias_NE]
         gate_up_bias_G, down_bias_E = (None if bias is None else bias[expert] for bias in biases)
         gate_up_TG = F.linear(x_TE, experts.gate_up_NGE[expert], gate_up_bias_G)
@@ -96,6 +98,9 @@ def _sum(
     sorted_AE = product(hidden_AF, experts.down_NEF, experts.down_bias_NE)
     out_AE = torch.empty_like(sorted_AE, dtype=torch.float32)
     out_AE[order_A] = sorted_AE.float()
+    if experts.is_part:
+        # Nobody wrote the rows of other ranks' experts, and 0 times infinity is no number.
+        out_AE.masked_fill_((ids_TK == len(experts.down_NEF)).reshape(-1, 1), 0.0)
     out_TKE = out_AE.view(*ids_TK.shape, x_TE.shape[1])
     return out_TKE.mul_(weights_TK[:, :, None]).sum(1).to(x_TE.dtype)
 
@@ -107,6 +112,8 @@ def looped(ids_A: Tensor, num_experts: int) -> Product:
     def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
         out_AF = x_AE.new_empty(len(x_AE), weight_NFE.shape[1])
         for expert, rows, out in zip(ids, x_AE.split(counts), out_AF.split(counts), strict=True):
+            if expert == num_experts:
+                continue  # another rank's
             if bias_NF is None:
                 torch.mm(rows, weight_NFE[expert].t(), out=out)
             else:
@@ -123,6 +130,8 @@ def grouped(ids_A: Tensor, num_experts: int) -> Product:
 
     def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
         out_AF: Tensor = F.grouped_mm(x_AE, weight_NFE.transpose(-2, -1), offs=ends_N)
-        return out_AF if bias_NF is None else out_AF + bias_NF.index_select(0, ids_A)
+        if bias_NF is None:
+            return out_AF
+        return out_AF + bias_NF.index_select(0, ids_A.clamp(max=num_experts - 1))
 
     return product

@@ -1,0 +1,113 @@
+"""Shard and Cut: which part of a model, and of each of its weights, one rank of a group keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.backends.ops.fingerprint import Places
+
+
+class Range(NamedTuple):
+    """Items [start, start + length). `is_counted`: no rank before this one has them as well."""
+
+    start: int
+    length: int
+    is_counted: bool = True
+
+    def of_width(self, width: int, *, after: int = 0) -> Range:
+        """The same where each item is `width` wide and `after` come before the first."""
+        return Range(after + self.start * width, self.length * width, self.is_counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of the `size` ranks that share a model; alone, it keeps all of it."""
+
+    rank: int = 0
+    size: int = 1
+
+    def range_of(self, num_items: int) -> Range:
+        """This rank's items; ranks differ by one at most."""
+        start, end = (num_items * rank // self.size for rank in (self.rank, self.rank + 1))
+        return Range(start, end - start)
+
+    def kv_heads_of(self, num_kv_heads: int) -> Range:
+        """The heads of keys and values that this rank's query heads read.
+
+        Where there are fewer of them than ranks, several ranks have the same one.
+        """
+        if num_kv_heads >= self.size:
+            return self.range_of(num_kv_heads)
+        is_first = self.rank * num_kv_heads % self.size == 0
+        return Range(self.rank * num_kv_heads // self.size, 1, is_first)
+
+
+ALONE = Shard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What a rank keeps of a weight of `shape`: `ranges` of its dimension `dim`, end to end."""
+
+    shape: torch.Size
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def kept_shape(self) -> torch.Size:
+        """Of what is kept."""
+        length = sum(each.length for each in self.ranges)
+        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part that is kept; a view if it is one range."""
+        parts = [whole.narrow(self.dim, each.start, each.length) for each in self.ranges]
+        if not parts:
+            return whole.narrow(self.dim, 0, 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def rows_of(self, rows: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
+        """What is kept of the whole weight's rows from `first_row` on: (kept row, values)."""
+        if self.dim:
+            yield first_row, self.of(rows)
+            return
+        end_row = first_row + len(rows)
+        for each, place in zip(self.ranges, self._places(), strict=True):
+            first, end = max(each.start, first_row), min(each.start + each.length, end_row)
+            if first < end:
+                yield place + first - each.start, rows[first - first_row : end - first_row]
+
+    def counted_parts(self, kept: Tensor) -> Iterator[tuple[Tensor, Places]]:
+        """The ranges in `kept` that count for the fingerprint of the whole weight, and where their
+        elements stand in it.
+        """
+        inner = math.prod(self.shape[self.dim + 1 :])
+        for each, place in zip(self.ranges, self._places(), strict=True):
+            if each.is_counted:
+                places = Places(
+                    each.start * inner, each.length * inner, self.shape[self.dim] * inner
+                )
+                yield kept.narrow(self.dim, place, each.length), places
+
+    def of_bias(self) -> Cut | None:
+        """The cut of the bias that belongs to a cut matrix; None where it is not cut."""
+        return None if self.dim else replace(self, shape=self.shape[:1])
+
+    def _places(self) -> list[int]:
+        """Where each range begins in what is kept."""
+        return list(accumulate((each.length for each in self.ranges), initial=0))[:-1]
+
+
+def cut_to(ranges: Iterable[Range], shape: tuple[int, ...], dim: int = 0) -> Cut | None:
+    """The cut of a weight of `shape` to these ranges; None if that is all of it, on each rank."""
+    ranges = tuple(ranges)
+    is_whole = all(each.is_counted for each in ranges)
+    is_whole = is_whole and sum(each.length for each in ranges) == shape[dim]
+    return None if is_whole else Cut(shape=torch.Size(shape), dim=dim, ranges=ranges)

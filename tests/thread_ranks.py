@@ -1,0 +1,73 @@
+"""The ranks of a group as threads of this process, which meet at a barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rollout.parallel.collectives import Collectives
+
+Result = TypeVar("Result")
+TIMEOUT_S = 60.0  # of a rank that waits for one that has failed
+
+
+class Meeting:
+    """Where the threads of `size` ranks leave a tensor each, and find the others'."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = Barrier(size, timeout=TIMEOUT_S)
+        self.tensors: list[Tensor] = [torch.empty(0)] * size
+
+
+class ThreadCollectives:
+    """Implements the sums and gathers of `Collectives` over a Meeting."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+        self.num_calls = 0
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        return x.copy_(self.all_gather(x).float().sum(0))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        meeting = self._meeting
+        meeting.tensors[self.rank] = x
+        meeting.barrier.wait()
+        gathered = torch.stack(meeting.tensors)
+        meeting.barrier.wait()  # nobody changes its tensor before all have read it
+        return gathered
+
+    def abort(self) -> None:
+        self._meeting.barrier.abort()
+
+    def reset(self) -> None:
+        self._meeting.barrier.reset()
+
+    def close(self) -> None:
+        pass
+
+
+def on_ranks(size: int, work: Callable[[Collectives], Result]) -> list[Result]:
+    """What `work` returns on each rank. If it raises on one, the others do not wait for it."""
+    meeting = Meeting(size)
+
+    def run(rank: int) -> Result:
+        torch.set_num_threads(1)
+        try:
+            return work(ThreadCollectives(rank, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    if size == 1:
+        return [run(0)]
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
