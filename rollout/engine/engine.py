@@ -25,8 +25,9 @@ from rollout.errors import RequestAbortedError
 from rollout.kv.cache import KVCache
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, next_version
-from rollout.runner.weights import ServedWeights, StagedWeights
+from rollout.runner.weights import ServedWeights
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans

@@ -48,7 +48,9 @@ def open_shared(address: str) -> Tensor:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise LockstepError(f"the memory at {address} of rank 0 cannot be opened: {error}") from error
+        raise LockstepError(
+            f"the memory at {address} of rank 0 cannot be opened: {error}"
+        ) from error
 
 
 def _mapped(descriptor: int) -> Tensor:

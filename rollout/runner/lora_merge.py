@@ -5,6 +5,7 @@ Shape letters: R rank, N out features, K in features of a layer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
-from rollout.layers.weight_slot import WeightSlot
+from rollout.layers.shard import Cut
+from rollout.layers.weight_slot import WeightSlot, kept_of
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraPair
 from rollout.models.plain_tensors import full_tensor
+from rollout.models.weights import WeightTable
+from rollout.runner.weight_update import pieces_of
 
 _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """All weights of a model under an adapter, as a full update has them; empty without one.
+    """What a rank keeps of all weights of a model under an adapter; empty without one.
 
     `bases`: what the adapted ones are without it, on the host. `unchanged`: names whose weights are
     those that are served. `follows_served`: the adapter is on weights that are served.
@@ -94,7 +98,7 @@ def adapt_served(
         pair = pairs.get(name.removesuffix(".weight"))
         if pair is not None:
             kept[name] = slot.read().to("cpu", copy=True) if base is None else base
-            tensors[name] = merger.merged(kept[name], pair)
+            tensors[name] = merger.merged(kept[name], pair, slot.cut)
         else:
             tensors[name] = slot.read() if base is None else base
     unchanged = frozenset(tensors.keys() - kept.keys() - bases.keys())
@@ -103,19 +107,23 @@ def adapt_served(
 
 def adapt_given(
     pairs: Mapping[str, LoraPair],
-    slots: Mapping[str, WeightSlot],
-    weights: Mapping[str, Tensor],
+    table: WeightTable,
+    source: Mapping[str, Tensor],
     check: Callable[[], None],
 ) -> AdaptedWeights:
-    """Put an adapter on all `weights` as they are in the model's dtypes, in which they serve."""
-    tensors = dict(weights)
+    """Put an adapter on all weights of `source` in the model's dtypes, in which they serve."""
+    tensors = {
+        piece.weight: kept_of(table.slots[piece.weight], values)
+        for piece, values in pieces_of(source, table).items()
+    }
     bases: dict[str, Tensor] = {}
     merger = Merger(pairs.values())
     for module, pair in pairs.items():
         check()
         name = f"{module}.weight"
-        bases[name] = weights[name].detach().to("cpu", slots[name].dtype, copy=True)
-        tensors[name] = merger.merged(bases[name], pair)
+        slot = table.slots[name]
+        bases[name] = tensors[name].detach().to("cpu", slot.dtype, copy=True)
+        tensors[name] = merger.merged(bases[name], pair, slot.cut)
     return AdaptedWeights(tensors=tensors, bases=bases)
 
 
@@ -130,13 +138,19 @@ class Merger:
         self._scratch = torch.empty(max(sizes), dtype=torch.float32)
 
     @torch.no_grad()
-    def merged(self, base_NK: Tensor, pair: LoraPair) -> Tensor:
-        """base + (B @ A) * scale in float32, [N, K], on the host, cast to the dtype of the base."""
-        num_rows, num_columns = base_NK.shape
-        merged_NK = torch.empty_like(base_NK)
-        change_NK = self._scratch[: base_NK.numel()].view(num_rows, num_columns)
+    def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
+        """base + (B @ A) * scale in float32, on the host, cast to the dtype of the base.
+
+        [N, K], or what `cut` keeps of it, as `base_NK` is.
+        """
+        shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
+        change_NK = self._scratch[: math.prod(shape)].view(shape)
         # In one product, whatever the size: parts of it might be summed in another order.
         torch.mm(pair.b_NR.float(), pair.a_RK.float(), out=change_NK)
+        if cut is not None:
+            change_NK = cut.of(change_NK)
+        num_rows, num_columns = base_NK.shape
+        merged_NK = torch.empty_like(base_NK)
         rows_at_once = max(1, _SUMMED_AT_ONCE // num_columns)
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)

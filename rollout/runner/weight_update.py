@@ -260,30 +260,40 @@ def check_finite(
             )
 
 
+def origins_of(slots: Mapping[str, WeightSlot], pieces: Iterable[Piece]) -> dict[str, Piece]:
+    """Return, for each of the model's weights, the piece of the source that becomes it: the first.
+
+    Tied weights have the same one.
+    """
+    chosen: dict[int, Piece] = {}
+    for piece in pieces:
+        chosen.setdefault(slots[piece.weight].address, piece)
+    return {name: chosen[slot.address] for name, slot in slots.items()}
+
+
 def checked_origins(
     slots: Mapping[str, WeightSlot],
     fingerprints: Mapping[Piece, Fingerprint],
     *,
     reject_non_finite: bool,
 ) -> dict[str, Piece]:
-    """Return, for each of the model's weights, the piece of the source that becomes it.
+    """Return the `origins_of` pieces with these fingerprints, in the dtypes of the model.
 
-    Tied weights have the same one. `fingerprints` are those of the source, in the model's dtypes.
     Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for pieces of the same
     or tied weights that differ.
     """
     if reject_non_finite:
         check_finite(fingerprints, {piece: slots[piece.weight].dtype for piece in fingerprints})
-    chosen: dict[int, Piece] = {}
+    origins = origins_of(slots, fingerprints)
     for piece, fingerprint in fingerprints.items():
-        first = chosen.setdefault(slots[piece.weight].address, piece)
+        first = origins[piece.weight]
         if fingerprint != fingerprints[first]:
             same = "the same weight" if first.weight == piece.weight else "tied in this model"
             raise WeightUpdateError(
                 f"{piece} and {first} are {same}, but the update gives them "
                 "different values; send one of them, or equal ones"
             )
-    return {name: chosen[slot.address] for name, slot in slots.items()}
+    return origins
 
 
 def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> None:

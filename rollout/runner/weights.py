@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from rollout.backends.memory.mapping import trim_heap
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
-from rollout.models.weights import is_computed
 from rollout.runner.lora_merge import (
     AdaptedWeights,
     adapt_given,
@@ -23,9 +22,20 @@ from rollout.runner.lora_merge import (
     check_targets,
     gathered,
 )
+from rollout.runner.staged_weights import Replaced, StagedWeights, WeightBackup
 from rollout.runner.weight_memory import WeightMemory
+from rollout.runner.weight_shares import (
+    PartHasher,
+    SourceParts,
+    WeightShare,
+    checksum_of_shares,
+    fetched,
+    hashed_pieces,
+    hashed_wholes,
+    read_source,
+    sum_of,
+)
 from rollout.runner.weight_update import (
-    Fingerprint,
     NamedTensors,
     Piece,
     blaming,
@@ -37,72 +47,8 @@ from rollout.runner.weight_update import (
     checksum_of,
     hashed_dtype,
     next_version,
-    pieces_of,
+    origins_of,
 )
-
-Key = TypeVar("Key")
-
-
-class WeightBackup:
-    """A copy of the weights that serve now, from which they are restored if replacing them fails.
-
-    It copies only what no packed copy holds: less than all weights where the backend packs them. A
-    weight that is packed in its own memory leaves its old values in what was staged for it.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: CausalLM) -> None:
-        self._layers = list(model.linear_layers().values())
-        packed = {
-            layer.weight.data_ptr()
-            for layer in self._layers
-            if layer.packed is not None or layer.repacked is not None
-        }
-        self._plain = [
-            (parameter, parameter.detach().clone())
-            for parameter in (*model.parameters(), *model.persistent_buffers().values())
-            if parameter.data_ptr() not in packed
-        ]
-        self._packed: list[tuple[Any, Any]] = []
-
-    def keep_packed(self, staged: Sequence[Any]) -> None:
-        """Keep the packed copies that serve now, which `staged` is about to replace."""
-        served = [layer.packed for layer in self._layers]
-        self._packed = list(zip(served, staged, strict=True))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write all weights back, and their packed copies."""
-        for parameter, values in self._plain:
-            parameter.detach().copy_(values)
-        for layer, (packed, staged) in zip(self._layers, self._packed, strict=True):
-            layer.restore(packed, staged)
-
-
-@dataclass(slots=True, kw_only=True)
-class StagedWeights:
-    """A verified update, which can be committed once. Only ServedWeights changes it.
-
-    `tensors` are the source tensors that a commit copies, tied ones once; the others are there as
-    `packed`, what the backend packed for each linear layer. `backup` holds the weights that were
-    served after `num_writes` writes. `num_bytes` is the size of the weights that change: all, but
-    under an adapter. `bases` has what adapted weights are without it. `follows_served`: it is an
-    adapter on the weights that were served. `started_at` is when staging began, on the clock of
-    time.perf_counter; `seconds` is how long it took. `is_spent`: a commit has begun and was not
-    undone.
-    """
-
-    tensors: Mapping[str, Tensor]
-    packed: Sequence[Any]
-    backup: WeightBackup
-    num_writes: int
-    num_bytes: int
-    bases: Mapping[str, Tensor]
-    follows_served: bool
-    is_spent: bool = False
-    checksum: str
-    started_at: float
-    seconds: float
 
 
 class ServedWeights:
@@ -112,6 +58,9 @@ class ServedWeights:
     in no other form. An update is staged first and then committed in place, so captured graphs stay
     valid. `has_values` is False while the bytes are not those of one set of weights: they were
     discarded, or an update could not be undone.
+
+    Of ranks that share the model, each stages its parts of the whole update, and hashes them. Rank
+    0 accepts it with the shares of all, which then commit it; those that did undo it if one failed.
     """
 
     def __init__(
@@ -127,7 +76,8 @@ class ServedWeights:
 
         `fill` then writes the values of a model that has none yet; with None, its values are moved.
         """
-        self._model, self._ops = model, backend.ops
+        self._model = model
+        self._hasher = PartHasher(backend.ops, model.spec.shard)
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
         self._num_writes = 0
@@ -159,12 +109,22 @@ class ServedWeights:
 
         Raises EngineStateError while the weights are not there.
         """
+        return checksum_of_shares([self.fingerprint_share()])
+
+    def fingerprint_share(self) -> WeightShare:
+        """Return what `checksum_of_shares` needs of this rank. Raises as `checksum` does."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
-        slots = self._model.weight_slots()
         # One weight at a time: what a slot reads may be a copy.
-        queued = {n: self._ops.fingerprint(slot.read(), slot.dtype) for n, slot in slots.items()}
-        return checksum_of(_fetch(queued))
+        slots = self._model.weight_slots()
+        return WeightShare(
+            pieces=fetched(
+                {
+                    Piece(name, name): self._hasher.of_kept(slot, slot.read(), slot.dtype)
+                    for name, slot in slots.items()
+                }
+            )
+        )
 
     def data_ptrs(self) -> dict[str, int]:
         """Return the address of each weight by its Hugging Face name."""
@@ -188,44 +148,61 @@ class ServedWeights:
     ) -> StagedWeights:
         """Check names, shapes, dtypes and values, pack, and back up; the model is not changed.
 
-        The host waits for each device once. Sharded tensors are gathered, in the order of their
-        names, which is a collective of all ranks that hold a part. `check` is called before each
-        tensor, and may raise to end staging. `source_checksum` is what `checksum_of` must give for
-        the tensors as they arrive; "" skips that check. Raises WeightUpdateError naming the tensor
-        at fault and what was expected of it, EngineStateError while the memory is released, and for
-        an adapter without a base while the values are missing.
+        A rank of a group takes its parts, and leaves the checks of values to `accept`. The host
+        waits for each device once. Sharded tensors are gathered, in the order of their names, which
+        is a collective of all ranks that hold a part. `check` is called before each tensor, and may
+        raise to end staging. `source_checksum` is what `checksum_of` must give for the tensors as
+        they arrive; "" skips that check. Raises WeightUpdateError naming the tensor at fault and
+        what was expected of it, EngineStateError while the memory is released, and for an adapter
+        without a base while the values are missing.
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        table, adapted = self._model.weight_table(), AdaptedWeights()
-        if isinstance(named_tensors, LoraAdapter):
-            adapted = self._adapt(named_tensors, check, source_checksum)
-            named_tensors, source_checksum = adapted.tensors, ""
-        slots, given = table.slots, by_name(named_tensors)
-        pieces = pieces_of(checked_source(given, table), table)
-        dtypes = {piece: slots[piece.weight].dtype for piece in pieces}
-        fingerprints = self._fingerprints(pieces, dtypes, check)
-        if source_checksum:
-            own = self._own_fingerprints(given, fingerprints, dtypes, check)
-            check_checksum(own, source_checksum)
-        origins = checked_origins(slots, fingerprints, reject_non_finite=self._reject_non_finite)
-        chosen = {p.weight: pieces[p] for p in dict.fromkeys(origins.values())}
+        slots = self._model.weight_slots()
+        source, adapted = self._read(named_tensors, check, wants_own=bool(source_checksum))
+        origins = origins_of(slots, source.pieces)
+        is_alone = self._model.spec.shard.size == 1
+        checksum = self._accepted([source.share], source_checksum) if is_alone else ""
+        chosen = {p.weight: source.pieces[p] for p in dict.fromkeys(origins.values())}
         for name in adapted.unchanged & chosen.keys():
             del chosen[name]
         return StagedWeights(
             tensors={n: values for n, values in chosen.items() if not slots[n].is_repacked},
             packed=self._pack(
-                {slots[name].address: pieces[origin] for name, origin in origins.items()}, check
+                {slots[n].address: source.pieces[origin] for n, origin in origins.items()}, check
             ),
             backup=WeightBackup(self._model),
             num_writes=num_writes,
-            num_bytes=sum(slots[n].shape.numel() * slots[n].dtype.itemsize for n in chosen),
+            num_bytes=sum(values.numel() * slots[n].dtype.itemsize for n, values in chosen.items()),
             bases=adapted.bases,
             follows_served=adapted.follows_served,
-            checksum=checksum_of({name: fingerprints[o] for name, o in origins.items()}),
+            share=source.share,
+            checksum=checksum,
             started_at=start,
             seconds=time.perf_counter() - start,
         )
+
+    def accept(
+        self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
+    ) -> None:
+        """Check the values of an update that all ranks have staged, by the shares of all in order.
+
+        `source_checksum` is that of `stage`. Raises WeightUpdateError as `stage` does where a
+        process has the model alone, which has no use for this.
+        """
+        staged.checksum = self._accepted(shares, source_checksum)
+
+    def _accepted(self, shares: Sequence[WeightShare], source_checksum: str) -> str:
+        """Return the checksum of all weights once the sums of `shares` have passed all checks."""
+        total = sum_of(shares)
+        if source_checksum:
+            check_checksum(total.own, source_checksum)
+        if self._reject_non_finite:
+            check_finite(total.adapter, total.adapter_dtypes)
+        origins = checked_origins(
+            self._model.weight_slots(), total.pieces, reject_non_finite=self._reject_non_finite
+        )
+        return checksum_of({name: total.pieces[origin] for name, origin in origins.items()})
 
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
@@ -253,6 +230,13 @@ class ServedWeights:
             staged.is_spent = True
             self.has_values = False  # stays so if the restore fails, too
             self._write(staged)
+            staged.replaced = Replaced(
+                num_writes=self._num_writes + 1,
+                backup=backup,
+                version=before,
+                had_values=had_values,
+                bases=self._bases,
+            )
             self.version, self.has_values, self._bases = new_version, True, staged.bases
             self._num_writes += 1
         except BaseException:
@@ -261,6 +245,21 @@ class ServedWeights:
             staged.is_spent = False
             raise
         return staged.num_bytes
+
+    def undo(self, staged: StagedWeights) -> None:
+        """Take back `commit(staged)`, since which no other update was written: another rank failed.
+
+        It can be committed again.
+        """
+        replaced = staged.replaced
+        assert replaced is not None, "undo of an update that was not committed"
+        assert self._num_writes == replaced.num_writes, "another update was written since"
+        self.has_values = False  # stays so if the restore fails
+        replaced.backup.restore()
+        self.version, self.has_values = replaced.version, replaced.had_values
+        self._bases = replaced.bases
+        self._num_writes -= 1
+        staged.is_spent, staged.replaced = False, None
 
     @torch.no_grad()
     def _write(self, staged: StagedWeights) -> None:
@@ -272,27 +271,42 @@ class ServedWeights:
         with blaming("taking the packed copies"):
             self._model.refresh(staged.packed)
 
-    def _adapt(
-        self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
-    ) -> AdaptedWeights:
-        """Return all weights under `adapter`, once its own tensors have been checked."""
+    def _read(
+        self, named_tensors: NamedTensors, check: Callable[[], None], *, wants_own: bool
+    ) -> tuple[SourceParts, AdaptedWeights]:
+        """Return what this rank keeps of a source, and what an adapter makes of it."""
+        if isinstance(named_tensors, LoraAdapter):
+            return self._adapted(named_tensors, check, wants_own=wants_own)
+        given, table = by_name(named_tensors), self._model.weight_table()
+        return read_source(given, table, self._hasher, check, wants_own=wants_own), AdaptedWeights()
+
+    def _adapted(
+        self, adapter: LoraAdapter, check: Callable[[], None], *, wants_own: bool
+    ) -> tuple[SourceParts, AdaptedWeights]:
+        """Return what this rank keeps of all weights under `adapter`, and which they are."""
         table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
             adapter = replace(adapter, tensors=gathered(adapter.tensors))
-        pieces = {Piece(name, name): tensor for name, tensor in adapter.tensors.items()}
-        dtypes = {piece: hashed_dtype(tensor.dtype) for piece, tensor in pieces.items()}
-        fingerprints = self._fingerprints(pieces, dtypes, check)
-        if source_checksum:
-            check_checksum({p.tensor: f for p, f in fingerprints.items()}, source_checksum)
-        if self._reject_non_finite:
-            check_finite(fingerprints, dtypes)
+        of_adapter = hashed_wholes(adapter.tensors, self._hasher, check)
         if adapter.base is None:
             self.require_values("stage an adapter")
-            return adapt_served(adapter.pairs(), table.slots, self._bases, check)
-        pieces = pieces_of(checked_source(adapter.base, table), table)
-        base = {piece.weight: values for piece, values in pieces.items()}
-        return adapt_given(adapter.pairs(), table.slots, base, check)
+            adapted = adapt_served(adapter.pairs(), table.slots, self._bases, check)
+        else:
+            adapted = adapt_given(
+                adapter.pairs(), table, checked_source(adapter.base, table), check
+            )
+        pieces = {Piece(name, name): kept for name, kept in adapted.tensors.items()}
+        share = WeightShare(
+            pieces=hashed_pieces(pieces, table, self._hasher, check),
+            own=of_adapter if wants_own else {},
+            adapter={Piece(name, name): found for name, found in of_adapter.items()},
+            adapter_dtypes={
+                Piece(name, name): hashed_dtype(tensor.dtype)
+                for name, tensor in adapter.tensors.items()
+            },
+        )
+        return SourceParts(pieces=pieces, share=share), adapted
 
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
@@ -307,49 +321,6 @@ class ServedWeights:
                 parts = [by_address[slots[f"{part}.weight"].address] for part in layer.parts]
                 packed.append(layer.stage(parts))
         return packed
-
-    def _own_fingerprints(
-        self,
-        source: Mapping[str, Tensor],
-        known: Mapping[Piece, Fingerprint],
-        dtypes: Mapping[Piece, torch.dtype],
-        check: Callable[[], None],
-    ) -> dict[str, Fingerprint]:
-        """Return the fingerprints of the tensors as they came, of which `known` has some.
-
-        Only those that the model casts, takes apart or does not use are read again.
-        """
-        fingerprints: dict[str, Fingerprint] = {}
-        unknown: dict[Piece, Tensor] = {}
-        for name, tensor in source.items():
-            if is_computed(name):
-                continue
-            piece = Piece(name, name)
-            if dtypes.get(piece) == hashed_dtype(tensor.dtype):
-                fingerprints[name] = known[piece]
-            else:
-                unknown[piece] = tensor
-        own = {piece: hashed_dtype(tensor.dtype) for piece, tensor in unknown.items()}
-        read = self._fingerprints(unknown, own, check)
-        return fingerprints | {piece.tensor: read[piece] for piece in read}
-
-    def _fingerprints(
-        self,
-        pieces: Mapping[Piece, Tensor],
-        dtypes: Mapping[Piece, torch.dtype],
-        check: Callable[[], None] = lambda: None,
-    ) -> dict[Piece, Fingerprint]:
-        """Return the fingerprint of each piece, cast to its dtype in `dtypes`.
-
-        Each is computed on the tensor's device, which need not be the model's. Raises
-        WeightUpdateError naming the tensor.
-        """
-        queued: dict[Piece, Tensor] = {}
-        for piece, tensor in pieces.items():
-            check()
-            with blaming(f"checking {piece}"):
-                queued[piece] = self._ops.fingerprint(tensor, dtypes[piece])
-        return _fetch(queued)
 
     # ---- memory
 
@@ -393,16 +364,3 @@ class ServedWeights:
         Returns the number of bytes copied.
         """
         return self._memory.restore()
-
-
-def _fetch(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
-    """Return the numbers of fingerprints, with one copy to the host for each device."""
-    by_device: dict[torch.device, dict[Key, Tensor]] = {}
-    for key, fingerprint in queued.items():
-        by_device.setdefault(fingerprint.device, {})[key] = fingerprint
-    fetched: dict[Key, Fingerprint] = {}
-    for device, rows in by_device.items():
-        with blaming(f"checking the tensors on {device}"):
-            values = torch.stack([*rows.values()]).cpu().tolist()
-        fetched |= zip(rows, values, strict=True)
-    return fetched

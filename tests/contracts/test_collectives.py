@@ -66,9 +66,7 @@ def test_one_rank_is_its_own_sum() -> None:
     assert torch.equal(ONE_RANK.all_gather(x), x[None])
 
 
-def half_types_are_rounded_once(
-    collectives: Collectives, pipe: Connection | None = None
-) -> float:
+def half_types_are_rounded_once(collectives: Collectives, pipe: Connection | None = None) -> float:
     # 1 + 2^-8 + 2^-8: in bfloat16, rounding after each term gives 1.
     x = torch.tensor([1.0 if collectives.rank == 0 else 2.0**-8], dtype=torch.bfloat16)
     return collectives.all_reduce_(x).item()

@@ -17,7 +17,7 @@ from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.coordinator.weights.shared import SharedTransport
 from rollout.coordinator.weights.transport import WeightTransport
-from rollout.runner.weights import StagedWeights
+from rollout.runner.staged_weights import StagedWeights
 from tests.tiny_models import InspectedEngine, tiny_engine, tiny_model
 
 MakeTransport = Callable[[Path], WeightTransport]

@@ -12,8 +12,8 @@ from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter
+from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_update import NamedTensors, by_name
-from rollout.runner.weights import StagedWeights
 
 Fetch = Callable[[WeightsSource], NamedTensors]
 Order = Prepare | RegisterAck  # an update, or an entry into a fleet with later weights
