@@ -55,12 +55,17 @@ class ThreadCollectives:
         pass
 
 
-def on_ranks(size: int, work: Callable[[Collectives], Result]) -> list[Result]:
-    """What `work` returns on each rank. If it raises on one, the others do not wait for it."""
+def on_ranks(
+    size: int, work: Callable[[Collectives], Result], *, num_threads: int = 1
+) -> list[Result]:
+    """What `work` returns on each rank. If it raises on one, the others do not wait for it.
+
+    `num_threads`: torch's, on each rank.
+    """
     meeting = Meeting(size)
 
     def run(rank: int) -> Result:
-        torch.set_num_threads(1)
+        torch.set_num_threads(num_threads)
         try:
             return work(ThreadCollectives(rank, meeting))
         except BaseException:

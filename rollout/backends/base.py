@@ -356,6 +356,23 @@ class DecoderLayerParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShare:
+    """What a rank of a group has of a decoder, beside its heads and its columns of MLPs.
+
+    The embedding has the rows of ids [first_id, first_id + num_ids). Norms over all heads are over
+    `q_size` dims of queries and `k_size` of keys; `counts_k` is False where a rank before this one
+    has the same keys.
+    """
+
+    collectives: Collectives
+    first_id: int
+    num_ids: int
+    q_size: int
+    k_size: int
+    counts_k: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
     """All that a decoder of attention and gated MLPs computes with.
 
@@ -377,6 +394,7 @@ class DecoderParts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    share: DecoderShare | None  # None: this process has all of it
 
 
 class FusedDecoder(Protocol):

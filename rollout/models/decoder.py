@@ -12,7 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import DecoderLayerParts, DecoderParts, RepackedWeight
+from rollout.backends.base import (
+    DecoderLayerParts,
+    DecoderParts,
+    DecoderShare,
+    RepackedWeight,
+)
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.layers.attention import Angles, Attention, AttentionSpec
 from rollout.layers.base import BackendLayer
@@ -234,6 +239,19 @@ class Decoder(nn.Module):
             num_heads=spec.num_kept_heads,
             num_kv_heads=spec.num_kept_kv_heads,
             head_dim=spec.head_dim,
+            share=self._share() if spec.shard.size > 1 else None,
+        )
+
+    def _share(self) -> DecoderShare:
+        """What a fused decoder needs to know of the group. Attention's heads are in `parts`."""
+        spec, ids = self.spec, self.embed_tokens.kept
+        return DecoderShare(
+            collectives=self.embed_tokens.collectives,
+            first_id=ids.start,
+            num_ids=ids.length,
+            q_size=spec.num_heads * spec.head_dim,
+            k_size=spec.num_kv_heads * spec.head_dim,
+            counts_k=spec.shard.kv_heads_of(spec.num_kv_heads).is_counted,
         )
 
 

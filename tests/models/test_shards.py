@@ -16,11 +16,13 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.errors import ModelError
+from rollout.backends.native.library import load_library
+from rollout.errors import LockstepError, ModelError
 from rollout.models import CausalLM, build_model
+from rollout.models.families.registry import FAMILIES
 from rollout.models.loading import open_model
-from rollout.parallel.collectives import Collectives
-from tests.family_cases import FAMILY_CASES, family_model
+from rollout.parallel.collectives import Collectives, OneRank
+from tests.family_cases import FAMILY_CASES, family_model, family_of
 from tests.thread_ranks import on_ranks
 from tests.tiny_models import VOCAB_SIZE
 
@@ -28,6 +30,13 @@ BLOCK_SIZE = 8
 LENGTHS = (13, 30)  # of prompts, beyond the window and not
 NUM_DECODES = 3
 TOLERANCE = 2e-5  # of logits of some units
+FUSED_CASES = [
+    case
+    for case in FAMILY_CASES
+    if FAMILIES[family_of(case)].mixture is None
+    and not FAMILIES[family_of(case)].has_latent_attention
+]
+needs_compiler = pytest.mark.skipif(load_library() is None, reason="no C compiler")
 
 
 def backend_of(collectives: Collectives, *, is_fused: bool) -> Backend:
@@ -74,7 +83,18 @@ def prepared(
     assert fill is not None
     fill()
     model.prepare(backend_of(collectives, is_fused=is_fused))
+    if is_fused:
+        forbid_layers(model)
     return model
+
+
+def forbid_layers(model: CausalLM) -> None:
+    """Let nothing run layer by layer."""
+
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("the fused decoder has left this pass to the layers")
+
+    model.model.forward = refuse  # type: ignore[method-assign]
 
 
 def caches_of(model: CausalLM) -> list[Tensor]:
@@ -105,17 +125,77 @@ def logits_on_ranks(source: Any, size: int, **how: Any) -> list[Tensor]:
 # ---- what all ranks compute
 
 
-@pytest.mark.parametrize("is_fused", [False], ids=["layer by layer"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", FAMILY_CASES)
-def test_logits_of_all_ranks_are_those_of_one(case: str, size: int, is_fused: bool) -> None:
+def test_logits_of_all_ranks_are_those_of_one(case: str, size: int) -> None:
     source = family_model(case, seed=3)
-    expected_LV = logits_on_ranks(source, 1, is_fused=is_fused)[0]
-    first_LV, *others = logits_on_ranks(source, size, is_fused=is_fused)
+    assert_as_one(logits_on_ranks(source, size), logits_on_ranks(source, 1)[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", FUSED_CASES)
+def test_logits_of_fused_decoders_are_those_of_the_layers_of_one(
+    case: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    source = family_model(case, seed=3)
+    expected_LV = logits_on_ranks(source, 1)[0]
+    assert_as_one(logits_on_ranks(source, size, is_fused=True), expected_LV)
+
+
+def assert_as_one(logits: list[Tensor], expected_LV: Tensor) -> None:
+    first_LV, *others = logits
     assert expected_LV.abs().max() > 0.5
     torch.testing.assert_close(first_LV, expected_LV, rtol=TOLERANCE, atol=TOLERANCE)
     for other_LV in others:
         assert torch.equal(first_LV, other_LV), "all ranks sample from the same bits"
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["qwen3", "olmo2", "cohere2"])
+def test_a_fused_decoder_sums_the_same_bits_with_any_number_of_threads(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    source = family_model(case, seed=3)
+    once, thrice = (
+        on_ranks(2, lambda c: logits_of(prepared(source, c, is_fused=True)), num_threads=num)[0]
+        for num in (1, 3)
+    )
+    assert torch.equal(once, thrice)
+
+
+class BrokenAt(OneRank):
+    """Rank 0 of two, whose `call`-th sum fails."""
+
+    size = 2
+
+    def __init__(self, call: int) -> None:
+        self.num_calls, self._call = 0, call
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == self._call:
+            raise LockstepError(f"call {self._call}")
+        return x
+
+
+@needs_compiler
+def test_a_sum_that_fails_within_a_fused_decoder_is_the_last_and_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    collectives = BrokenAt(call=3)
+    model = prepared(family_model("qwen3"), collectives, is_fused=True)
+    batch = batch_of([*LENGTHS], [*LENGTHS], caches_of(model))
+    with torch.inference_mode():
+        with pytest.raises(LockstepError, match="call 3"):
+            model(batch)
+        assert collectives.num_calls == 3
+        model(batch)
+    num_sums = 1 + 2 * model.spec.num_layers
+    assert collectives.num_calls == 3 + num_sums
 
 
 def test_bfloat16_ranks_are_as_near_to_float32_as_one() -> None:

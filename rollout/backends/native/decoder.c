@@ -1,7 +1,9 @@
 /* A whole forward pass of a decoder of attention and gated MLPs in one call: the same arithmetic as
    the layers one by one, in the same order, without Python in between.
 
-   Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. */
+   Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. Of a group of
+   processes that share the decoder, each has some heads, columns of the MLP and rows of the embedding; what
+   they make of these is added up between phases, by a call that returns when all have made it. */
 
 #include "layers.h"
 #include "linear.h"
@@ -42,6 +44,10 @@ struct decoder {
     int64_t is_layer_norm, is_gelu;
     int64_t growth_positions; /* queries grow with the logarithm of how often these were passed */
     double eps, embedding_multiplier, residual_multiplier, query_growth;
+    void (*add_up)(void *context, float *x, int64_t count); /* over the group, in place; NULL for no group */
+    void *context;
+    int64_t first_id, num_ids;          /* whose embeddings are here */
+    int64_t q_size, k_size, counts_k;   /* of whole norms: of all heads of the group; 0 if another has these k */
 };
 
 struct pass {
@@ -52,6 +58,7 @@ struct pass {
     float *fused;                       /* [tokens, (heads + 2 * kv_heads) * dim] */
     float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
     float *added;                       /* [max(tokens, kept), hidden], where branches need it */
+    float *squares;                     /* [tokens, 2], in a group: the sums of q and of k */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
     struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
@@ -73,6 +80,13 @@ INLINE void barrier(struct thread t) {
     }
 }
 
+/* The sum over the group of what its processes have, which all threads have written. */
+static void add_up(const struct decoder *d, struct thread t, float *x, int64_t count) {
+    if (!d->add_up) return;
+    if (t.index == 0) d->add_up(d->context, x, count);
+    barrier(t);
+}
+
 INLINE float value_as(const void *array, int64_t i, int64_t type) {
     if (type == FLOAT32) return ((const float *)array)[i];
     union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t *)array)[i] << 16};
@@ -87,9 +101,11 @@ static void embed(const struct decoder *d, const struct pass *p, struct thread t
     const int64_t type = d->is_bfloat16 ? BFLOAT16 : FLOAT32, tokens = p->attention.tokens;
     const int64_t width = d->embedding_width;
     for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
-        const int64_t id = p->token_ids[i], first = id / width * width * d->hidden + id % width;
+        const int64_t id = p->token_ids[i] - d->first_id, first = id / width * width * d->hidden + id % width;
         float *out = p->residual + i * d->hidden;
-        if (width == 1) {
+        if (id < 0 || id >= d->num_ids) {
+            memset(out, 0, d->hidden * sizeof(float));
+        } else if (width == 1) {
             for (int64_t j = 0; j < d->hidden; j += LANES) store(out + j, load_as(d->embedding, first + j, type));
         } else {
             for (int64_t j = 0; j < d->hidden; j++) out[j] = value_as(d->embedding, first + j * width, type);
@@ -97,6 +113,7 @@ static void embed(const struct decoder *d, const struct pass *p, struct thread t
         if (d->embedding_multiplier != 1) scale_row(out, (float)d->embedding_multiplier, d->hidden);
     }
     barrier(t);
+    add_up(d, t, p->residual, tokens * d->hidden);
 }
 
 static void multiply(const struct decoder *d, struct thread t, const struct weight *w, float *y,
@@ -125,12 +142,13 @@ static const float *norm(const struct decoder *d, struct thread t, float *normed
 
 /* Whether a mixer's output is added to the residual stream as it is. */
 INLINE int is_added_directly(const struct decoder *d, const struct layer *layer, const float *after) {
-    return !after && !layer->is_parallel && d->residual_multiplier == 1;
+    return !after && !layer->is_parallel && d->residual_multiplier == 1 && !d->add_up;
 }
 
-/* Norm and scale what a branch adds, then add it. */
+/* Norm and scale what a branch adds, over the group, then add it. */
 static void add_branch(const struct decoder *d, const struct pass *p, struct thread t, const float *after,
                        float *residual, int64_t tokens) {
+    add_up(d, t, p->added, tokens * d->hidden);
     for (int64_t i = first_of(t, tokens); i < end_of(t, tokens); i++) {
         float *added = p->added + i * d->hidden, *out = residual + i * d->hidden;
         if (after) norm_token(d, added, added, after);
@@ -146,6 +164,18 @@ INLINE void reorder_head(float *head, const int64_t *order, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) head[i] = old[order[i]];
 }
 
+/* The sums of squares that whole norms need, over the group. */
+static void sum_squares(const struct decoder *d, const struct pass *p, struct thread t, const struct attention *a) {
+    const int64_t q_size = a->heads * a->dim, k_size = a->kv_heads * a->dim;
+    for (int64_t i = first_of(t, a->tokens); i < end_of(t, a->tokens); i++) {
+        const float *q = p->fused + i * a->q_stride;
+        p->squares[2 * i] = sum_of_squares(q, q_size);
+        p->squares[2 * i + 1] = d->counts_k ? sum_of_squares(q + q_size, k_size) : 0;
+    }
+    barrier(t);
+    add_up(d, t, p->squares, 2 * a->tokens);
+}
+
 /* Norm, reorder and rotate the query and key heads of this thread's tokens in place, as the layer does,
    and write their K and V into the cache. */
 static void enter_cache(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
@@ -155,7 +185,11 @@ static void enter_cache(const struct decoder *d, const struct pass *p, struct th
     for (int64_t i = first; i < end; i++) {
         float *head = p->fused + i * a->q_stride, *k = head + a->heads * dim;
         const int64_t position = p->positions[i];
-        if (layer->has_whole_norms) {
+        if (layer->has_whole_norms && d->add_up) {
+            const float *squares = p->squares + 2 * i;
+            norm_part(head, layer->q_norm, a->heads * dim, squares[0] / (float)d->q_size, (float)d->eps);
+            norm_part(k, layer->k_norm, a->kv_heads * dim, squares[1] / (float)d->k_size, (float)d->eps);
+        } else if (layer->has_whole_norms) {
             norm_row(head, head, layer->q_norm, a->heads * dim, (float)d->eps);
             norm_row(k, k, layer->k_norm, a->kv_heads * dim, (float)d->eps);
         }
@@ -230,6 +264,7 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
         a.scale = layer->scale, a.softcap = layer->softcap;
         const float *x = norm(d, t, p->normed, residual, layer->attention_norm, tokens);
         multiply(d, t, &layer->qkv, p->fused, x, tokens, d->hidden, 0);
+        if (layer->has_whole_norms && d->add_up) sum_squares(d, p, t, &a);
         enter_cache(d, p, t, layer, &a);
         attend(p, t, &a);
         if (i == d->num_layers - 1) { /* the tokens without logits end here */

@@ -7,8 +7,9 @@ Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import Array, addressof
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, Array, addressof, c_int64, c_void_p, cast
 from itertools import accumulate
 from typing import Any
 
@@ -33,8 +34,45 @@ from rollout.backends.products.candidates import (
     bucket_of,
 )
 from rollout.errors import ConfigError
+from rollout.parallel.collectives import Collectives
 
 _LANES = 8
+_MAX_IDS = 2**63 - 1
+_ADD_UP = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
+
+
+class GroupSums:
+    """Sums over a group, as the compiled decoder calls them between its phases."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._room: Tensor | None = None
+        self._failure: BaseException | None = None
+        self._function = _ADD_UP(self._add_up)  # kept, as C has its address only
+
+    @property
+    def address(self) -> int:
+        """Of the function that C calls."""
+        return cast(self._function, c_void_p).value or 0
+
+    @contextmanager
+    def within(self, room: Tensor) -> Iterator[None]:
+        """Let numbers of `room` be added up meanwhile. Raises what a sum raised, at the end."""
+        self._room, self._failure = room, None
+        yield
+        self._room = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _add_up(self, _context: int | None, address: int, count: int) -> None:
+        """An exception would be lost in C: it is kept, and the sums that follow are left out."""
+        assert self._room is not None
+        try:
+            if self._failure is None:
+                start = (address - self._room.data_ptr()) // self._room.itemsize
+                self._collectives.all_reduce_(self._room[start : start + count])
+        except BaseException as error:
+            self._failure = error
 
 
 class NativeDecoder:
@@ -53,6 +91,7 @@ class NativeDecoder:
         if deterministic and not _is_supported(parts):
             raise ConfigError(_why_not_deterministic(parts))
         self._has_indirect_branches = _has_indirect_branches(parts)
+        self._sums = None if parts.share is None else GroupSums(parts.share.collectives)
         self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
@@ -109,7 +148,16 @@ class NativeDecoder:
             *(_hidden_size(parts), product.lanes, embedding.dtype == torch.bfloat16),
             *(parts.is_layer_norm, parts.is_gelu, parts.growth_positions, parts.eps),
             *(parts.embedding_multiplier, parts.residual_multiplier, parts.query_growth),
+            *self._share_args(),
         )
+
+    def _share_args(self) -> tuple[int | None, ...]:
+        """The fields of DecoderArgs that are about a group."""
+        share = self._parts.share
+        if share is None or self._sums is None:
+            return None, None, 0, _MAX_IDS, 0, 0, 0
+        sizes = share.q_size, share.k_size, share.counts_k
+        return self._sums.address, None, share.first_id, share.num_ids, *sizes
 
     def _collect_layer(
         self, args: LayerArgs, layer: DecoderLayerParts, tables: Sequence[tuple[Tensor, Tensor]]
@@ -183,11 +231,15 @@ class NativeDecoder:
                 cache_type=CACHE_TYPES[cache.dtype],
             ),
         )
-        self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
+        if self._sums is None:
+            self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
+            return
+        with self._sums.within(room):
+            self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
 
     def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
-        """How many floats a pass works in: residual, normed, fused heads, widest activations, and
-        what a branch adds.
+        """How many floats a pass works in: residual, normed, fused heads, widest activations, what
+        a branch adds, and sums of squares.
         """
         parts = self._parts
         hidden_size = _hidden_size(parts)
@@ -201,6 +253,7 @@ class NativeDecoder:
             num_rows * layer.qkv.num_outputs,
             num_at_once * layer.gate_up.num_outputs * 3 // 2,
             num_rows * hidden_size * self._has_indirect_branches,
+            num_tokens * 2 * (parts.share is not None),
         )
 
 
@@ -233,10 +286,14 @@ def _why_not_deterministic(parts: DecoderParts) -> str:
 
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
-    """Whether what a branch adds is normed, scaled or summed with another's first."""
-    return parts.residual_multiplier != 1.0 or any(
-        layer.is_parallel or (layer.attention_norms_E[1], layer.mlp_norms_E[1]) != (None, None)
-        for layer in parts.layers
+    """Whether what a branch adds is normed, scaled or summed with something else first."""
+    return (
+        parts.residual_multiplier != 1.0
+        or parts.share is not None
+        or any(
+            layer.is_parallel or (layer.attention_norms_E[1], layer.mlp_norms_E[1]) != (None, None)
+            for layer in parts.layers
+        )
     )
 
 

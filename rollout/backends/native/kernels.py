@@ -99,6 +99,8 @@ class DecoderArgs(ctypes.Structure):
         *((name, c_int64) for name in ("growth_positions",)),
         *((name, c_double) for name in ("eps", "embedding_multiplier", "residual_multiplier")),
         ("query_growth", c_double),
+        *((name, c_void_p) for name in ("add_up", "context")),
+        *((name, c_int64) for name in ("first_id", "num_ids", "q_size", "k_size", "counts_k")),
     )
 
 
@@ -107,7 +109,8 @@ class PassArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
-        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "scratch")),
+        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "squares")),
+        ("scratch", c_void_p),
         *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads")),
         ("attention", AttentionArgs),
     )

@@ -5,12 +5,22 @@
 
 #include "vectors.h"
 
-/* out = x / rms(x) * weight; out may be x. */
-INLINE void norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
+INLINE float sum_of_squares(const float *x, int64_t dim) {
     v8f squares = splat(0);
     for (int64_t i = 0; i < dim; i += LANES) squares += load(x + i) * load(x + i);
-    const float scale = 1.0f / sqrtf(sum_v8(squares) / (float)dim + eps);
+    return sum_v8(squares);
+}
+
+/* out = x / rms(x) * weight; out may be x. */
+INLINE void norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
+    const float scale = 1.0f / sqrtf(sum_of_squares(x, dim) / (float)dim + eps);
     for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* x = x / rms * weight, where x is a part of a row whose mean square is known. */
+INLINE void norm_part(float *x, const float *weight, int64_t dim, float mean_square, float eps) {
+    const float scale = 1.0f / sqrtf(mean_square + eps);
+    for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * scale * load(weight + i));
 }
 
 /* out = (x - mean) / deviation * weight; out may be x. */
