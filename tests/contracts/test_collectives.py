@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from rollout.parallel.collectives import ONE_RANK, CollectiveAbortedError, Colle
 from tests.parallel.ranks import KINDS, ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
-# A scalar, a decode step's hidden states, and more than a slot of shared memory takes at once.
-SHAPES = ((), (1, 896), (3, 5, 7), (1_100_001,))
+SHAPES = ((), (1, 896), (3, 5, 7))
+# More than a slot of shared memory takes at once.
+LARGE = (torch.float32, (1_100_001,))
+CASES = [*product(DTYPES, SHAPES), LARGE] * 2  # twice, so that memory is used again
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -31,21 +34,18 @@ def _bits(x: Tensor) -> int:
 
 
 def all_cases(collectives: Collectives, pipe: Connection | None = None) -> list[int]:
-    """Sums and gathers of every dtype and shape, twice, so that memory is used again."""
+    """Sums and gathers of every dtype and shape; returns the bits of the sums."""
     results = []
-    for _ in range(2):
-        for shape in SHAPES:
-            for dtype in DTYPES:
-                own = values(collectives.rank, shape, dtype)
-                gathered = collectives.all_gather(own)
-                summed = collectives.all_reduce_(own)
-                assert summed is own
-                results += [_bits(gathered), _bits(own)]
-                expected = [values(rank, shape, dtype) for rank in range(collectives.size)]
-                assert torch.equal(gathered, torch.stack(expected))
-                exact = torch.stack(expected).to(torch.float64).sum(0)
-                tolerance = 2e-2 if dtype.itemsize == 2 else 1e-5
-                torch.testing.assert_close(own.double(), exact, rtol=tolerance, atol=tolerance)
+    for dtype, shape in CASES:
+        expected = torch.stack([values(rank, shape, dtype) for rank in range(collectives.size)])
+        own = expected[collectives.rank].clone()
+        gathered = collectives.all_gather(own)
+        assert collectives.all_reduce_(own) is own
+        assert torch.equal(gathered, expected)
+        exact = expected.to(torch.float64).sum(0)
+        tolerance = 2e-2 if dtype.itemsize == 2 else 1e-5
+        torch.testing.assert_close(own.double(), exact, rtol=tolerance, atol=tolerance)
+        results.append(_bits(own))
     return results
 
 
@@ -85,9 +85,11 @@ def sum_when_told(collectives: Collectives, pipe: Connection) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path: Path) -> None:
-    with ranks(kind, tmp_path, sum_when_told, timeout_s=0.5) as (own, _):
-        with pytest.raises(LockstepError, match=r"within 0\.5 s"):
-            own.all_reduce_(torch.ones(1))
+    with (
+        ranks(kind, tmp_path, sum_when_told, timeout_s=0.5) as (own, _),
+        pytest.raises(LockstepError, match=r"within 0\.5 s"),
+    ):
+        own.all_reduce_(torch.ones(1))
 
 
 def abort_then_sum(collectives: Collectives, pipe: Connection) -> str | float:
