@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Ops
+from rollout.errors import WeightUpdateError
 from rollout.layers.shard import Shard
 from rollout.layers.weight_slot import WeightSlot, kept_of
 from rollout.models.weights import WeightTable, is_computed
@@ -47,16 +48,30 @@ class WeightShare:
 
 
 def sum_of(shares: Sequence[WeightShare]) -> WeightShare:
-    """Return the fingerprints themselves, of the shares of all ranks."""
+    """Return the fingerprints themselves, of the shares of all ranks.
+
+    Raises WeightUpdateError for shares of different tensors.
+    """
     first, *others = shares
     if not others:
         return first
+    for rank, other in enumerate(others, start=1):
+        if odd := _keys(first) ^ _keys(other):
+            raise WeightUpdateError(
+                f"ranks 0 and {rank} have staged different updates: only one of them has "
+                f"{min(odd)!r}; hand all ranks the same tensors"
+            )
     return WeightShare(
         pieces=_added([share.pieces for share in shares]),
         own=_added([share.own for share in shares]),
         adapter=_added([share.adapter for share in shares]),
         adapter_dtypes=first.adapter_dtypes,
     )
+
+
+def _keys(share: WeightShare) -> set[str]:
+    """What tensors it is of."""
+    return {str(piece) for piece in (*share.pieces, *share.adapter)} | {*share.own}
 
 
 def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint]:
@@ -150,10 +165,11 @@ def hashed_wholes(
 ) -> dict[str, Fingerprint]:
     """Return this rank's addend for tensors in their own dtypes, of which it hashes some."""
     queued: dict[str, Tensor] = {}
-    for turn, (name, tensor) in enumerate(tensors.items()):
+    for turn, name in enumerate(sorted(tensors)):
         check()
         with blaming(f"checking {name!r}"):
-            queued[name] = hasher.of_whole(tensor, hashed_dtype(tensor.dtype), turn=turn)
+            dtype = hashed_dtype(tensors[name].dtype)
+            queued[name] = hasher.of_whole(tensors[name], dtype, turn=turn)
     return fetched(queued)
 
 

@@ -143,6 +143,43 @@ def test_it_is_the_weighted_sum_of_each_tokens_experts(
     assert ((actual_TE.double() - expected_TE).abs() <= TOLERANCE[dtype] * size_TE).all()
 
 
+def part_of(experts: ExpertWeights, first: int, end: int) -> ExpertWeights:
+    """What a rank has of them."""
+    biases = experts.gate_up_bias_NG, experts.down_bias_NE
+    gate_up_bias_NG, down_bias_NE = (None if bias is None else bias[first:end] for bias in biases)
+    return ExpertWeights(
+        gate_up_NGE=experts.gate_up_NGE[first:end],
+        down_NEF=experts.down_NEF[first:end],
+        gate_up_bias_NG=gate_up_bias_NG,
+        down_bias_NE=down_bias_NE,
+        activation=experts.activation,
+        is_part=True,
+    )
+
+
+@all_ops
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 30])
+@pytest.mark.parametrize("num_own", [1, 5])
+def test_parts_of_the_experts_add_up_to_all(
+    name: str, has_bias: bool, num_tokens: int, num_own: int
+) -> None:
+    if is_interpreted(name):
+        num_tokens = min(num_tokens, 2)
+    experts = random_experts(8, 32, 48, dtype=torch.float32, has_bias=has_bias)
+    x_TE, ids_TK, weights_TK = random_tokens(num_tokens, experts, 3)
+    total_TE = torch.zeros(x_TE.shape)
+    for first, end in ((0, num_own), (num_own, 8)):
+        part = part_of(experts, first, end)
+        is_here_TK = (ids_TK >= first) & (ids_TK < end)
+        own_TK = torch.where(is_here_TK, ids_TK - first, end - first)
+        out_TE = experts_of(name)(x_TE, own_TK, weights_TK, part)
+        assert not out_TE[~is_here_TK.any(1)].any(), "a token that was sent elsewhere"
+        total_TE += out_TE
+    expected_TE, size_TE = experts_f64(x_TE, ids_TK, weights_TK, experts)
+    assert ((total_TE - expected_TE).abs() <= 2 * TOLERANCE[torch.float32] * size_TE).all()
+
+
 @native
 @dtypes
 def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rollout.backends.base import ExpertWeights, GatedActivation
+from rollout.backends.ops import routed_experts
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.ops.routed_experts import every_expert, grouped, looped
 from rollout.layers.experts import MixtureOfExperts, MoeNames, MoeSpec, Router, RouterSpec
@@ -174,3 +175,34 @@ def test_asking_every_expert_gives_the_sum_of_the_chosen(has_bias: bool) -> None
         *(x_TE, ids_TK, weights_TK, experts), lambda _, gate_up: ReferenceOps().silu_mul(gate_up)
     )
     assert_close(actual_TE, expected_TE)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("way", ["grouped", "every expert"])
+def test_parts_of_the_experts_add_up_as_a_gpu_computes_them(
+    way: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's tokens that go to another rank have the id after its last expert."""
+    monkeypatch.setattr(routed_experts, "can_group", lambda *_: way == "grouped")
+    run = routed_experts.every_expert if way == "every expert" else routed_experts.routed_experts
+    num_experts, size, hidden_size = 6, 4, 8  # rows of 16 bytes at least
+    stacks = {
+        "gate_up_NGE": torch.randn(num_experts, 2 * size, hidden_size),
+        "down_NEF": torch.randn(num_experts, hidden_size, size),
+    }
+    if has_bias:
+        stacks["gate_up_bias_NG"] = torch.randn(num_experts, 2 * size)
+        stacks["down_bias_NE"] = torch.randn(num_experts, hidden_size)
+    x_TE, weights_TK = torch.randn(4, hidden_size), torch.rand(4, 2)
+    ids_TK = torch.tensor([[0, 2], [5, 0], [3, 4], [1, 5]])
+
+    def gate(_: GatedActivation, gate_up: Tensor) -> Tensor:
+        return ReferenceOps().silu_mul(gate_up)
+
+    total_TE = torch.zeros(4, hidden_size)
+    for start, end in ((0, 3), (3, 6)):
+        part = {name: stack[start:end] for name, stack in stacks.items()}
+        own_TK = torch.where((ids_TK >= start) & (ids_TK < end), ids_TK - start, end - start)
+        total_TE += run(x_TE, own_TK, weights_TK, ExpertWeights(**part, is_part=True), gate)
+    expected_TE = ReferenceOps().experts(x_TE, ids_TK, weights_TK, ExpertWeights(**stacks))
+    assert_close(total_TE, expected_TE)

@@ -119,13 +119,10 @@ def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> 
     assert {rank.version for rank in group.ranks} == {1}
 
 
-@sizes
 @all_families
-def test_each_rank_has_its_parts_of_the_weights_and_each_expert_is_on_one(
-    case: str, size: int
-) -> None:
+def test_each_rank_has_its_parts_of_the_weights_and_each_expert_is_on_one(case: str) -> None:
     whole = group_of(trainer(case, 1), 1).models[0].read_weights()
-    slots = [model.weight_slots() for model in group_of(trainer(case, 1), size).models]
+    slots = [model.weight_slots() for model in group_of(trainer(case, 1), 2).models]
     for name, values in whole.items():
         parts = [rank[name] for rank in slots]
         assert all(part.shape == values.shape for part in parts), name
@@ -185,6 +182,27 @@ def test_a_change_of_one_number_on_its_way_shows_in_the_checksum() -> None:
     tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] += 1
     with pytest.raises(WeightUpdateError, match=f"not {announced} as announced"):
         group.stage(tensors, announced)
+
+
+def test_ranks_that_were_handed_different_tensors_are_told_so() -> None:
+    group, tensors = group_of(trainer("gemma", 1), 2), weights_of("gemma", 2)
+    other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    first, second = (
+        rank.stage(given) for rank, given in zip(group.ranks, (tensors, other), strict=True)
+    )
+    with pytest.raises(WeightUpdateError, match=r"ranks 0 and 1 .*only one of them has .*lm_head"):
+        group.ranks[0].accept(first, [first.share, second.share])
+
+
+def test_the_order_of_an_update_may_differ_from_rank_to_rank() -> None:
+    group = group_of(trainer("qwen3_moe", 1), 2)
+    tensors = {name: tensor.double() for name, tensor in weights_of("qwen3_moe", 2).items()}
+    backwards = dict(reversed(tensors.items()))
+    staged = [
+        rank.stage(given, source_checksum="announced")
+        for rank, given in zip(group.ranks, (tensors, backwards), strict=True)
+    ]
+    group.ranks[0].accept(staged[0], [part.share for part in staged], own_checksum(tensors))
 
 
 def test_tied_weights_that_differ_on_the_last_rank_are_refused() -> None:

@@ -113,8 +113,8 @@ def looped(ids_A: Tensor, num_experts: int) -> Product:
         out_AF = x_AE.new_empty(len(x_AE), weight_NFE.shape[1])
         for expert, rows, out in zip(ids, x_AE.split(counts), out_AF.split(counts), strict=True):
             if expert == num_experts:
-                continue  # another rank's
-            if bias_NF is None:
+                out.zero_()  # another rank's
+            elif bias_NF is None:
                 torch.mm(rows, weight_NFE[expert].t(), out=out)
             else:
                 torch.addmm(bias_NF[expert], rows, weight_NFE[expert].t(), out=out)
