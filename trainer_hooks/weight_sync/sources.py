@@ -67,7 +67,7 @@ def merged_tensors(
     def merge(given: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name = given[0].removeprefix(_PEFT_ROOT).replace(_PEFT_LAYER, ".")
         base, pair = given[1].detach(), pairs.get(name.removesuffix(".weight"))
-        return name, base if pair is None else merger.merged(base.cpu(), pair)
+        return name, base if pair is None else merger.merged(base.cpu(), pair, None)
 
     return map(merge, streamed(_weights_in(model, lambda name: _LORA not in name)))
 
