@@ -26,6 +26,27 @@ def joined_group(
     store = distributed.PrefixStore(f"{device.type}/", places)
     if backend == "gloo":
         return distributed.ProcessGroupGloo(store, rank, world_size, timeout), device
+    return _nccl_group(store, rank, world_size, timeout), device
+
+
+def connected_group(
+    backend: str, places: Any, rank: int, world_size: int, timeout: timedelta, own_host: str
+) -> tuple[Any, torch.device]:
+    """As `joined_group`; the other ranks reach this one at `own_host`. Gloo alone would take the
+    address that the machine's name has."""
+    distributed: Any = dist
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    if backend == "nccl":
+        return _nccl_group(places, rank, world_size, timeout), device
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=own_host)]
+    return gloo(places, rank, world_size, options), device
+
+
+def _nccl_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    distributed: Any = dist
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return distributed.ProcessGroupNCCL(store, rank, world_size, options), device
+    return distributed.ProcessGroupNCCL(store, rank, world_size, options)

@@ -6,49 +6,103 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollout import AsyncLLM, ConfigError, WeightUpdateError
+from rollout import (
+    AsyncLLM,
+    ConfigError,
+    DynamicInferenceRequest,
+    SamplingParams,
+    WeightUpdateError,
+)
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
-from tests.tiny_models import tiny_engine
+from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet
+from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
-pytestmark = pytest.mark.distributed
+KINDS = {"shared": "shared", "directory": "directory:{}", "collective": "collective"}
 
 
 def checksum(version: int) -> str:
     return tiny_engine(weights(version)).weights_checksum()
 
 
-def test_engines_read_a_directory_and_one_that_comes_back_catches_up(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["directory", "collective"])
+def test_engine_processes_take_every_push_and_one_that_comes_back_catches_up(
+    kind: str, tmp_path: Path
+) -> None:
     async def work() -> None:
+        named = f"directory:{tmp_path}" if kind == "directory" else kind
         async with AsyncLLM(
-            directory(),
-            None,
-            CONFIG,
-            data_parallel_size=2,
-            weight_transport=f"directory:{tmp_path}",
+            directory(), None, CONFIG, data_parallel_size=2, weight_transport=named
         ) as llm:
             await llm.update_weights(weights(1), in_flight=True)
             assert await llm.weights_checksum() == checksum(1)
             os.kill(fleet_pids()[1], signal.SIGKILL)
 
-            async def is_back() -> bool:
-                ranks = (await llm.client.engine_stats())["ranks"]
-                return [stats["weights_version"] for stats in ranks.values()] == [1, 1]
+            async def is_gone() -> bool:
+                return len(await served(llm)) == 1
 
-            await until(is_back, "the engine has the committed weights", every_s=0.2)
+            async def is_back() -> bool:
+                await llm.update_weights(weights(2), in_flight=True)
+                return await served(llm) == [llm.weights_version] * 2
+
+            await until(is_gone, "the engine is lost", every_s=0.05)
+            await until(is_back, "the engine has the committed weights", every_s=0.5)
             incomplete = dict(weights(2).named_parameters())
             incomplete.popitem()
             with pytest.raises(WeightUpdateError, match=r"rank \d: the update lacks 1"):
                 await llm.update_weights(incomplete, in_flight=True)
             await llm.update_weights(weights(3), in_flight=True)
             assert await llm.weights_checksum() == checksum(3)
-            assert len(list(tmp_path.iterdir())) == 1
         assert not list(tmp_path.iterdir()), "nothing is left behind"
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+async def served(llm: AsyncLLM) -> list[int]:
+    """The weights version of each engine that is there."""
+    ranks = (await llm.client.engine_stats())["ranks"]
+    return [stats["weights_version"] for stats in ranks.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fleet_takes_pushes_by_every_transport_and_a_late_engine_gets_them(
+    kind: str, tmp_path: Path
+) -> None:
+    async def work(fleet: LiveFleet) -> None:
+        async with AsyncLLM.joined(
+            fleet.address, weight_transport=KINDS[kind].format(tmp_path)
+        ) as llm:
+            await llm.update_weights(tiny(21), in_flight=True)
+            fleet.engines.append(LiveEngine(fleet.address, 2))
+            fleet.engines[2].link.wait_registered(BOUND_S)
+            incomplete = dict(tiny(22).named_parameters())
+            incomplete.popitem()
+            with pytest.raises(WeightUpdateError, match=r"rank \d: the update lacks 1"):
+                await llm.update_weights(incomplete, in_flight=True)
+            await llm.update_weights(tiny(22), in_flight=True)
+
+            async def all_serve() -> bool:
+                return await served(llm) == [2, 2, 2]
+
+            await until(all_serve, "the late engine serves the weights, too")
+            assert await llm.weights_checksum() == tiny_engine(tiny(22)).weights_checksum()
+            request = await llm.generate(prompt_of(5), SamplingParams(num_tokens_to_generate=3))
+            assert isinstance(request, DynamicInferenceRequest)
+            assert request.policy_versions.tolist() == [2, 2, 2]
+        assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+    with LiveFleet() as fleet:
+        asyncio.run(asyncio.wait_for(work(fleet), DEADLINE_S))
+
+
+def tiny(seed: int) -> Any:
+    return tiny_model("qwen3", seed=seed)
 
 
 @pytest.mark.parametrize("name", ["pigeon", "shared:here", "directory", "directory:/dev/null/x"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,9 +18,11 @@ from tests.tiny_models import tiny_engine, tiny_model
 NORM = "model.norm.weight"
 
 
-@pytest.fixture(params=TRANSPORTS)
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightFleet]:
-    with WeightFleet(TRANSPORTS[request.param](tmp_path)) as fleet:
+@pytest.fixture(params=TRANSPORTS, scope="module")
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WeightFleet]:
+    with WeightFleet(TRANSPORTS[request.param](tmp_path_factory.mktemp("weights"))) as fleet:
         yield fleet
 
 
@@ -28,6 +30,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return dict(tiny_model(seed=seed).named_parameters())
 
 
+@cache
 def checksum(seed: int) -> str:
     return tiny_engine(tiny_model(seed=seed)).weights_checksum()
 

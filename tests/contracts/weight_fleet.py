@@ -4,15 +4,18 @@ stages and votes, then all commit or none does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from rollout import WeightUpdateError
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.weights.collective import CollectiveTransport
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.coordinator.weights.shared import SharedTransport
@@ -24,6 +27,7 @@ MakeTransport = Callable[[Path], WeightTransport]
 TRANSPORTS: dict[str, MakeTransport] = {
     "shared": lambda path: SharedTransport(),
     "directory": lambda path: DirectoryTransport(path / "weights"),
+    "collective": lambda path: CollectiveTransport(bucket_bytes=4096),
 }
 
 
@@ -64,18 +68,18 @@ class WeightFleet:
     def push(self, named_tensors: Any) -> WeightsSource:
         """Returns the source. Raises the first fault, after all have rolled back."""
         source = self.transport.publish(named_tensors)
-        received = over_the_wire(source)
+        received = over_the_wire(structs.replace(source, num_members=len(self.members)))
         with ThreadPoolExecutor(1 + len(self.members)) as threads:
             sending = threads.submit(self.transport.send, source)
             staging = [threads.submit(member.stage, received) for member in self.members]
-            faults = [future.exception() for future in staging]
-            if any(faults):
+            ended, _ = wait(staging, return_when=FIRST_EXCEPTION)
+            faults = [fault for future in ended if (fault := future.exception())]
+            if faults:
                 self.transport.drop()
-            faults.append(sending.exception())
+            sending.exception()
         for fault in faults:
-            if fault is not None:
-                assert isinstance(fault, WeightUpdateError), fault
-                raise fault
+            assert isinstance(fault, WeightUpdateError), fault
+            raise fault
         for member, staged in zip(self.members, staging, strict=True):
             member.engine.commit_weights(staged.result(), in_flight=True)
         self.transport.commit()

@@ -249,14 +249,15 @@ class WeightCommit(Operation):
         if version is None:
             version = self.fleet.weights_version + 1
         self._version = self.fleet.require_next_version(version, WeightUpdateError)
+        engines = self.registry.members_of(self.message.source)
         prepare = Prepare(
             command_id=self.command_id,
             version=self._version,
-            source=self.message.source,
+            source=structs.replace(self.message.source, num_members=len(engines)),
             in_flight=self.message.in_flight,
             deadline_s=self.deadline_at - now,
         )
-        self.ask(self.registry.ready_engines(), prepare, now)
+        self.ask(engines, prepare, now)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         if isinstance(answer, Nack) and self._is_decided:
@@ -332,7 +333,7 @@ class WeightCommit(Operation):
         self._is_decided = True
         self.results = {}
         # An engine that joins later must fetch the same weights.
-        source = structs.replace(self.message.source, checksum=checksum)
+        source = structs.replace(self.message.source, checksum=checksum, num_members=0)
         before = self.fleet.weights
         base = before.full_source if source.lora is not None and before is not None else None
         self.fleet.weights = CommittedWeights(self._version, checksum, source, base)

@@ -25,6 +25,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     nack_of,
 )
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, RolloutError, WeightUpdateError
 
@@ -61,6 +62,8 @@ class Registry:
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
         self._joining: dict[bytes, EngineSession] = {}  # admitted, not ready for work yet
+        # Admitted, without the fleet's weights, which nobody keeps: the next push brings some.
+        self._awaiting_push: dict[bytes, EngineSession] = {}
         self._rank_of_engine: Recent[bytes, int] = Recent(context.limits.max_engines)
         self._sessions = count(1)
         self._refused: Recent[bytes, None] = Recent(context.limits.max_engines)
@@ -68,11 +71,24 @@ class Registry:
     @property
     def is_settled(self) -> bool:
         """Whether no engine is about to be admitted, to get work, or to be told of as lost."""
-        return not (self.departed or self._registered or self._joining)
+        return not (self.departed or self._registered or self._joining or self._reached())
 
     def ready_engines(self) -> Iterator[EngineSession]:
         """The engines that get work, in the order in which they joined."""
         return (engine for engine in self.engines.values() if engine.is_ready)
+
+    def members_of(self, source: WeightsSource) -> list[EngineSession]:
+        """The engines that a push of `source` goes to: all that are ready, and those that wait for
+        one, unless it builds on weights that they lack."""
+        served = self.fleet.weights
+        below = None if source.lora is None or served is None else served.full_source
+        waiting = self._awaiting_push.values() if below is None else ()
+        return [*self.ready_engines(), *waiting]
+
+    def _reached(self) -> list[EngineSession]:
+        """The engines that waited for a push, and have the fleet's weights now."""
+        version = self.fleet.weights_version
+        return [e for e in self._awaiting_push.values() if e.weights_version == version]
 
     # ---- coming
 
@@ -144,6 +160,9 @@ class Registry:
             self._num_awaited = 1
             for engine_id in sorted(self._registered):
                 self._admit(self._registered.pop(engine_id), now)
+        for engine in self._reached():
+            # It has the weights now, and registers again to learn what it must be besides.
+            self.remove(engine, "a push has reached it", now, suspects=(), level=logging.INFO)
         for engine in list(self._joining.values()):
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
                 # A RegisterAck cannot be corrected: the next registration gets the right one.
@@ -174,13 +193,22 @@ class Registry:
             expected=(fleet.state.name, weights.version),
         )
         self.engines[engine.engine_id] = context.sessions[engine.identity] = engine
-        self.dispatcher.reclaim(engine, message.running)
+        awaits_push = self._awaits_push(engine, weights)
+        if not awaits_push:  # else its requests go on elsewhere
+            self.dispatcher.reclaim(engine, message.running)
         if fleet.state is CoordinatorState.SUSPENDED:
             # A new engine releases its KV cache; a suspended one may have missed a RESUME.
             was_suspended = message.state == EngineState.SUSPENDED.name
             fleet.is_diverged |= was_suspended or "kv_cache" not in fleet.released
         self._instruct(engine, weights, message.prepared_command_id)
-        self._joining[engine.engine_id] = engine
+        if awaits_push:
+            self._awaiting_push[engine.engine_id] = engine
+            logger.warning(
+                "%s waits for the next push: version %d was broadcast, and is kept nowhere",
+                *(engine, weights.version),
+            )
+        else:
+            self._joining[engine.engine_id] = engine
         context.timers.set(("engine", engine.engine_id), now)
         if ("probe", 0) not in context.timers:
             context.timers.set(("probe", 0), now + context.limits.probe_interval_s)
@@ -214,13 +242,15 @@ class Registry:
     ) -> None:
         """Send the RegisterAck, and what the engine needs beyond it to reach the fleet's state."""
         state, limits = self.fleet.state, self.context.limits
-        is_behind = engine.weights_version < weights.version
+        awaits_push = self._awaits_push(engine, weights)
+        is_behind = engine.weights_version < weights.version and not awaits_push
         # The same weights under a later version, which an engine accepts only while paused.
         is_renumbered = is_behind and weights.source is None
         is_running = state is CoordinatorState.RUNNING
+        must_pause = awaits_push or (is_renumbered and is_running)
         ack = RegisterAck(
             coordinator_id=self.context.coordinator_id,
-            state=EngineState.PAUSED.name if is_renumbered and is_running else state.name,
+            state=EngineState.PAUSED.name if must_pause else state.name,
             lease_s=limits.engine_lease_s,
             heartbeat_s=limits.heartbeat_s,
             report_interval_tokens=limits.report_interval_tokens,
@@ -238,6 +268,13 @@ class Registry:
             self._command(engine, Headers.SET_GENERATION_EPOCH, {"version": weights.version})
             if is_running:
                 self._command(engine, Headers.UNPAUSE, {})
+
+    @staticmethod
+    def _awaits_push(engine: EngineSession, weights: CommittedWeights) -> bool:
+        """Whether the engine lacks weights that nobody keeps."""
+        sources = (weights.source, weights.base)
+        is_gone = any(source is not None and not source.is_kept for source in sources)
+        return is_gone and engine.weights_version < weights.version
 
     def _command(
         self, engine: EngineSession, header: Headers, arguments: Mapping[str, int]
@@ -335,6 +372,7 @@ class Registry:
         if self.context.sessions.get(engine.identity) is engine:
             del self.context.sessions[engine.identity]
         self._joining.pop(engine.engine_id, None)
+        self._awaiting_push.pop(engine.engine_id, None)
         self.context.timers.discard(("engine", engine.engine_id))
         self.departed.append(engine)
         return self.dispatcher.engine_left(engine, now)

@@ -39,7 +39,8 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     kind: how they are fetched. address: from where. manifest: where each tensor is; empty for kinds
     that say so elsewhere. checksum: of all tensors, as `engine.weights_checksum()` reports it once
     they are served. tensors_checksum: of the tensors in the source, before any cast. lora: None if
-    the tensors are all weights.
+    the tensors are all weights. is_kept: whether they can be fetched after the push. num_members:
+    how many engines take part in the push, said by the coordinator in a Prepare.
     """
 
     kind: Name
@@ -48,3 +49,5 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     checksum: Name
     tensors_checksum: Name = ""
     lora: LoraTerms | None = None
+    is_kept: bool = True
+    num_members: Count = 0

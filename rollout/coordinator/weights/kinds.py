@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from rollout.coordinator.weights.collective import CollectiveTransport
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.shared import SharedTransport
 from rollout.coordinator.weights.transport import WeightTransport
@@ -13,8 +14,8 @@ from rollout.errors import ConfigError
 def transport_of(
     named: str | WeightTransport | None, *, reject_non_finite: bool
 ) -> WeightTransport:
-    """Return the transport that `named` says: "shared" (None, too) or "directory:PATH". One that
-    the user has made is taken as it is.
+    """Return the transport that `named` says: "shared" (None, too), "directory:PATH",
+    "collective" or "collective:HOST". One that the user has made is taken as it is.
 
     Raises ConfigError naming the legal ones.
     """
@@ -41,8 +42,14 @@ def _directory(argument: str, reject_non_finite: bool) -> WeightTransport:
     return DirectoryTransport(argument, reject_non_finite=reject_non_finite)
 
 
-_FORMS = ("shared", "directory:PATH")
+def _collective(argument: str, reject_non_finite: bool) -> WeightTransport:
+    host = argument or "127.0.0.1"
+    return CollectiveTransport(host, reject_non_finite=reject_non_finite)
+
+
+_FORMS = ("shared", "directory:PATH", "collective", "collective:HOST")
 _MAKERS: Mapping[str, Callable[[str, bool], WeightTransport]] = {
     "shared": _shared,
     "directory": _directory,
+    "collective": _collective,
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollout.backends.base import Ops
 from rollout.backends.cpu import cpu_backend
+from rollout.backends.ops.fingerprint import fingerprint
 from rollout.coordinator.protocol.weights_source import LoraTerms
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter
@@ -25,13 +26,15 @@ from rollout.runner.weight_update import (
 class TensorReader:
     """Reads pushes; see `read`."""
 
-    def __init__(self, *, reject_non_finite: bool) -> None:
+    def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
+        """`device`: where tensors are handed out; None for the host."""
         self._reject_non_finite = reject_non_finite
+        self._device = device or torch.device("cpu")
         self._ops: Ops | None = None  # made when it is needed, which may compile its kernels
 
     @torch.no_grad()
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
-        """Give each tensor to `write`: whole, contiguous, on the host, valid until it returns.
+        """Give each tensor to `write`: whole, contiguous, on the device, valid until it returns.
         Returns the checksum of all of them as they are.
 
         They are read as `streamed` does, one in memory at a time. Reading sharded ones is a
@@ -56,13 +59,19 @@ class TensorReader:
         self, name: str, tensor: Tensor, write: Callable[[str, Tensor], None]
     ) -> Fingerprint:
         """Give one tensor to `write`, and return its fingerprint."""
-        self._ops = self._ops or cpu_backend("device").ops
+        hash_of = self._fingerprint()
         try:
-            values = tensor.detach().cpu().contiguous()
+            values = tensor.detach().to(self._device).contiguous()
             write(name, values)
-            return self._ops.fingerprint(values, hashed_dtype(values.dtype)).tolist()
+            return hash_of(values, hashed_dtype(values.dtype)).tolist()
         except (RuntimeError, TypeError, KeyError) as error:
             raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
+
+    def _fingerprint(self) -> Callable[[Tensor, torch.dtype], Tensor]:
+        if self._device.type != "cpu":
+            return fingerprint
+        self._ops = self._ops or cpu_backend("device").ops
+        return self._ops.fingerprint
 
     def _check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]

@@ -21,6 +21,8 @@ from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 
+TERMS = LoraTerms(rank=1, alpha=1.0, use_rslora=False, ranks={}, alphas={})
+
 
 def versions(engines: list[FakeEngine]) -> list[int]:
     return [engine.version for engine in engines]
@@ -254,8 +256,6 @@ def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
 
 
 def test_a_late_joiner_gets_the_full_weights_below_an_adapter_too() -> None:
-    terms = LoraTerms(rank=1, alpha=1.0, use_rslora=False, ranks={}, alphas={})
-
     def sources_of_a_late_joiner(*pushes: WeightsSource) -> tuple[object, object]:
         fleet, client, _ = fleet_in("PAUSED", 1)
         for source in pushes:
@@ -265,10 +265,61 @@ def test_a_late_joiner_gets_the_full_weights_below_an_adapter_too() -> None:
         (ack,) = [m for m in late.seen if isinstance(m, RegisterAck)]
         return ack.weights, ack.base_weights
 
-    first, second, third = (replace(source_of(v), lora=terms) for v in (1, 2, 3))
+    first, second, third = (replace(source_of(v), lora=TERMS) for v in (1, 2, 3))
     assert sources_of_a_late_joiner(first, second) == (second, None)
     assert sources_of_a_late_joiner(source_of(1), second, third) == (third, source_of(1))
     assert sources_of_a_late_joiner(source_of(1), second, source_of(3)) == (source_of(3), None)
+
+
+def test_a_late_joiner_waits_for_the_next_push_where_weights_are_not_kept() -> None:
+    fleet, client, (first,) = fleet_in("RUNNING", 1)
+    fleet.give(client, client.update(replace(source_of(1), is_kept=False), in_flight=True))
+    late = fleet.engine()
+    fleet.run()
+    (ack,) = [m for m in late.seen if isinstance(m, RegisterAck)]
+    assert (ack.state, ack.weights) == ("PAUSED", None)
+    assert list(fleet.core.ranks()) == [0], "it gets no work"
+    adapter = replace(source_of(2), lora=TERMS, is_kept=False)
+    assert isinstance(fleet.give(client, client.update(adapter, in_flight=True)), Ack)
+    assert late.version == 0, "an adapter alone is of no use to it"
+    fleet.give(client, client.update(replace(source_of(3), is_kept=False), in_flight=True))
+    for engine in (first, late):
+        (prepare,) = [m for m in engine.seen if isinstance(m, Prepare) and m.version == 3]
+        assert prepare.source.num_members == 2
+    fleet.run()
+    assert late.must_register, "it has the weights, and asks what else it must be"
+    fleet.redial(late)
+    fleet.run()
+    assert (late.version, late.state) == (3, "RUNNING")
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_a_late_joiner_takes_adapters_on_the_weights_that_all_engines_start_with() -> None:
+    fleet, client, _ = fleet_in("RUNNING", 1)
+    adapter = replace(source_of(1), lora=TERMS, is_kept=False)
+    fleet.give(client, client.update(adapter, in_flight=True))
+    late = fleet.engine()
+    fleet.run()
+    assert list(fleet.core.ranks()) == [0]
+    fleet.give(client, client.update(replace(adapter), version=2, in_flight=True))
+    fleet.redial(late)
+    fleet.run()
+    assert (late.version, late.state) == (2, "RUNNING")
+    assert list(fleet.core.ranks()) == [0, 1]
+
+
+def test_requests_of_an_engine_that_missed_a_push_go_on_elsewhere() -> None:
+    fleet, client, (first, second) = fleet_in("RUNNING", 2)
+    fleet.send(client, *(client.submission([9]) for _ in range(2)))
+    fleet.run()
+    assert [len(engine.held) for engine in (first, second)] == [1, 1]
+    fleet.pass_time(LIMITS.engine_lease_s + 1, silent=[second])
+    fleet.give(client, client.update(replace(source_of(1), is_kept=False), in_flight=True))
+    fleet.redial(second)
+    fleet.run()
+    assert list(fleet.core.ranks()) == [0]
+    fleet.finish()
+    assert all(len(asked.replies) == 1 for asked in client.asked.values())
 
 
 def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> None:

@@ -1,0 +1,122 @@
+"""Meeting: where the sender of a collective push and the engines agree on their group.
+
+A TCPStore of the sender. For each push the engines say who they are and which group they still
+have; once as many have come as the coordinator has ordered, the sender names the group and each
+one's rank in it. While the same engines come, with the same group, it stays.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.backends.process_groups import connected_group
+
+_POLL_S = 0.002, 0.02  # the first pause and the longest one
+T = TypeVar("T")
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that has come to a push. group: the one it has, "" for none."""
+
+    engine: str
+    group: str
+
+
+class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The group of a push. engines: of ranks 1, 2, ...; the sender is rank 0. fault: why there is
+    no group."""
+
+    group: str
+    engines: tuple[str, ...]
+    backend: str
+    bucket_bytes: int
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A torch.distributed group beside all others of its processes."""
+
+    name: str
+    process_group: Any
+    device: torch.device
+
+    def broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
+        """From rank 0 to all. Raises RuntimeError if a member has gone or is too slow; the group is
+        of no use then.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout_s)
+        self.process_group.broadcast([bytes_N], options).wait()
+
+
+def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
+    """A store that listens at `host` alone, and its port. Raises OSError."""
+    distributed: Any = dist  # whose type hints lack this class
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    ), port
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Any:
+    """Raises RuntimeError if nobody answers."""
+    distributed: Any = dist
+    return distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join(
+    store: Any, name: str, backend: str, rank: int, size: int, own_host: str, timeout_s: float
+) -> Group:
+    """Join a group of `size` ranks; `own_host` is the address where the others reach this one."""
+    distributed: Any = dist
+    places = distributed.PrefixStore(f"{name}/", store)
+    timeout = timedelta(seconds=timeout_s)
+    group, device = connected_group(backend, places, rank, size, timeout, own_host)
+    return Group(name, group, device)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine on its way to `host`."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
+    """The value of `key`, once it is there. `check` is called now and then, and may raise. Raises
+    RuntimeError if the store has gone."""
+    pause_s, longest_s = _POLL_S
+    while not store.check([key]):
+        check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return bytes(store.get(key))
+
+
+def put(store: Any, key: str, value: Any) -> None:
+    """Raises RuntimeError if the store has gone."""
+    store.set(key, msgspec.msgpack.encode(value))
+
+
+def read(encoded: bytes, kind: type[T]) -> T:
+    """Raises msgspec.MsgspecError."""
+    return msgspec.msgpack.decode(encoded, type=kind)
