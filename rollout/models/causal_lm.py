@@ -158,7 +158,10 @@ class CausalLM(nn.Module):
         """Logits of all ids, [L, V], of those P that each rank has."""
         size, vocab_size = self.spec.shard.size, self.spec.vocab_size
         widths = [Shard(rank, size).range_of(vocab_size).length for rank in range(size)]
-        padded_LP = F.pad(logits_LP, (0, max(widths) - logits_LP.shape[1])).contiguous()
+        if vocab_size % size == 0:
+            gathered_SLP = self.collectives.all_gather(logits_LP.contiguous())
+            return gathered_SLP.transpose(0, 1).reshape(-1, vocab_size)  # no copy of a single row
+        padded_LP = F.pad(logits_LP, (0, max(widths) - logits_LP.shape[1]))
         parts = self.collectives.all_gather(padded_LP).unbind()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 

@@ -24,11 +24,12 @@ from rollout.models.loading import open_model
 from rollout.parallel.collectives import Collectives, OneRank
 from tests.family_cases import FAMILY_CASES, family_model, family_of
 from tests.thread_ranks import on_ranks
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import tiny_model
 
 BLOCK_SIZE = 8
 LENGTHS = (13, 30)  # of prompts, beyond the window and not
 NUM_DECODES = 3
+NUM_IDS = 208  # that prompts are drawn from, of a vocabulary that may have more
 TOLERANCE = 2e-5  # of logits of some units
 FUSED_CASES = [
     case
@@ -61,7 +62,7 @@ def batch_of(query_lens: list[int], contexts: list[int], caches: list[Tensor]) -
     )
     generator = torch.Generator().manual_seed(int(sum(contexts)))
     return ForwardBatch(
-        token_ids_T=torch.randint(0, VOCAB_SIZE, (int(starts[-1]),), generator=generator),
+        token_ids_T=torch.randint(0, NUM_IDS, (int(starts[-1]),), generator=generator),
         positions_T=torch.from_numpy(positions),
         slots_T=torch.from_numpy(slots).long(),
         block_tables_RM=torch.from_numpy(tables),
@@ -196,6 +197,11 @@ def test_a_sum_that_fails_within_a_fused_decoder_is_the_last_and_raises(
         model(batch)
     num_sums = 1 + 2 * model.spec.num_layers
     assert collectives.num_calls == 3 + num_sums
+
+
+def test_a_vocabulary_that_ranks_divide_evenly_is_gathered_in_its_order() -> None:
+    source = tiny_model("qwen2", seed=3, vocab_size=208, tie_word_embeddings=True)
+    assert_as_one(logits_on_ranks(source, 4), logits_on_ranks(source, 1)[0])
 
 
 def test_bfloat16_ranks_are_as_near_to_float32_as_one() -> None:
