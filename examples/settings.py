@@ -20,6 +20,7 @@ from trainer_hooks.jobs import (
     WeightSyncSettings,
 )
 from trainer_hooks.jobs.environment import EnvironmentSettings
+from trainer_hooks.jobs.selection import LOCAL_LAUNCHER
 
 AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -170,7 +171,8 @@ class JobSettings:
 
     `run_name`: the directory of the job under outputs/train_grpo.
     `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
-    process. `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
+    process. `launcher`: the class of what starts them, and its arguments.
+    `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
     """
 
     PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
@@ -191,6 +193,7 @@ class JobSettings:
     producer: ProducerSettings
     weight_sync: WeightSyncSettings
     environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009 - it is frozen
+    launcher: FunctionSettings = FunctionSettings(path=LOCAL_LAUNCHER)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if not self.reward.terms and self.environment.path is None:
@@ -208,6 +211,11 @@ class JobSettings:
                 f"algorithm.reference.sync_interval={self.algorithm.reference.sync_interval} with "
                 "model.lora, whose reference is the policy without its adapter and cannot follow; "
                 "leave one of them out"
+            )
+        if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
+            raise ConfigError(
+                f"launcher.path={self.launcher.path} has nothing to start with num_engines=0; set "
+                "num_engines, or leave launcher out"
             )
 
     @property

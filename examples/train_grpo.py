@@ -6,6 +6,7 @@
     python examples/train_grpo.py run_name=seeds seeds=3            # seeds 0, 1, 2, then a table
     python examples/train_grpo.py run_name=shuffled algorithm.shuffle_rewards=true     # the control
     python examples/train_grpo.py run_name=async mode=async       # engines of their own
+    python examples/train_grpo.py run_name=ray mode=async launcher=ray num_engines=2  # Ray's actors
     python examples/train_grpo.py run_name=ppo algorithm=ppo        # with a critic
     python examples/train_grpo.py run_name=sizes --multirun algorithm.group_size=4,8
 
@@ -57,7 +58,7 @@ from trainer_hooks import (
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.jobs.adapter import new_adapter
 from trainer_hooks.jobs.report import REPORT_NAME, write_report
-from trainer_hooks.jobs.selection import producer_options
+from trainer_hooks.jobs.selection import new_launcher, producer_options
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.jobs.warm_up import warm_up
 
@@ -281,7 +282,12 @@ class Run:
         tokenizer = self.task.tokenizer
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
-                policy, tokenizer, config, data_parallel_size=num_engines, weights_version=version
+                policy,
+                tokenizer,
+                config,
+                data_parallel_size=num_engines,
+                weights_version=version,
+                launcher=new_launcher(self.settings.launcher),
             ) as llm:
                 yield llm
         else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from rollout.backends.select import block_size_of
+from rollout.backends.select import block_size_of, needs_gpu
 from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
@@ -84,7 +84,7 @@ class FleetProcesses:
             job = EngineJob(
                 module=_ENGINE_MODULE,
                 arguments={**engine, "inference_config": config, "curve": self.curve},
-                device=config.device,
+                num_gpus=int(needs_gpu(config)),
                 address=self._coordinator.started,
                 max_restarts=max_engine_restarts,
                 start_timeout_s=start_timeout_s,

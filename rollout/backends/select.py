@@ -82,6 +82,12 @@ def create_backend(config: InferenceConfig) -> Backend:
     return backend
 
 
+def needs_gpu(config: InferenceConfig) -> bool:
+    """Return whether engines of `config` compute on a GPU; "auto" says what is here. A named one
+    need not be there."""
+    return (_device(config) if config.device == "auto" else config.device) == "cuda"
+
+
 def block_size_of(config: InferenceConfig) -> int:
     """Return the tokens of a KV block: those of `config`, or its device's default.
 

@@ -15,7 +15,7 @@ class EngineJob:
     `module`: its `run_engine(address, **arguments, on_registered=...)` is an engine from its start
     to its end. `arguments`: all others of that function, among them the CURVE keys of the fleet's
     engines, if it has keys. They may be the trainer's own model: what goes elsewhere is copied
-    before `launch` returns. `device`: where they compute, as the config says.
+    before `launch` returns. `num_gpus`: on which each engine computes.
 
     `address`: of the coordinator, in the future, since an engine can begin to start before.
     `max_restarts`: how often an engine that ends is started again. `start_timeout_s`: how long one
@@ -26,7 +26,7 @@ class EngineJob:
 
     module: str
     arguments: Mapping[str, Any]
-    device: str
+    num_gpus: int
     address: Future[str]
     max_restarts: int
     start_timeout_s: float

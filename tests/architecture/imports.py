@@ -40,8 +40,8 @@ FORBIDDEN_IMPORTS = {
     "rollout.step": {"torch"},
     "rollout": {"hydra", "omegaconf", "wandb", "trainer_hooks"},
 }
-# root -> the only package that imports it
-SOLE_IMPORTERS = {"zmq": "rollout.coordinator"}
+# root -> the only package or module that imports it
+SOLE_IMPORTERS = {"zmq": "rollout.coordinator", "ray": "rollout.launch.ray"}
 
 
 @dataclass(frozen=True)

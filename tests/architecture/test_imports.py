@@ -28,7 +28,7 @@ def test_no_package_imports_a_root_forbidden_to_it(modules: list[Module]) -> Non
     assert not violations, "\n".join(violations)
 
 
-def test_only_the_coordinator_imports_zmq(modules: list[Module]) -> None:
+def test_what_one_place_alone_may_import_is_imported_there_alone(modules: list[Module]) -> None:
     violations = sole_importer_violations(modules)
     assert not violations, "\n".join(violations)
 

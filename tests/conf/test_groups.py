@@ -58,6 +58,7 @@ LEFT_OPEN = {
     "model=checkpoint": ["++model.path=DIR"],
     "reward=terms": [REWARD],
     "data=environment": ["++model.path=DIR", "environment.options.name=NAME"],
+    "launcher": ["num_engines=1"],
     "environment=python": ["++environment.path=mine:Shop"],
     "environment=verifiers": ["environment.options.name=NAME"],
     "environment=verifiers_v1": ["environment.options.name=NAME"],

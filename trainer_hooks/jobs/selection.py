@@ -1,13 +1,17 @@
-"""Which prompts and groups a job trains on: group filters and the curriculum of its settings."""
+"""What the settings of a job name by import path: group filters, curriculum, launcher."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
 
+from rollout.errors import ConfigError
+from rollout.launch.launcher import Launcher
 from trainer_hooks.curriculum import Curriculum
-from trainer_hooks.jobs.import_paths import import_function
-from trainer_hooks.jobs.settings import CurriculumSettings, ProducerSettings
+from trainer_hooks.jobs.import_paths import import_function, import_object
+from trainer_hooks.jobs.settings import CurriculumSettings, FunctionSettings, ProducerSettings
+
+LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
@@ -21,6 +25,19 @@ def producer_options(settings: ProducerSettings) -> dict[str, Any]:
         for name, own in settings.group_filters.items()
     ]
     return {**options, "group_filters": filters, "curriculum": _curriculum(settings.curriculum)}
+
+
+def new_launcher(settings: FunctionSettings) -> Launcher:
+    """What starts the engines of one fleet. Raises ConfigError for a path that names none, and for
+    options that it does not take."""
+    kind = import_object(settings.path, "launcher.path")
+    try:
+        launcher: Launcher = kind(**settings.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"launcher.options={dict(settings.options)}: {settings.path}: {error}"
+        ) from error
+    return launcher
 
 
 def _curriculum(settings: CurriculumSettings | None) -> Curriculum | None:

@@ -1,0 +1,264 @@
+"""RayLauncher: each engine is an actor of a Ray cluster. The only module that imports Ray."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
+from rollout.launch.launcher import EngineJob
+
+_logger = logging.getLogger(__name__)
+REMIND_S = 30.0  # between two lines about what is waited for
+_MAX_REASON_CHARS = 300  # Ray's own may be pages
+
+
+class RayLauncher:
+    """Starts engines as actors, anywhere in the cluster, in one placement group.
+
+    The coordinator stays with the caller. Engines dial its node over TCP, with CURVE keys that
+    they get through Ray, and must find the same packages and the model's files at their node.
+    Ray starts an actor that is lost again, `max_engine_restarts` times in all, without a pause.
+    Actors and places belong to the caller's Ray job and end with it, also if it is killed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cpus: float = 1.0,
+        num_gpus: float | None = None,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "PACK",
+        runtime_env: Mapping[str, Any] | None = None,
+        init: Mapping[str, Any] | None = None,
+    ) -> None:
+        """num_cpus, num_gpus, resources: of each engine. num_gpus: None for one where the config's
+        device is a GPU, else none. strategy: of the placement group. runtime_env: of the actors.
+        init: arguments of ray.init, which is called, and undone by `close`, unless the caller has
+        called it.
+
+        Raises ConfigError if Ray is not installed.
+        """
+        self._ray = _imported_ray()
+        self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}
+        self._strategy, self._runtime_env, self._init = strategy, runtime_env, init or {}
+        self._is_own_session = False
+        # While there are engines: their placement group, and the reference to their arguments.
+        self._group: Any = None
+        self._stored: Any = None
+
+    @property
+    def host(self) -> str:
+        """The address of this node, which joins the cluster if it has not. Raises ConfigError."""
+        if not self._ray.is_initialized():
+            try:
+                self._ray.init(**self._init)
+            except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
+                raise ConfigError(f"ray.init(**{dict(self._init)}) failed: {error}") from error
+            self._is_own_session = True
+        own = self._ray.get_runtime_context().get_node_id()
+        return next(str(n["NodeManagerAddress"]) for n in self._ray.nodes() if n["NodeID"] == own)
+
+    def num_threads(self, num_engines: int) -> int:
+        return max(1, int(self._num_cpus))
+
+    def launch(self, job: EngineJob, num_engines: int) -> list[RayEngine]:
+        """See Launcher. Waits at most `job.start_timeout_s` seconds until Ray has a place for each
+        engine. Raises ConfigError."""
+        if not num_engines:
+            return []
+        try:
+            arguments = self._ray.cloudpickle.dumps(dict(job.arguments))
+        except Exception as error:  # whatever the objects of users raise
+            what = "the model, its tokenizer or its config"
+            raise ConfigError(f"{what} cannot be sent to another process: {error}") from error
+        bundle = self._bundle(job.num_gpus)
+        self._reserve(bundle, num_engines, job.start_timeout_s)
+        options = {
+            "num_cpus": bundle.pop("CPU", 0.0),
+            "num_gpus": bundle.pop("GPU", 0.0),
+            "resources": bundle or None,
+            "runtime_env": self._runtime_env and dict(self._runtime_env),
+            "max_restarts": job.max_restarts,
+            "max_task_retries": job.max_restarts,
+            "max_concurrency": 2,  # one thread is the engine's
+        }
+        # In each node's memory once. Kept for actors that are started again.
+        self._stored = self._ray.put(arguments)
+        of_actor = job.module, job.address.result(), self._stored
+        engines = []
+        for number in range(num_engines):
+            place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number
+            )
+            kind = self._ray.remote(EngineActor).options(**options, scheduling_strategy=place)
+            engines.append(RayEngine(f"engine {number}", self._ray, kind.remote(*of_actor), job))
+        return engines
+
+    def close(self) -> None:
+        """Give the places back, and leave the cluster if it was joined here."""
+        if self._group is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(self._group)
+            self._group = self._stored = None
+        if self._is_own_session:
+            self._is_own_session = False
+            self._ray.shutdown()
+
+    def _bundle(self, num_gpus: float) -> dict[str, float]:
+        """What one engine needs of a node, as Ray names it; `num_gpus` unless it was told another
+        number. Raises ConfigError."""
+        if self._num_gpus is not None:
+            num_gpus = self._num_gpus
+        needs = {"CPU": self._num_cpus, "GPU": num_gpus, **self._resources}
+        bundle = {name: amount for name, amount in needs.items() if amount}
+        if not bundle or min(bundle.values()) < 0:
+            raise ConfigError(f"an engine of {needs} cannot be placed; ask for something of a node")
+        return bundle
+
+    def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
+        """Wait for a place for each engine. Raises ConfigError."""
+        try:
+            self._group = self._ray.util.placement_group(
+                [dict(bundle)] * num_engines, strategy=self._strategy
+            )
+        except ValueError as error:
+            raise ConfigError(f"Ray refuses {bundle} with {self._strategy!r}: {error}") from error
+        start = time.monotonic()
+        while not self._group.wait(min(REMIND_S, timeout_s)):
+            seconds, has = time.monotonic() - start, self._ray.available_resources()
+            wanted = f"{num_engines} places with {dict(bundle)}; it has left {has}"
+            if seconds >= timeout_s:
+                raise ConfigError(f"Ray has not found {wanted} within {timeout_s:g} s")
+            _logger.warning("Ray looks since %.0f s for %s", seconds, wanted)
+
+
+class RayEngine:
+    """One actor, and the thread that waits for its end. See LaunchedEngine."""
+
+    def __init__(self, name: str, ray: Any, actor: Any, job: EngineJob) -> None:
+        self.name, self._ray, self._actor = name, ray, actor
+        self._start_timeout_s, self._on_end = job.start_timeout_s, job.on_end
+        self.started: Future[None] = Future()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{name} watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> str:
+        return f"Ray actor {self._actor._actor_id.hex()}"
+
+    def end_restarts(self) -> None:
+        """Ray goes on until `terminate`: it cannot be told otherwise."""
+        self._is_ending.set()
+
+    def terminate(self) -> None:
+        """End the actor for good. It says no goodbye, which its closed connection does as well."""
+        self._is_ending.set()
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor)
+
+    kill = terminate
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        try:
+            run = self._actor.run.remote()
+            self._await_start(run)
+        except Exception as error:  # whoever waits for the start must hear of it
+            self.terminate()
+            self.started.set_exception(error)
+            return
+        self.started.set_result(None)
+        try:
+            self._await_end(run)
+            reason = None
+        except Exception as error:  # RayError, or whatever Ray raises once it is shut down
+            reason = _short(error)
+        if reason is not None and not self._is_ending.is_set():
+            _logger.error("%s (%s) is not started again: %s", self.name, self.place, reason)
+        self.terminate()
+        self._on_end(self.name, reason)
+
+    def _await_start(self, run: Any) -> None:
+        """Raises what keeps the engine from starting."""
+        ends = [self._actor.registered.remote(), run]
+        done, _ = self._ray.wait(ends, timeout=self._start_timeout_s)
+        who = f"{self.name} ({self.place})"
+        if not done:
+            raise ConfigError(f"{who} did not start within {self._start_timeout_s:g} s")
+        try:
+            fault = self._ray.get(done[0])
+        except self._ray.exceptions.RayError as error:
+            raise ConfigError(f"{who} died while it started: {_short(error)}") from error
+        if fault is not None:
+            raise decode_error(fault)
+
+    def _await_end(self, run: Any) -> None:
+        """Return once the engine was told to end. Raises RayError when Ray gives it up.
+
+        Ray repeats `run` in the next process if one is lost. An engine that fails by itself leaves
+        its process, which is given up for the next one.
+        """
+        while (fault := self._ray.get(run)) is not None:
+            who, error = f"{self.name} ({self.place})", decode_error(fault)
+            _logger.warning("%s failed: %s", who, error)
+            self._ray.kill(self._actor, no_restart=self._is_ending.is_set())
+            run = self._actor.run.remote()
+
+
+class EngineActor:
+    """An engine in the process of a Ray actor, in the thread of `run`."""
+
+    def __init__(self, module: str, address: str, arguments: bytes) -> None:
+        self._module, self._address, self._arguments = module, address, arguments
+        self._is_registered = threading.Event()
+
+    def run(self) -> dict[str, Any] | None:
+        """Serve the coordinator until it says that all is over. Returns an error that ends it
+        before, encoded."""
+        if not self._arguments:
+            # The engine has failed, and Ray is about to repeat this call in the next process.
+            threading.Event().wait()
+        try:
+            arguments = pickle.loads(self._arguments)
+            self._arguments = b""  # which may be as large as a model
+            run_engine = import_module(self._module).run_engine
+            run_engine(self._address, **arguments, on_registered=self._is_registered.set)
+        except Exception as error:  # the launcher waits for it
+            if not isinstance(error, RolloutError):
+                _logger.exception("the engine failed")
+            return encode_error(error)
+        return None
+
+    def registered(self) -> None:
+        """Wait until the fleet has the engine. For a thread of its own."""
+        self._is_registered.wait()
+
+
+def _imported_ray() -> Any:
+    """Raises ConfigError."""
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError(
+            f"RayLauncher needs Ray: pip install 'rollout-engine[ray]' ({error})"
+        ) from error
+    return ray
+
+
+def _short(error: Exception) -> str:
+    """An error of Ray in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]
