@@ -1,0 +1,44 @@
+"""A small Ray cluster on loopback, which tests of one process share; for those that have Ray."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import secrets
+import shutil
+import tempfile
+from functools import cache
+from typing import Any
+
+from rollout.launch.ray import RayLauncher
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
+
+
+@cache
+def cluster_options() -> dict[str, Any]:
+    """Arguments of ray.init for a cluster with two CPUs and its files in a directory of its own."""
+    # Else Ray writes a token to the home directory.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    directory = tempfile.mkdtemp(prefix="rollout-ray-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return {
+        "num_cpus": 2,
+        "object_store_memory": 80 * 2**20,
+        "include_dashboard": False,
+        "_temp_dir": directory,
+        # Ray looks for another address than 127.0.0.1.
+        "_node_ip_address": "127.0.0.2",
+    }
+
+
+def ray_launcher(**options: Any) -> RayLauncher:
+    """One for the cluster of this process, which is started when the first is made."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(**cluster_options())
+    return RayLauncher(**options)
