@@ -25,9 +25,10 @@ class LocalLauncher:
     def launch(self, job: EngineJob, num_engines: int) -> list[SupervisedProcess]:
         """See Launcher. What keeps an engine from starting is raised by its `started`."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
+        address = job.address  # alone: the job has the trainer's model
 
         def begin(child: ChildProcess) -> None:
-            child.send(pickle.dumps(job.address.result()), arguments)
+            child.send(pickle.dumps(address.result()), arguments)
 
         # All at once: most of a start is imports, which need no address.
         engines: list[SupervisedProcess] = []
@@ -48,11 +49,12 @@ class LocalLauncher:
 def _process(
     name: str, job: EngineJob, begin: Callable[[ChildProcess], object]
 ) -> SupervisedProcess:
+    tell = job.on_end
     return SupervisedProcess(
         name,
         job.module,
         begin,
         start_timeout_s=job.start_timeout_s,
         max_restarts=job.max_restarts,
-        on_end=lambda exit_code: job.on_end(name, end_of(exit_code) if exit_code else None),
+        on_end=lambda exit_code: tell(name, end_of(exit_code) if exit_code else None),
     )

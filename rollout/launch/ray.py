@@ -131,8 +131,8 @@ class RayLauncher:
             )
         except ValueError as error:
             raise ConfigError(f"Ray refuses {bundle} with {self._strategy!r}: {error}") from error
-        start = time.monotonic()
-        while not self._group.wait(min(REMIND_S, timeout_s)):
+        start, seconds = time.monotonic(), 0.0
+        while not self._group.wait(min(REMIND_S, timeout_s - seconds)):
             seconds, has = time.monotonic() - start, self._ray.available_resources()
             wanted = f"{num_engines} places with {dict(bundle)}; it has left {has}"
             if seconds >= timeout_s:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -20,6 +22,7 @@ from rollout.launch.local import LocalLauncher
 from tests.apis.test_child_process import is_alive
 from tests.launch.clusters import has_ray, ray_launcher
 from tests.launch.test_supervised_process import waited_for
+from tests.launch.told_engine import Words
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
@@ -39,7 +42,7 @@ class Place:
 
     def __init__(self, launcher: Launcher, listener: Listener) -> None:
         self._launcher, self._listener = launcher, listener
-        self.words = ["as it was"]
+        self.words = Words(["as it was"])
         self.ends: queue.Queue[tuple[str, str | None]] = queue.Queue()
         self.engines: list[LaunchedEngine] = []
 
@@ -113,6 +116,14 @@ def test_an_engine_is_given_what_its_arguments_were_at_the_launch(place: Place) 
     place.engines[0].started.result(WAIT_S)
     os.kill(pid, signal.SIGKILL)
     assert place.dialled()[2] == ["as it was"], "the next one, too"
+
+
+def test_what_an_engine_is_given_is_not_kept_here(place: Place) -> None:
+    given = weakref.ref(place.words)
+    place.launch()
+    place.words = Words()
+    gc.collect()
+    assert given() is None
 
 
 def test_an_engine_has_not_started_before_it_is_registered(place: Place) -> None:

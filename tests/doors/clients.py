@@ -47,7 +47,7 @@ class Client:
     """
 
     script: str | None = None
-    tests: str | None = None
+    tests: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     is_layered: bool = False
@@ -75,19 +75,24 @@ CLIENTS = {
         server=_KEYED,
     ),
     "verifiers_classes": Client(
-        tests="tests/trainer_hooks/environments/test_verifiers.py",
+        tests=("tests/trainer_hooks/environments/test_verifiers.py",),
         # The job's omegaconf needs this version of antlr4, which pip cannot see in the layer below.
         requirements=("verifiers[rg]>=0.3,<0.4", "antlr4-python3-runtime==4.9.*"),
         is_layered=True,
     ),
     "verifiers_v1": Client(
-        tests="tests/trainer_hooks/environments/test_verifiers_v1.py",
+        tests=("tests/trainer_hooks/environments/test_verifiers_v1.py",),
         requirements=("verifiers==0.4.0", "antlr4-python3-runtime==4.9.*"),
         is_layered=True,
     ),
     "openenv": Client(
-        tests="tests/trainer_hooks/environments/test_openenv.py",
+        tests=("tests/trainer_hooks/environments/test_openenv.py",),
         requirements=("openenv",),
+        is_layered=True,
+    ),
+    "ray": Client(
+        tests=("tests/launch", "tests/contracts/test_launchers.py"),
+        requirements=("ray==2.60.0",),
         is_layered=True,
     ),
     "prime_rl": Client(

@@ -39,9 +39,9 @@ def outcome_of(name: str, *, is_recorded: bool) -> str:
     client = CLIENTS[name]
     try:
         python = python_of(name, client)
-        if client.tests is not None:
+        if client.tests:
             subprocess.run(
-                [python, "-m", "pytest", client.tests], cwd=ROOT, check=True, timeout=RUN_S
+                [python, "-m", "pytest", *client.tests], cwd=ROOT, check=True, timeout=RUN_S
             )
             return "passed"
         with ExitStack() as stack:

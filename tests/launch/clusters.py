@@ -24,7 +24,7 @@ def cluster_options() -> dict[str, Any]:
     # Else Ray writes a token to the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     directory = tempfile.mkdtemp(prefix="rollout-ray-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_leave_nothing, directory)
     return {
         "num_cpus": 2,
         "object_store_memory": 80 * 2**20,
@@ -42,3 +42,10 @@ def ray_launcher(**options: Any) -> RayLauncher:
     if not ray.is_initialized():
         ray.init(**cluster_options())
     return RayLauncher(**options)
+
+
+def _leave_nothing(directory: str) -> None:
+    import ray
+
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)

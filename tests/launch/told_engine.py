@@ -14,8 +14,12 @@ from rollout.child_process import run_child
 from rollout.errors import ConfigError
 
 
+class Words(list[str]):
+    """A list that can be watched for its end."""
+
+
 def run_engine(
-    address: str, *, authkey: bytes, words: list[str], on_registered: Callable[[], object]
+    address: str, *, authkey: bytes, words: Words, on_registered: Callable[[], object]
 ) -> None:
     """Say who it is and what it was given; then "end", "fail", or "refuse" before it registers."""
     host, _, port = address.rpartition(":")
