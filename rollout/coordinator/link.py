@@ -50,8 +50,7 @@ _FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit,
 
 _MAX_REASON = 1000
 _MIN_HEARTBEAT_S = 0.005
-_REDIAL_S = 0.1
-_RETRY_S = 0.5  # after a refusal
+_REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
 _ANSWER_S = 2.0
 # A client takes the coordinator's process for dead after refused connections for so many seconds.
@@ -122,12 +121,11 @@ class Link:
         self._is_in_session = False
         self._coordinator_id: bytes | None = None
         self._lease_s = self._heartbeat_s = math.inf
-        self._next_heartbeat = self._lost_at = self._give_up_at = math.inf
+        self._next_heartbeat = self._redial_at = self._lost_at = self._give_up_at = math.inf
         self._heard_at = -math.inf
         # ---- of the connection
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._greeted_at: float | None = None  # when the handshake over this connection was sent
-        self._redial_at = math.inf
         try:
             self._dealer = self._dial()
         except (ConfigError, zmq.ZMQError):
@@ -437,6 +435,8 @@ class Link:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
+            if not self._is_in_session:  # it was heard, and is admitted once a command has ended
+                self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
             self._enter(message)

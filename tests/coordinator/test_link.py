@@ -434,6 +434,24 @@ def test_an_engine_gives_up_a_coordinator_that_stays_away():
             link.receive()
 
 
+def test_an_engine_that_is_told_to_wait_is_patient(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollout.coordinator.link._ANSWER_S", 0.1)
+    give_up_s = 3.0
+    with ScriptedRouter() as router, link_to(router, give_up_s=give_up_s) as link:
+        received(link)
+        router.vanish()
+        router.received.clear()
+        probe = Heartbeat(sequence=0)
+        router.script = politely(lambda m: [probe] if isinstance(m, Register) else None)
+        router.come_back()
+        # Each of them waits a tenth of a second in vain.
+        num = int(10 * give_up_s) + 5
+        router.wait_until(lambda: [m for m in router.received if isinstance(m, Register)], num)
+        router.script = polite
+        assert received(link) == [register_ack()]
+        assert link.may_step()
+
+
 def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to():
     with ScriptedRouter() as router:
         router.vanish()

@@ -281,6 +281,7 @@ class CoordinatorCore:
     def _settled(self, now: float) -> Outgoing:
         """Settle, and assign waiting requests. Returns the messages to send."""
         self._settle(now)
+        self._registry.tell_waiting()
         self._dispatcher.dispatch()
         return self._take_outbox()
 

@@ -61,6 +61,7 @@ class Registry:
         self.engines: dict[bytes, EngineSession] = {}
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
+        self._unanswered: list[_Registration] = []  # registered in this turn
         self._joining: dict[bytes, EngineSession] = {}  # admitted, not ready for work yet
         # Admitted, without the fleet's weights, which nobody keeps: the next push brings some.
         self._awaiting_push: dict[bytes, EngineSession] = {}
@@ -115,6 +116,15 @@ class Registry:
         if former is not None:
             left = self._end_session(former, now)
         self._registered[message.engine_id] = _Registration(identity, message, left)
+        self._unanswered.append(self._registered[message.engine_id])
+
+    def tell_waiting(self) -> None:
+        """Send a probe to engines that have registered and are not admitted yet: they are heard,
+        and a command may take longer than they would wait for a coordinator that is lost."""
+        for each in self._unanswered:
+            if self._registered.get(each.message.engine_id) is each:
+                self.context.outbox.append((each.identity, Heartbeat(sequence=0)))
+        self._unanswered.clear()
 
     def _refusal(self, message: Register) -> RolloutError | None:
         weights, version = self.fleet.weights, message.weights_version

@@ -438,6 +438,22 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
     assert not assignments(second)
 
 
+def test_an_engine_that_must_wait_for_a_commands_end_is_told_that_it_was_heard() -> None:
+    fleet = FakeFleet()
+    client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"PAUSE"})
+    fleet.run()
+    fleet.send(client, COMMAND_TYPES[Headers.PAUSE](command_id=1))
+    fleet.run()
+    first.seen.clear()
+    for _ in range(2):  # it dials again as long as it is not admitted
+        fleet.redial(first)
+        fleet.run()
+    assert [type(message) for message in first.seen] == [Heartbeat, Heartbeat]
+    fleet.pass_time(LIMITS.command_deadline_s)
+    fleet.run()
+    assert first.has_entered
+
+
 def test_a_coordinator_that_was_stopped_does_not_take_its_peers_for_dead() -> None:
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
