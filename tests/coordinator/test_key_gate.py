@@ -16,53 +16,14 @@ from rollout.coordinator.key_gate import Refusals
 from rollout.coordinator.router import Router
 from rollout.coordinator.security import CurveKeys
 from tests.coordinator.test_security import WAIT_S, fault_of, heard_by, peer, router, server_keys
-from tests.coordinator.zmtp_frames import frames_of
+from tests.coordinator.zmtp_recorder import Recorder
 
 NUM_TRIES = 3
 
 
-class Recorder:
-    """A proxy in front of a port that keeps what one peer sends, and can send it again."""
-
-    def __init__(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.sent = bytearray()
-        self.has_lost_the_router = threading.Event()
-        self._router = socket.create_connection(("127.0.0.1", port))
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._peer, _ = self._listener.accept()
-        back = threading.Thread(target=self._pass_back, daemon=True)
-        back.start()
-        while received := self._peer.recv(2**16):
-            self.sent += received
-            self._router.sendall(received)
-        back.join()
-
-    def _pass_back(self) -> None:
-        with contextlib.suppress(ConnectionResetError):  # it closes with bytes unread
-            while received := self._router.recv(2**16):
-                self._peer.sendall(received)
-        self.has_lost_the_router.set()
-        self._peer.shutdown(socket.SHUT_RDWR)
-
-    def repeat(self, sent: bytes) -> None:
-        self._router.sendall(sent)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed already
-            self._router.shutdown(socket.SHUT_RDWR)
-        self._thread.join(WAIT_S)
-        for each in (self._router, self._peer, self._listener):
-            each.close()
-
-
 @contextmanager
 def recorder(made: Router) -> Iterator[Recorder]:
-    recording = Recorder(int(made.address.rpartition(":")[2]))
+    recording = Recorder(made.address)
     try:
         yield recording
     finally:
@@ -123,7 +84,7 @@ def test_a_frame_that_comes_a_second_time_is_not_heard_and_ends_its_connection(
         for count in (1, 2):
             with recorder(made) as recording, peer(recording.address, known):
                 assert heard_by(made) == [b"hello"]
-                recording.repeat(frames_of(recording.sent)[-1])
+                recording.repeat_last_frame()
                 assert recording.has_lost_the_router.wait(WAIT_S)
                 wait_for(made, num_replayed_frames=count)
         assert not made.socket.poll(0), "nothing was heard twice"

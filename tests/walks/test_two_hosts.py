@@ -1,0 +1,135 @@
+"""A fleet over several hosts: a trainer with its coordinator, engines that join it with keys.
+
+Hosts are network namespaces, so what travels between them are packets, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import async_minimal
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.key_folder import ENGINE, create_key_folder
+from tests.apis.fleets import DEADLINE_S, directory
+from tests.apis.shells import ENGINE_WORDS
+from tests.walks.doors_elsewhere import a_coordinator, strangers
+from tests.walks.engines_elsewhere import a_held_engine, an_engine
+from tests.walks.network_hosts import Host, Remote, network_of
+from tests.walks.trainers_elsewhere import a_trainer, a_training_job
+
+pytestmark = pytest.mark.distributed
+CUT_S = 5.0  # how long a link is cut
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    """One for the trainer and its coordinator, two for an engine each."""
+    with network_of(3) as made:
+        yield made
+
+
+def cut_while_it_goes_on(cut: Host, *held: Remote) -> None:
+    """For CUT_S, in which the processes that wait for a word go on."""
+    cut.cut()
+    for each in held:
+        each.pipe.send("go on")
+    time.sleep(CUT_S)  # so long is the link cut: nothing is waited for
+    cut.mend()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(CoordinatorLimits(), id="the lease outlives the cut", marks=pytest.mark.slow),
+        pytest.param(
+            CoordinatorLimits(engine_lease_s=2.0, heartbeat_s=0.5),
+            id="engines are given up meanwhile",
+        ),
+    ],
+)
+def test_a_link_that_is_cut_loses_no_request_and_leaves_no_engine_with_other_weights(
+    hosts: list[Host], tmp_path: Path, limits: CoordinatorLimits
+) -> None:
+    create_key_folder(tmp_path / "keys")
+    trainer = hosts[0].start(a_trainer, hosts[0].address, directory(), tmp_path, limits)
+    address = trainer.hear()
+    assert address.startswith(f"tcp://{hosts[0].address}:")
+    keys = str(tmp_path / "keys" / ENGINE)
+    words = (address, directory(), keys, ENGINE_WORDS)
+    engines = [host.start(a_held_engine, *words) for host in hosts[1:]]
+
+    assert [engine.hear() for engine in engines] == ["generates", "generates"]
+    cut_while_it_goes_on(hosts[0], *engines)
+    trainer.pipe.send("mended")
+
+    assert [engine.hear() for engine in engines] == ["fetches", "fetches"]
+    cut_while_it_goes_on(hosts[2], *engines)
+    trainer.pipe.send("mended")
+
+    fault, num_requests, num_tokens = trainer.hear()
+    print(f"\npush: {fault}; {num_requests} requests once, {num_tokens} tokens checked")
+    assert [engine.hear() for engine in engines] == [0, 0], "the shutdown reaches them"
+
+
+@pytest.mark.slow
+def test_the_async_job_trains_with_engines_of_other_hosts(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    create_key_folder(tmp_path / "keys")
+    trainer = hosts[0].start(a_training_job, hosts[0].address, tmp_path)
+    address = trainer.hear()
+    settings = [f"{name}={value}" for name, value in async_minimal.ENGINE.items()]
+    for host in hosts[1:]:
+        keys = str(tmp_path / "keys" / ENGINE)
+        host.start(an_engine, address, str(tmp_path / "model"), keys, settings)
+    version, served_checksum, own_checksum = trainer.hear()
+    rewards = trainer.hear()
+    assert version == len(rewards) == async_minimal.NUM_STEPS
+    assert served_checksum == own_checksum
+    print(f"\nreward {rewards[0]:.3f} -> {rewards[-1]:.3f}")
+    assert sum(rewards[:5]) / 5 < 0.25
+    assert sum(rewards[-5:]) / 5 > 0.5
+
+
+# ---- who may come in
+
+
+def test_strangers_of_another_host_are_refused_counted_and_logged_once(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    create_key_folder(tmp_path / "keys")
+    coordinator = hosts[0].start(a_coordinator, hosts[0].address, tmp_path / "keys")
+
+    def count() -> tuple[dict[str, int], int, int]:
+        coordinator.pipe.send("count")
+        counted: tuple[dict[str, int], int, int] = coordinator.hear()
+        return counted
+
+    peers = hosts[1].start(strangers, coordinator.hear(), tmp_path / "keys")
+    assert peers.hear() == "a frame is sent"
+    until_equal(lambda: count()[2], 1)
+    refused = {
+        "num_unknown_keys": 3,
+        "num_without_keys": 3,
+        "num_wrong_server_keys": 3,
+        "num_replayed_frames": 0,
+        "num_malformed": 0,
+    }
+    until_equal(count, (refused, 3, 1))
+    peers.pipe.send("it is heard")
+    assert peers.hear() == "a frame is repeated"
+    until_equal(count, ({**refused, "num_replayed_frames": 1}, 4, 1))
+    peers.pipe.send("it is counted")
+    assert peers.hear() == "done"
+
+
+def until_equal(ask: Callable[[], object], wanted: object) -> None:
+    """Ask until the answer is this one."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (answer := ask()) != wanted:
+        assert time.monotonic() < deadline, f"{answer} is not {wanted}"
+        time.sleep(0.02)

@@ -1,0 +1,89 @@
+"""Trainers with their coordinator, as a process of one host; engines of others join them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples import async_minimal
+from rollout import LLM, AsyncLLM, InferenceConfig, RolloutError
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.key_folder import coordinator_keys
+from tests.apis.fleets import CONFIG, DEADLINE_S, Load, weights
+from tests.tiny_models import tiny_config
+from tests.walks.test_fleet_members import check_all, until_served
+
+
+def a_trainer(
+    pipe: Connection, host: str, model: str, folder: Path, limits: CoordinatorLimits
+) -> None:
+    """Generates all the time, and pushes weights twice. Says how the first push ended."""
+
+    async def run() -> None:
+        async with fleet_of(model, CONFIG, host, folder, limits) as llm:
+            pipe.send(llm.address)
+            await until_served(llm, 0, 2)
+            load = Load(llm, width=4, num_tokens=60, rest_s=1.0)
+            assert await asyncio.to_thread(pipe.recv) == "mended"
+            await until_served(llm, 0, 2)  # so that both take part in the push
+            await load.more(4)
+            fault = None
+            try:
+                await llm.update_weights(weights(1), 1, in_flight=True)
+            except RolloutError as error:
+                fault = error
+            assert await asyncio.to_thread(pipe.recv) == "mended"
+            await until_served(llm, 0 if fault else 1, 2)
+            await load.more(4)
+            report = await llm.update_weights(weights(2), 2, in_flight=True)
+            assert await llm.weights_checksum() == report.checksum
+            await until_served(llm, 2, 2)
+            await load.more(4)
+            requests = await load.end()
+            pipe.send((str(fault), len(requests), check_all(requests)))
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def fleet_of(
+    model: Any, config: InferenceConfig, host: str, folder: Path, limits: CoordinatorLimits
+) -> AsyncLLM:
+    """Two engines, which join it from elsewhere."""
+    return AsyncLLM(
+        model,
+        None,
+        config,
+        data_parallel_size=2,
+        spawn=0,
+        coordinator_host=host,
+        coordinator_options={"curve": coordinator_keys(folder / "keys"), "limits": limits},
+        weight_transport=f"directory:{folder / 'weights'}",
+    )
+
+
+def a_training_job(pipe: Connection, host: str, folder: Path) -> None:
+    """examples/async_minimal.py with engines that join it; sends the rewards of its steps."""
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(tiny_config("qwen3", vocab_size=16))
+    policy.save_pretrained(folder / "model")
+    config = InferenceConfig(**async_minimal.ENGINE)
+
+    async def run() -> None:
+        async with fleet_of(folder / "model", config, host, folder, CoordinatorLimits()) as llm:
+            pipe.send(llm.address)
+            await async_minimal.train(llm, policy, suspend=False)
+            served_version, checksum = llm.weights_version, await llm.weights_checksum()
+        with LLM(policy, inference_config=config) as trained:
+            pipe.send((served_version, checksum, trained.weights_checksum()))
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    pipe.send([float(line.split()[3]) for line in output.getvalue().splitlines()])
