@@ -17,12 +17,12 @@ def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
 
     Gathering is a collective of all ranks. Tensors that are not partitioned come as they are.
     """
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     for name in sorted(weights):
         tensor = weights[name]
         if is_partitioned(tensor):
-            with GatheredParameters([tensor]):  # read only: nothing is written back
+            with deepspeed.zero.GatheredParameters([tensor]):  # read only: nothing is written back
                 yield name, tensor.data
         else:
             yield name, tensor.detach()

@@ -24,6 +24,7 @@ from tests.trainer_hooks.weight_sync.trainers import (
     digests,
     model_with_a_buffer,
     read_all,
+    received,
     with_checkpoints,
 )
 from trainer_hooks import WeightSync, full_tensors, merged_tensors
@@ -42,7 +43,7 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reading]
         theirs.close()
         ends.append((process, mine))
     try:
-        found = [dict(_received(pipe)) for _, pipe in ends]
+        found = [dict(received(pipe)) for _, pipe in ends]
         for reading in found:
             assert "error" not in reading, reading["error"]
         yield found
@@ -51,14 +52,6 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reading]
             process.join(30)
             process.kill()
             process.join()
-
-
-def _received(pipe: Any) -> Iterator[tuple[str, Any]]:
-    while True:
-        try:
-            yield pipe.recv()
-        except EOFError:
-            return
 
 
 def whole() -> dict[str, str]:

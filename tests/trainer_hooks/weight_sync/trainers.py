@@ -6,7 +6,7 @@ import hashlib
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,15 @@ def peft_model(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(3)
         models.append(PeftLike("default"))
     return models[0], fully_shard(models[1], mesh=mesh)
+
+
+def received(pipe: Any) -> Iterator[tuple[str, Any]]:
+    """What a rank sends until it ends."""
+    while True:
+        try:
+            yield pipe.recv()
+        except EOFError:
+            return
 
 
 def read_all(path: Path, rank: int, pipe: Any) -> None:
