@@ -124,9 +124,9 @@ class EngineWithoutModel(DynamicInferenceEngine):
         counters: EngineCounters,
         **parts: Any,
     ) -> None:
-        runner = cast(Any, NoModel())
+        muscle = cast(Any, NoModel())
         pipeline = StepPipeline(
-            scheduler=scheduler, runner=runner, outputs=outputs, counters=counters
+            scheduler=scheduler, muscle=muscle, outputs=outputs, counters=counters
         )
         super().__init__(
             scheduler=scheduler, outputs=outputs, pipeline=pipeline, counters=counters, **parts

@@ -23,7 +23,7 @@ from benchmarks.machine import status_bytes
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.memory.mapping import map_bytes
 from rollout.blocks.kv_cache_manager import BlockTable
-from rollout.kv.cache import KVCache
+from rollout.engine.muscle import Muscle
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 from rollout.scheduling.scheduler import Scheduler
@@ -62,9 +62,9 @@ def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
 class OpenEngine(DynamicInferenceEngine):
     """An engine whose scheduler and KV cache can be reached."""
 
-    def __init__(self, *, scheduler: Scheduler, kv: KVCache, **parts: Any) -> None:
-        super().__init__(scheduler=scheduler, kv=kv, **parts)
-        self.scheduler, self.kv = scheduler, kv
+    def __init__(self, *, scheduler: Scheduler, muscle: Muscle, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, muscle=muscle, **parts)
+        self.scheduler, self.kv = scheduler, muscle.kv
 
 
 class Cycles:

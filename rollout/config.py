@@ -125,7 +125,10 @@ class InferenceConfig:
     cuda_graph_mixed_prefill_count: the same for steps that also prefill. None: as many.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
     use_flashinfer_fused_rope: refused off False; the engine has a fused kernel of its own.
-    pg_collection: refused; an engine runs in one process.
+    tensor_parallel_size: the number of processes that run the engine together, each with a part of
+        every layer; the sizes above are those of all of them together. See docs/tensor_parallel.md.
+    tensor_parallel_timeout_s: how long these wait for each other before the engine ends.
+    pg_collection: refused; the processes of an engine are its own.
 
     mamba_memory_ratio: refused; models with recurrent states are not served yet.
     mamba_inference_state_config: refused, as above.
@@ -179,6 +182,8 @@ class InferenceConfig:
     cuda_graph_mixed_prefill_count: int | None = 16
     use_cuda_graphs_for_non_decode_steps: bool = True
     use_flashinfer_fused_rope: bool | None = False
+    tensor_parallel_size: int = 1
+    tensor_parallel_timeout_s: float = 60.0
     pg_collection: Any = None
 
     # Hybrid models
@@ -206,7 +211,10 @@ class InferenceConfig:
         if n is not None and (n < 1 or n & (n - 1)):
             nearest = 1 << max(0, round(math.log2(max(1, n))))
             raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
-        for name in ("max_sequence_length", "max_requests", "max_tokens", "num_threads"):
+        for name in (
+            *("max_sequence_length", "max_requests", "max_tokens", "num_threads"),
+            "tensor_parallel_size",
+        ):
             _check_at_least(self, name, 1)
         for name in (
             *("logging_step_interval", "max_kv_staleness_versions"),
@@ -217,6 +225,10 @@ class InferenceConfig:
             raise ConfigError(
                 f"unified_memory_level={self.unified_memory_level} must be 0 or 1: higher levels "
                 "do not exist"
+            )
+        if not self.tensor_parallel_timeout_s > 0:
+            raise ConfigError(
+                f"tensor_parallel_timeout_s={self.tensor_parallel_timeout_s} must be above 0 (s)"
             )
         if self.buffer_size_gb is not None and not self.buffer_size_gb > 0:
             raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be above 0 (GiB)")
@@ -284,7 +296,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
-    "pg_collection": "an engine runs in one process",
+    "pg_collection": "the processes of an engine are its own (tensor_parallel_size)",
     "request_metadata_types": "what is tracked is DynamicInferenceRequest.get_metadata_types()",
 }
 

@@ -33,6 +33,7 @@ from rollout import child_process
 MODULES = {
     "rollout.coordinator": "rollout.coordinator.__main__",
     "rollout.apis.engine_process": "rollout.apis.engine_process",
+    "rollout.engine.follower_process": "rollout.engine.follower_process",
 }
 ROOT = Path(__file__).parents[1]
 _MAX_REQUEST_BYTES = 1 << 17

@@ -11,7 +11,7 @@ import pytest
 from rollout import DynamicInferenceEngine
 from rollout.backends.base import Backend
 from rollout.backends.select import create_backend
-from rollout.kv.cache import KVCache
+from rollout.engine.muscle import Muscle
 from rollout.scheduling.scheduler import Scheduler
 
 ChangeBackend = Callable[[Backend], Backend]
@@ -20,9 +20,9 @@ ChangeBackend = Callable[[Backend], Backend]
 class InspectedEngine(DynamicInferenceEngine):
     """An engine whose scheduler and KV cache a test can read and wrap."""
 
-    def __init__(self, *, scheduler: Scheduler, kv: KVCache, **parts: Any) -> None:
-        super().__init__(scheduler=scheduler, kv=kv, **parts)
-        self.scheduler, self.kv = scheduler, kv
+    def __init__(self, *, scheduler: Scheduler, muscle: Muscle, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, muscle=muscle, **parts)
+        self.scheduler, self.kv = scheduler, muscle.kv
 
 
 @contextmanager
@@ -30,7 +30,8 @@ def changed_backends(change: ChangeBackend) -> Iterator[None]:
     """Engines that are built meanwhile use the backend that `change` returns for theirs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rollout.engine.build.create_backend", lambda config: change(create_backend(config))
+            "rollout.engine.rank.create_backend",
+            lambda config, *ranks: change(create_backend(config, *ranks)),
         )
         yield
 

@@ -7,7 +7,7 @@ expert size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,6 +127,14 @@ class Ops(Protocol):
 
     def explain(self) -> str:
         """A table of what `tune` has chosen, for people; empty where there is nothing to choose."""
+        ...
+
+    def choices(self) -> Mapping[str, Any]:
+        """What `tune` has chosen, to be pickled; empty where there is nothing to choose."""
+        ...
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        """Choose the same as another process of this machine did, at the next `tune`."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Any) -> Tensor:

@@ -20,9 +20,12 @@ from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.native import NativeOps
 from rollout.errors import ConfigError
+from rollout.parallel.collectives import ONE_RANK, Collectives
 
 
-def cpu_backend(memory_kind: str, *, deterministic: bool = False) -> Backend:
+def cpu_backend(
+    memory_kind: str, *, deterministic: bool = False, collectives: Collectives = ONE_RANK
+) -> Backend:
     """A Backend on CPU, with compiled kernels if there are any.
 
     `memory_kind` is "device" or "reserved". `deterministic`: the numbers of a token do not
@@ -53,5 +56,6 @@ def cpu_backend(memory_kind: str, *, deterministic: bool = False) -> Backend:
         executor=EagerExecutor(device),
         memory=memory,
         create_host_arena=MappedHostArena,
+        collectives=collectives,
         fuse_decoder=fuse_decoder,
     )

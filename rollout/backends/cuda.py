@@ -16,6 +16,7 @@ from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.backends.memory.unified import UnifiedMemory
 from rollout.backends.ops.triton_ops import TritonOps
+from rollout.parallel.collectives import ONE_RANK, Collectives
 
 _MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] = {
     "device": CudaDeviceMemory,
@@ -25,7 +26,12 @@ _MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] =
 
 
 def cuda_backend(
-    memory_kind: str, *, num_graphs: int, max_mixed_graphs: int, max_rows: int
+    memory_kind: str,
+    *,
+    num_graphs: int,
+    max_mixed_graphs: int,
+    max_rows: int,
+    collectives: Collectives = ONE_RANK,
 ) -> Backend:
     """A Backend on the current CUDA device; no graphs at all with `num_graphs` 0.
 
@@ -37,7 +43,7 @@ def cuda_backend(
     executor: Executor = EagerExecutor(device)
     if num_graphs:
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
-        executor = GraphExecutor(device, CudaGraphs(device), ladder)
+        executor = GraphExecutor(device, CudaGraphs(device), ladder, collectives)
     properties = torch.cuda.get_device_properties(device)
     return Backend(
         device=device,
@@ -47,4 +53,5 @@ def cuda_backend(
         executor=executor,
         memory=memory,
         create_host_arena=lambda: PinnedHostArena(runtime),
+        collectives=collectives,
     )

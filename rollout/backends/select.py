@@ -17,6 +17,7 @@ from rollout.config import (
     KVCacheManagementMode,
 )
 from rollout.errors import ConfigError
+from rollout.parallel.collectives import ONE_RANK, Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ _DEVICES = {
 }
 
 
-def create_backend(config: InferenceConfig) -> Backend:
-    """The Backend that `config` asks for. Sets torch's thread count if `num_threads` is given.
+def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK) -> Backend:
+    """The Backend that `config` asks for, of one of the ranks of `collectives`. Sets torch's thread
+    count if `num_threads` is given.
 
     Raises ConfigError, naming field, value and remedy, for a device that is not there and for
     fields that the device cannot honour.
@@ -72,9 +74,11 @@ def create_backend(config: InferenceConfig) -> Backend:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if device == "cpu":
-        backend = cpu_backend(memory_kind, deterministic=config.deterministic)
+        backend = cpu_backend(
+            memory_kind, deterministic=config.deterministic, collectives=collectives
+        )
     else:
-        backend = _cuda_backend(config, memory_kind)
+        backend = _cuda_backend(config, memory_kind, collectives)
     logger.info(
         "backend: device=%s, memory_kind=%s, threads=%d",
         *(backend.device, memory_kind, torch.get_num_threads()),
@@ -99,6 +103,18 @@ def block_size_of(config: InferenceConfig) -> int:
     return _DEVICES[device].block_size_tokens
 
 
+def device_of(config: InferenceConfig) -> str:
+    """Return the kind of device of `config`: "cpu" or "cuda". Raises ConfigError."""
+    return _device(config)
+
+
+def use_device(config: InferenceConfig, rank: int) -> None:
+    """Let this process, of a rank of an engine, use the device of that number, if `config` asks for
+    devices that have one."""
+    if _device(config) == "cuda":
+        torch.cuda.set_device(rank)
+
+
 def _device(config: InferenceConfig) -> str:
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +130,7 @@ def _device(config: InferenceConfig) -> str:
     return config.device
 
 
-def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
+def _cuda_backend(config: InferenceConfig, memory_kind: str, collectives: Collectives) -> Backend:
     try:
         from rollout.backends.cuda import cuda_backend
     except ImportError as error:
@@ -131,6 +147,7 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str) -> Backend:
         max_rows=min(
             config.max_requests or DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_TOKENS
         ),
+        collectives=collectives,
     )
 
 

@@ -15,12 +15,8 @@ from rollout.backends.ops.native_experts import key_of
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
-from rollout.engine.build import (
-    DEFAULT_BUFFER_GB,
-    DEFAULT_MEMORY_FRACTION,
-    EngineBuild,
-    longest_sequence,
-)
+from rollout.engine.build import EngineBuild
+from rollout.engine.rank import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 from rollout.kv.layout import bytes_per_block
 from rollout.layers.experts import Experts
 

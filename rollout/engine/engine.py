@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
 from rollout.engine.reports import (
@@ -22,12 +23,10 @@ from rollout.engine.reports import (
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
 from rollout.errors import RequestAbortedError
-from rollout.kv.cache import KVCache
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, next_version
-from rollout.runner.weights import ServedWeights
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
@@ -52,14 +51,13 @@ class Engine:
         scheduler: Scheduler,
         outputs: OutputProcessor,
         pipeline: StepPipeline,
-        kv: KVCache,
-        weights: ServedWeights,
+        muscle: Muscle,
         suspension: Suspension,
         counters: EngineCounters,
         max_kv_staleness_versions: int | None,
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
-        self._pipeline, self._kv, self._weights = pipeline, kv, weights
+        self._pipeline, self._muscle, self._weights = pipeline, muscle, muscle.weights
         self._suspension, self._counters = suspension, counters
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._machine = StateMachine()
@@ -293,10 +291,7 @@ class Engine:
                     logger.exception("a step in flight failed; the engine stops all the same")
         with self._machine.command("stop"):
             pass
-        try:
-            self._kv.discard(self._kv.offloaded_blocks)
-        finally:
-            self._kv.release()
+        self._muscle.close()
 
     # ---- weights
 
@@ -307,7 +302,7 @@ class Engine:
 
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
-        return self._weights.checksum()
+        return self._muscle.weights_checksum()
 
     def set_generation_epoch(self, version: int) -> None:
         """Serve the same weights as `version`: a commit without tensors.
@@ -316,7 +311,7 @@ class Engine:
         current one.
         """
         self._machine.require(*_QUIET, to="set the generation epoch")
-        self._weights.set_version(version)
+        self._muscle.set_version(version)
         self._after_new_version()
 
     def update_weights(
@@ -344,7 +339,7 @@ class Engine:
         to end staging. `source_checksum` is that of the publisher, "" if unknown. Raises
         WeightUpdateError naming the tensor at fault.
         """
-        return self._weights.stage(named_tensors, check, source_checksum)
+        return self._muscle.stage_weights(named_tensors, check, source_checksum)
 
     def commit_weights(
         self, staged: StagedWeights, version: int | None = None, in_flight: bool = False
@@ -357,7 +352,7 @@ class Engine:
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
         start, stall_start = time.perf_counter(), self._stall_start(staged)
-        num_bytes = self._weights.commit(staged, version)
+        num_bytes = self._muscle.commit_weights(staged, version)
         self._after_new_version()
         end = time.perf_counter()
         report = WeightUpdateReport(
@@ -427,7 +422,7 @@ class Engine:
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Return the address of every KV tensor, by name; empty while they are released."""
-        return self._kv.data_ptrs()
+        return self._muscle.kv.data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
         """Return the address of every weight by its Hugging Face name; tied ones have the same."""

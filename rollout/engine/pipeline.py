@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.reports import EngineCounters
-from rollout.runner.model_runner import ModelRunner
+from rollout.errors import LockstepError
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import EMPTY, StepPlan
@@ -88,18 +89,19 @@ class StepPipeline:
     A forward pass that raises sends the requests of the plans in flight back to the queue, with the
     tokens they have. If they fail again they run alone, one after the other. A request that fails
     alone is failed by its error, provided that a step without any request succeeds then. If that
-    step fails too, the device is at fault: the error is raised, and no request is failed.
+    step fails too, the device is at fault: the error is raised, and no request is failed. So is a
+    LockstepError, at once: no rank is left to try again with.
     """
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        muscle: Muscle,
         outputs: OutputProcessor,
         counters: EngineCounters,
     ) -> None:
-        self._scheduler, self._runner = scheduler, runner
+        self._scheduler, self._muscle = scheduler, muscle
         self._outputs, self._counters = outputs, counters
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
@@ -113,7 +115,7 @@ class StepPipeline:
     @property
     def num_graph_captures(self) -> int:
         """Steps captured so far; 0 where steps run eagerly."""
-        return self._runner.num_graph_captures
+        return self._muscle.num_graph_captures
 
     def step(self, weights_version: int) -> None:
         """Launch what may run, then commit the oldest result. Nothing happens when idle.
@@ -122,7 +124,7 @@ class StepPipeline:
         """
         start = time.perf_counter()
         alone = self._faults.next_alone()
-        max_in_flight = 2 if self._runner.overlaps and alone is None else 1
+        max_in_flight = 2 if self._muscle.overlaps and alone is None else 1
         while len(self._in_flight) < max_in_flight and self._launch(alone, weights_version):
             pass
         if self._in_flight:
@@ -163,7 +165,7 @@ class StepPipeline:
         if schedule.plan is None:
             return False
         try:
-            self._in_flight.append((schedule.plan, self._runner.launch(schedule.plan)))
+            self._in_flight.append((schedule.plan, self._muscle.launch(schedule.plan)))
         except BaseException as error:
             self._recover(error, weights_version)
             return False
@@ -207,7 +209,7 @@ class StepPipeline:
         requeued = self._scheduler.abandon()
         self._outputs.requeue(requeued)
         self._counters.steps.num_failed_steps += 1
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, LockstepError):
             raise error
         culprit = self._faults.add_failure(requeued)
         if culprit is None:
@@ -227,7 +229,7 @@ class StepPipeline:
         """Run a prefill and a decode step without any request. Returns False if one fails."""
         try:
             for plan in _scratch_plans(weights_version):
-                self._runner.launch(plan)()
+                self._muscle.launch(plan)()
         except Exception:
             logger.exception("a step without any request fails as well: the device is at fault")
             return False

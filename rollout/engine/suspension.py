@@ -6,12 +6,10 @@ import time
 from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode, as_enum
+from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.errors import ConfigError
-from rollout.kv.cache import KVCache
-from rollout.runner.model_runner import ModelRunner
-from rollout.runner.weights import ServedWeights
 from rollout.scheduling.scheduler import Scheduler
 
 KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
@@ -33,14 +31,12 @@ class Suspension:
         *,
         scheduler: Scheduler,
         outputs: OutputProcessor,
-        kv: KVCache,
-        weights: ServedWeights,
-        runner: ModelRunner,
+        muscle: Muscle,
         default_mode: KVCacheManagementMode,
         keeps_addresses: bool,
     ) -> None:
         self._scheduler, self._outputs = scheduler, outputs
-        self._kv, self._weights, self._runner = kv, weights, runner
+        self._muscle = muscle
         self._keeps_addresses = keeps_addresses
         self._default_mode = self._mode = default_mode
         self._num_requeued = 0  # since the KV was last in place
@@ -73,14 +69,15 @@ class Suspension:
         num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
-            num_resident += self._weights.num_resident_bytes
-            released[WEIGHTS] = self._weights.release(discard=discard)
+            num_resident += self._muscle.num_resident_bytes(of_weights=True)
+            released[WEIGHTS] = self._muscle.release_weights(discard=discard)
             self._released.add(WEIGHTS)
         is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
             self._begin_release(KV_CACHE)
             self._mode = chosen
-            num_resident += 0 if chosen is _Mode.PERSIST else self._kv.num_resident_bytes
+            if chosen is not _Mode.PERSIST:
+                num_resident += self._muscle.num_resident_bytes(of_weights=False)
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
         status = self.status()
@@ -104,7 +101,7 @@ class Suspension:
             if owner in self._to_restore and only in (owner, None):
                 restored[owner] = self._restore(owner)
         is_complete = was_incomplete and not self._to_restore
-        graphs_recaptured = self._runner.after_resume() if is_complete else 0
+        graphs_recaptured = self._muscle.after_resume() if is_complete else 0
         num_requeued = 0
         if KV_CACHE not in self._to_restore:
             num_requeued, self._num_requeued = self._num_requeued, 0
@@ -128,21 +125,19 @@ class Suspension:
 
         Otherwise O(offloaded blocks).
         """
-        kv, manager = self._kv, self._scheduler.kv_cache_manager
+        kv, manager = self._muscle.kv, self._scheduler.kv_cache_manager
         # Every used block has its copy there, so more copies are those of others.
         if kv.num_offloaded_bytes > manager.num_used_blocks * kv.bytes_per_block:
             manager.drop_unused_blocks()  # no later request may find what is freed now
-            kv.discard([block for block in kv.offloaded_blocks if not manager.num_users(block)])
+            unused = [block for block in kv.offloaded_blocks if not manager.num_users(block)]
+            self._muscle.discard_kv(unused)
 
     def status(self) -> MemoryStatus:
         """Return where the memory of both owners is now."""
-        kv, weights = self._kv, self._weights
+        use, weights = self._muscle.memory_use(), self._muscle.weights
         return MemoryStatus(
-            resident_bytes={
-                KV_CACHE: kv.num_bytes if kv.is_resident else 0,
-                WEIGHTS: weights.num_bytes if weights.is_resident else 0,
-            },
-            bytes_on_host={KV_CACHE: kv.num_offloaded_bytes, WEIGHTS: weights.num_bytes_on_host},
+            resident_bytes={KV_CACHE: use.kv, WEIGHTS: use.weights},
+            bytes_on_host={KV_CACHE: use.kv_on_host, WEIGHTS: use.weights_on_host},
             kv_mode=self._mode.value,
             released=tuple(owner for owner in OWNERS if owner in self._released),
             to_restore=tuple(self._to_restore),
@@ -162,7 +157,10 @@ class Suspension:
     def _restore(self, owner: str) -> int:
         """Return the number of bytes that were copied or made usable again."""
         self._released.discard(owner)
-        num_bytes = self._weights.restore() if owner == WEIGHTS else self._restore_kv()
+        if owner == WEIGHTS:
+            num_bytes = self._muscle.restore_weights()
+        else:
+            num_bytes = self._restore_kv()
         self._to_restore.remove(owner)
         return num_bytes
 
@@ -176,16 +174,16 @@ class Suspension:
             self._num_requeued += len(requeued)
         self._scheduler.kv_cache_manager.drop_unused_blocks()
         if self._mode is _Mode.OFFLOAD:
-            self._kv.offload(self._scheduler.kv_cache_manager.used_blocks())
-        return self._kv.release()
+            self._muscle.offload_kv(self._scheduler.kv_cache_manager.used_blocks())
+        return self._muscle.release_kv()
 
     def _restore_kv(self) -> int:
         """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
-        num_bytes = self._kv.restore()
+        num_bytes = self._muscle.restore_kv()
         if self._mode is _Mode.OFFLOAD:
-            num_bytes = self._kv.onload(self._kv.offloaded_blocks)
+            num_bytes = self._muscle.onload_kv()
         return num_bytes
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:

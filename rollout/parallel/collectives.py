@@ -81,6 +81,13 @@ class OneRank:
 ONE_RANK = OneRank()
 
 
+def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank: a vote of all of them, on what each finds by itself."""
+    if collectives.size == 1:
+        return is_so
+    return bool(collectives.all_reduce_(torch.tensor([int(is_so)], device=device)).item())
+
+
 class GroupCollectives:
     """Implements `Collectives` over a process group of torch.distributed: gloo or NCCL.
 

@@ -14,11 +14,24 @@ from torch import Tensor
 from rollout.errors import LockstepError
 from rollout.parallel.collectives import HALF_TYPES, CollectiveAbortedError
 from rollout.parallel.semaphores import SEMAPHORE_BYTES, Semaphores
-from rollout.parallel.shared_memory import SharedMemory, open_shared
+from rollout.parallel.shared_memory import SharedMemory
 
 _FLAG_BYTES = 64
 _SLOT_BYTES = 1 << 22  # of a rank's values; more go through it piece by piece
 _LOOK_S = 0.05  # how often a rank that waits looks whether the others are there
+
+
+def shared_by_ranks(size: int) -> SharedMemory:
+    """Memory through which so many ranks may meet. Raises ConfigError."""
+    parts = _parts_of(size)
+    memory = SharedMemory(sum(parts))
+    Semaphores(memory.bytes_N.split(parts)[1]).reset()
+    return memory
+
+
+def _parts_of(size: int) -> list[int]:
+    """Bytes of the flag that a rank has failed, of the semaphores and of the slots."""
+    return [_FLAG_BYTES, size * size * SEMAPHORE_BYTES, 2 * size * _SLOT_BYTES]
 
 
 class SharedCollectives:
@@ -33,27 +46,17 @@ class SharedCollectives:
         self,
         rank: int,
         size: int,
-        address: str | None = None,
+        memory_N: Tensor,
         *,
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address`: that of rank 0, which itself gives None. `timeout_s`: how long a rank waits
-        for the others. `check`: called while it waits; may raise.
+        """`memory_N`: of `shared_by_ranks`, the same on all ranks. `timeout_s`: how long a rank
+        waits for the others. `check`: called while it waits; may raise.
         """
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
-        num_semaphore_bytes = size * size * SEMAPHORE_BYTES
-        self._owned = None
-        if address is None:
-            num_bytes = _FLAG_BYTES + num_semaphore_bytes + 2 * size * _SLOT_BYTES
-            self._owned = SharedMemory(num_bytes)
-            address, bytes_N = self._owned.address, self._owned.bytes_N
-        else:
-            bytes_N = open_shared(address)
-        self.address = address
-        parts = [_FLAG_BYTES, num_semaphore_bytes, 2 * size * _SLOT_BYTES]
-        flag_N, semaphores_N, slots_N = bytes_N.split(parts)
+        flag_N, semaphores_N, slots_N = memory_N.split(_parts_of(size))
         self._is_aborted = flag_N.numpy()[:1]
         # Semaphore [i, j] is where rank i waits for rank j.
         self._semaphores = Semaphores(semaphores_N)
@@ -63,8 +66,6 @@ class SharedCollectives:
         self._slots_PRN = slots_N.view(2, size, _SLOT_BYTES)
         self._typed: dict[torch.dtype, Tensor] = {}
         self._parity = 0
-        if self._owned is not None:
-            self._semaphores.reset()
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         for part_N in self._parts(x):
@@ -137,5 +138,4 @@ class SharedCollectives:
             self._is_aborted[0] = 0
 
     def close(self) -> None:
-        if self._owned is not None:
-            self._owned.close()
+        """The memory is its owner's."""

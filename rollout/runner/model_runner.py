@@ -18,6 +18,7 @@ from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import HostArray, StepInputs, StepLayout
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
+from rollout.parallel.collectives import any_rank
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.token_histories import TokenHistories
 from rollout.runner.token_ranks import token_ranks
@@ -80,7 +81,10 @@ class ModelRunner:
         Returns how many captured steps are lost for that reason.
         """
         before, self._addresses = self._addresses, self._addresses_now()
-        return self._backend.executor.after_resume(has_moved=self._addresses != before)
+        backend, has_moved = self._backend, self._addresses != before
+        # A rank that captures again, alone, would wait in its sums for ranks that replay theirs.
+        has_moved = any_rank(backend.collectives, has_moved, backend.device)
+        return backend.executor.after_resume(has_moved=has_moved)
 
     def _addresses_now(self) -> tuple[int, int]:
         """The addresses of KV and weights. Each of the two is one piece of memory."""

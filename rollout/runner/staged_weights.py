@@ -71,7 +71,8 @@ class StagedWeights:
     adapter on the weights that were served. `started_at` is when staging began, on the clock of
     time.perf_counter; `seconds` is how long it took. `share`: this rank's of its fingerprints;
     `checksum` is "" until it is accepted with those of all ranks. `is_spent`: a commit has begun
-    and was not undone. `replaced`: what the commit has replaced.
+    and was not undone. `replaced`: what the commit has replaced. `elsewhere`: what the other
+    ranks have staged, which ends with this.
     """
 
     tensors: Mapping[str, Tensor]
@@ -84,6 +85,7 @@ class StagedWeights:
     share: WeightShare
     is_spent: bool = False
     replaced: Replaced | None = None
+    elsewhere: Any = None
     checksum: str
     started_at: float
     seconds: float

@@ -115,7 +115,7 @@ def graph_engine(
     device = RepeatingDevice()
     made: list[GraphExecutor] = []
 
-    def create_backend(config: Any) -> Any:
+    def create_backend(config: Any, *ranks: Any) -> Any:
         backend = cpu_backend("device")
         shapes = ladder or make_ladder(12, config.max_requests or 24, 6)
         made.append(GraphExecutor(CPU, device, shapes))
@@ -128,6 +128,6 @@ def graph_engine(
             fuse_decoder=None,
         )
 
-    monkeypatch.setattr("rollout.engine.build.create_backend", create_backend)
+    monkeypatch.setattr("rollout.engine.rank.create_backend", create_backend)
     engine = tiny_engine(model, **config)
     return engine, made[0], device

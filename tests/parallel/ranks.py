@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rollout.parallel.collectives import Collectives, GroupCollectives
-from rollout.parallel.shared_collectives import SharedCollectives
+from rollout.parallel.shared_collectives import SharedCollectives, shared_by_ranks
+from rollout.parallel.shared_memory import open_shared
 from tests.processes import PROCESSES
 
 KINDS = ("shared", "gloo")
@@ -22,12 +23,12 @@ Work = Callable[..., Any]
 
 
 def collectives_of(
-    kind: str, rank: int, size: int, place: str | None, timeout_s: float = TIMEOUT_S
+    kind: str, rank: int, size: int, place: str, timeout_s: float = TIMEOUT_S
 ) -> Collectives:
-    """`place`: the address of shared memory, None in rank 0; or a file where the ranks of a group
-    meet."""
+    """`place`: the address of shared memory, or a file where the ranks of a group meet."""
     if kind == "shared":
-        return SharedCollectives(rank, size, place, timeout_s=timeout_s)
+        assert place is not None
+        return SharedCollectives(rank, size, open_shared(place), timeout_s=timeout_s)
     distributed: Any = dist
     store = distributed.FileStore(place, size)
     # The other rank may take long to start: only sums have the deadline of a test.
@@ -66,13 +67,10 @@ def ranks(
 ) -> Iterator[tuple[Collectives, list[Follower]]]:
     """Collectives of rank 0, here, and processes of the others, which do `work`. They end with the
     block."""
-    place: str | None = str(directory / "store")
-    mine = None
-    if kind == "shared":
-        mine = SharedCollectives(0, size, timeout_s=timeout_s)
-        place = mine.address
+    memory = shared_by_ranks(size)
+    place = memory.address if kind == "shared" else str(directory / "store")
     followers = [Follower(kind, rank, size, place, work, arguments) for rank in range(1, size)]
-    own: Collectives = mine or collectives_of(kind, 0, size, place, timeout_s)
+    own = collectives_of(kind, 0, size, place, timeout_s)
     try:
         yield own, followers
     finally:
@@ -80,3 +78,4 @@ def ranks(
             follower.process.kill()
             follower.process.join()
         own.close()
+        memory.close()

@@ -15,6 +15,7 @@ from rollout.backends.executors.graph_shapes import GraphShape, Ladder
 from rollout.backends.executors.static_inputs import StaticInputs
 from rollout.backends.executors.transfer import first_samples, without_padding
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
+from rollout.parallel.collectives import ONE_RANK, Collectives, any_rank
 from rollout.step.output import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,14 @@ class GraphExecutor:
 
     _static: StaticInputs
 
-    def __init__(self, device: torch.device, graphs: GraphDevice, ladder: Ladder) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        graphs: GraphDevice,
+        ladder: Ladder,
+        collectives: Collectives = ONE_RANK,
+    ) -> None:
+        self._collectives = collectives
         self._device, self._graphs, self._ladder = device, graphs, ladder
         self._eager = EagerExecutor(device)
         self._captured: dict[GraphShape, _Captured] = {}
@@ -119,7 +127,9 @@ class GraphExecutor:
         graph.replay()
         replayed = self._graphs.download(graph.result)()
         expected = self._graphs.download(program(on_host, self._static.on_device(shape)))()
-        if not _agree(replayed, expected):
+        is_wrong = not _agree(replayed, expected)
+        # All ranks replay, or all capture anew: a graph holds their sums, too.
+        if any_rank(self._collectives, is_wrong, self._device):
             logger.warning("replayed steps went wrong after a resume: all graphs are made anew")
             self._captured.clear()
 

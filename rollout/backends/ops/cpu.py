@@ -6,7 +6,7 @@ Shape letters: T tokens, K in features, N out features.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,14 @@ class CpuOps(ReferenceOps):
     def explain(self) -> str:
         """The measured products, one line for each weight's shape and number of rows."""
         return self._products.explain()
+
+    def choices(self) -> Mapping[str, Any]:
+        """The choice for each key of a shape."""
+        return self._products.choices()
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        """Nothing that has such a choice is measured."""
+        self._products.take_choices(choices)
 
     def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:  # type: ignore[override]
         """x @ weight.T + bias, [T, N]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -92,6 +92,14 @@ class ProductSelection:
                 name = natives[0] if natives and is_native else PLAIN.name
                 self._in_use[key] = Choice(products=(name,) * len(BUCKETS))
         return self._in_use[key]
+
+    def choices(self) -> dict[str, Choice]:
+        """The choices in use, by key."""
+        return dict(self._in_use)
+
+    def take_choices(self, choices: Mapping[str, Choice]) -> None:
+        """Choose the same as another process of this machine, whatever was measured before."""
+        self._measured |= choices
 
     def explain(self) -> str:
         """Return a table of the choices in use or saved: one line for each shape and bucket."""

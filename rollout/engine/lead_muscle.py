@@ -1,0 +1,327 @@
+"""LeadMuscle: the muscle of rank 0, which has the other ranks of its engine do what it does."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from rollout.engine.muscle import MemoryUse, Muscle
+from rollout.errors import LockstepError, WeightUpdateError
+from rollout.kv.cache import BlockIds, KVCache
+from rollout.models.lora import LoraAdapter
+from rollout.models.plain_tensors import full_tensor, refusal
+from rollout.parallel.channel import LeadChannel, raise_first
+from rollout.parallel.collectives import CollectiveAbortedError, Collectives
+from rollout.parallel.shared_tensors import SharedFile, SharedTensors
+from rollout.runner.model_runner import ModelRunner
+from rollout.runner.staged_weights import StagedWeights
+from rollout.runner.weight_shares import checksum_of_shares
+from rollout.runner.weight_update import NamedTensors, blaming, by_name, next_version
+from rollout.runner.weights import ServedWeights
+from rollout.step.output import StepOutput
+from rollout.step.plan import StepPlan
+
+_BASE = "base: "  # before the names of the weights that an adapter belongs to
+
+
+class LeadMuscle(Muscle):
+    """Each verb is sent, then done here, then answered by all ranks, before it returns.
+
+    A verb that a rank refuses is refused: its error is raised, after all ranks have answered, and a
+    failed forward pass may be tried again. A rank that is lost, or does not answer in time, ends
+    the group: LockstepError, then and at every later verb.
+
+    Steps and memory go through one channel, in the thread that steps. Staging has a channel of its
+    own, in whatever thread it is asked for.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv: KVCache,
+        weights: ServedWeights,
+        *,
+        collectives: Collectives,
+        channel: LeadChannel,
+        staging: LeadChannel,
+        end_followers: Callable[[], None],
+    ) -> None:
+        """`end_followers`: ends the processes of the other ranks, however they are."""
+        super().__init__(runner, kv, weights)
+        self._collectives, self._channel, self._staging = collectives, channel, staging
+        self._end_followers = end_followers
+        self._staging_turn = threading.Lock()
+        self._num_staged = 0
+        self._to_drop: deque[int] = deque()
+
+    # ---- steps
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        order = self._send("launch", plan)
+        try:
+            fetch = super().launch(plan)
+        except BaseException as error:
+            self._realign(error)
+
+        def wait() -> StepOutput:
+            try:
+                output = fetch()
+                answers = self._answers(order)
+                raise_first(answers)
+            except BaseException as error:
+                self._realign(error)
+            self._compare(plan, output, answers)
+            return output
+
+        return wait
+
+    def _compare(self, plan: StepPlan, output: StepOutput, answers: Sequence[Any]) -> None:
+        """Raise LockstepError if another rank has drawn other tokens. Those that run ahead do not
+        say what they drew."""
+        own = digest(output)
+        for rank, theirs in enumerate(answers, start=1):
+            if theirs not in (None, own):
+                raise self._lose(
+                    f"rank {rank} drew other tokens than rank 0 in step {plan.step_id}"
+                )
+
+    def _realign(self, error: BaseException) -> NoReturn:
+        """Have all ranks wait for the next order after a verb that has failed somewhere. Raises
+        what it failed of: `error`, or what another rank raised before rank 0 was told."""
+        if isinstance(error, LockstepError):
+            raise self._lose(str(error)) from error
+        self._collectives.abort()
+        answers = self._answers()
+        try:
+            self._collectives.reset()
+        except LockstepError as lost:
+            raise self._lose(str(lost)) from error
+        self._send("reset")
+        raise_first(self._answers())
+        if isinstance(error, CollectiveAbortedError):
+            raise_first(answers)
+        raise error
+
+    def after_resume(self) -> int:
+        return self._together("after_resume", super().after_resume)[0]
+
+    # ---- the KV cache
+
+    def offload_kv(self, block_ids: BlockIds) -> int:
+        blocks = [int(block) for block in block_ids]
+        return sum(self._together("offload_kv", lambda: self.kv.offload(blocks), blocks))
+
+    def onload_kv(self) -> int:
+        return sum(self._together("onload_kv", super().onload_kv))
+
+    def discard_kv(self, block_ids: BlockIds) -> int:
+        blocks = [int(block) for block in block_ids]
+        return sum(self._together("discard_kv", lambda: self.kv.discard(blocks), blocks))
+
+    def release_kv(self) -> int:
+        return sum(self._together("release_kv", super().release_kv))
+
+    def restore_kv(self) -> int:
+        return sum(self._together("restore_kv", super().restore_kv))
+
+    # ---- the weights
+
+    def stage_weights(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
+    ) -> StagedWeights:
+        """All ranks see the whole source, through shared memory, and each stages its part. The
+        votes have what each has hashed, of which rank 0 makes the verdict.
+        """
+        self.weights.require_resident("stage an update")
+        with self._staging_turn, _shared(named_tensors) as (tensors, sent):
+            self._num_staged += 1
+            key = self._num_staged
+            order = self._staging_order("stage", key, *sent, source_checksum)
+            try:
+                staged = super().stage_weights(tensors, check, source_checksum)
+                answers = self._staging_answers(order)
+                raise_first(answers)
+                self.weights.accept(staged, [staged.share, *answers], source_checksum)
+            except BaseException:
+                # Also ends the staging of the others: nobody reads the weights after this.
+                self._staging_answers(self._staging_order("drop", key))
+                raise
+        staged.elsewhere = _Elsewhere(key, self._drop)
+        self._send_drops()
+        return staged
+
+    def _drop(self, key: int) -> None:
+        """Have the others drop what they staged. Whatever thread frees the last reference."""
+        self._to_drop.append(key)
+        self._send_drops()
+
+    def _send_drops(self) -> None:
+        """Send them, unless another thread has the turn, which does so when it ends."""
+        while self._to_drop and self._staging_turn.acquire(blocking=False):
+            try:
+                with suppress(LockstepError, IndexError):
+                    self._staging.send("drop", self._to_drop.popleft())
+            finally:
+                self._staging_turn.release()
+
+    def _staging_order(self, verb: str, *arguments: Any) -> int:
+        try:
+            return self._staging.send(verb, *arguments)
+        except LockstepError as error:
+            raise self._lose(str(error)) from error
+
+    def _staging_answers(self, order: int) -> list[Any]:
+        try:
+            return self._staging.answers(order)
+        except LockstepError as error:
+            raise self._lose(str(error)) from error
+
+    def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
+        """Committed by all ranks, or by none: those that have are made to take it back."""
+        version = next_version(self.weights.version, version)
+        key, before = staged.elsewhere.key, self.weights.version
+        try:
+            answers = self._together(
+                "commit_weights", lambda: self.weights.commit(staged, version), key, version
+            )
+        except LockstepError:
+            raise
+        except BaseException:
+            if self.weights.version != before:
+                self.weights.undo(staged)
+            self._together("undo_commit", lambda: None, key)
+            raise
+        return sum(answers)
+
+    def set_version(self, version: int) -> None:
+        self._together("set_version", lambda: self.weights.set_version(version), version)
+
+    def weights_checksum(self) -> str:
+        self.weights.require_resident("compute a checksum")
+        self.weights.require_values("compute a checksum")
+        shares = self._together("fingerprint_share", self.weights.fingerprint_share)
+        return checksum_of_shares(shares)
+
+    def release_weights(self, *, discard: bool) -> int:
+        own = lambda: self.weights.release(discard=discard)  # noqa: E731
+        return sum(self._together("release_weights", own, discard))
+
+    def restore_weights(self) -> int:
+        return sum(self._together("restore_weights", super().restore_weights))
+
+    # ---- all of it
+
+    def num_resident_bytes(self, *, of_weights: bool) -> int:
+        own = lambda: Muscle.num_resident_bytes(self, of_weights=of_weights)  # noqa: E731
+        return sum(self._together("num_resident_bytes", own, of_weights))
+
+    def memory_use(self) -> MemoryUse:
+        first, *others = self._together("memory_use", super().memory_use)
+        return sum(others, start=first)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._staging.close()
+        self._end_followers()
+        super().close()
+        self._collectives.close()
+
+    # ---- orders and answers
+
+    def _together(self, verb: str, own: Callable[[], Any], *arguments: Any) -> list[Any]:
+        """Have all ranks do `verb`, and do it here by `own`. Returns what each has returned.
+
+        Raises an error of this rank or else of another one, when all have answered.
+        """
+        order = self._send(verb, *arguments)
+        try:
+            mine = own()
+            answers = self._answers(order)
+            raise_first(answers)
+        except BaseException as error:
+            self._realign(error)
+        return [mine, *answers]
+
+    def _send(self, verb: str, *arguments: Any) -> int:
+        try:
+            return self._channel.send(verb, *arguments)
+        except LockstepError as error:
+            raise self._lose(str(error)) from error
+
+    def _answers(self, order: int | None = None) -> list[Any]:
+        try:
+            return self._channel.answers(order)
+        except LockstepError as error:
+            raise self._lose(str(error)) from error
+
+    def _lose(self, reason: str) -> LockstepError:
+        """The group has ended: nobody waits for the others any more."""
+        self._staging.lose(reason)
+        error = self._channel.lose(reason)
+        self._end_followers()
+        return error
+
+
+class _Elsewhere:
+    """What the other ranks have staged under `key`; they drop it when this is freed."""
+
+    def __init__(self, key: int, drop: Callable[[int], None]) -> None:
+        self.key, self._drop = key, drop
+
+    def __del__(self) -> None:
+        self._drop(self.key)
+
+
+@contextmanager
+def _shared(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[Any, ...]]]:
+    """The tensors of a source in shared memory, and what tells the other ranks where they are.
+
+    They are copied there, unless they lie in such memory already. Raises WeightUpdateError.
+    """
+    if isinstance(named_tensors, SharedTensors):
+        yield named_tensors, (named_tensors.address, named_tensors.places, None)
+        return
+    adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
+    file = SharedFile()
+    try:
+        with blaming("copying the weights for the other ranks"):
+            shared = file.write(_whole(named_tensors))
+        shell = None if adapter is None else replace(adapter, tensors={}, base=None)
+        yield joined(shared, shell), (shared.address, shared.places, shell)
+    finally:
+        file.close()
+
+
+def joined(shared: SharedTensors, shell: LoraAdapter | None) -> NamedTensors:
+    """What the other ranks were told of: the tensors by name or, with `shell`, an adapter of
+    them."""
+    if shell is None:
+        return shared
+    base = {n.removeprefix(_BASE): t for n, t in shared.items() if n.startswith(_BASE)}
+    own = {n: tensor for n, tensor in shared.items() if not n.startswith(_BASE)}
+    return replace(shell, tensors=own, base=base or None)
+
+
+def _whole(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole, in the order of names: gathering is a collective."""
+    given = by_name(named_tensors)
+    if isinstance(named_tensors, LoraAdapter) and named_tensors.base is not None:
+        given |= {_BASE + name: tensor for name, tensor in named_tensors.base.items()}
+    for name in sorted(given):
+        if reason := refusal(given[name]):
+            raise WeightUpdateError(f"{name!r} {reason}")
+        with blaming(f"gathering {name!r}"):
+            whole = full_tensor(given.pop(name))
+        yield name, whole
+
+
+def digest(output: StepOutput) -> int:
+    """A number that differs where the drawn tokens do."""
+    return zlib.crc32(output.token_ids.tobytes())

@@ -1,0 +1,136 @@
+"""Muscle: all that an engine does with tensors, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from rollout.kv.cache import BlockIds, KVCache
+from rollout.runner.model_runner import ModelRunner
+from rollout.runner.staged_weights import StagedWeights
+from rollout.runner.weight_update import NamedTensors
+from rollout.runner.weights import ServedWeights
+from rollout.step.output import StepOutput
+from rollout.step.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of the KV cache and of the weights.
+
+    kv, weights: reserved, 0 while released. *_on_host: copies that wait for resume.
+    """
+
+    kv: int
+    weights: int
+    kv_on_host: int
+    weights_on_host: int
+
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        return MemoryUse(**dict(zip(self.__slots__, sums, strict=True)))
+
+
+class Muscle:
+    """The verbs that an engine has for its runner, its KV cache and its served weights.
+
+    `kv` and `weights` are to be read. Where several ranks run one engine, LeadMuscle has them do
+    each verb as well.
+    """
+
+    def __init__(self, runner: ModelRunner, kv: KVCache, weights: ServedWeights) -> None:
+        self._runner, self.kv, self.weights = runner, kv, weights
+
+    # ---- steps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be prepared while the one before runs."""
+        return self._runner.overlaps
+
+    @property
+    def num_graph_captures(self) -> int:
+        """Steps captured so far; 0 where steps run eagerly."""
+        return self._runner.num_graph_captures
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Start a step; the function returned waits for its result. See ModelRunner.launch."""
+        return self._runner.launch(plan)
+
+    def after_resume(self) -> int:
+        """All memory is here again. Returns how many captured steps are lost."""
+        return self._runner.after_resume()
+
+    # ---- the KV cache; see KVCache
+
+    def offload_kv(self, block_ids: BlockIds) -> int:
+        """Copy these blocks to the host. Returns bytes."""
+        return self.kv.offload(block_ids)
+
+    def onload_kv(self) -> int:
+        """Bring all offloaded blocks back in place. Returns bytes."""
+        return self.kv.onload(self.kv.offloaded_blocks)
+
+    def discard_kv(self, block_ids: BlockIds) -> int:
+        """Forget these offloaded blocks. Returns bytes freed."""
+        return self.kv.discard(block_ids)
+
+    def release_kv(self) -> int:
+        """Give the memory back; the contents are lost. Returns bytes."""
+        return self.kv.release()
+
+    def restore_kv(self) -> int:
+        """Reserve the memory again; the contents are undefined. Returns bytes."""
+        return self.kv.restore()
+
+    # ---- the weights; see ServedWeights
+
+    def stage_weights(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
+    ) -> StagedWeights:
+        """Verify and prepare an update, from any thread; nothing changes."""
+        return self.weights.stage(named_tensors, check, source_checksum)
+
+    def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
+        """Serve a staged update as `version`. Returns bytes written."""
+        return self.weights.commit(staged, version)
+
+    def set_version(self, version: int) -> None:
+        """Serve the same weights as `version`."""
+        self.weights.set_version(version)
+
+    def weights_checksum(self) -> str:
+        """A checksum of all weights."""
+        return self.weights.checksum()
+
+    def release_weights(self, *, discard: bool) -> int:
+        """Release the memory, after a copy to the host unless `discard`. Returns bytes."""
+        return self.weights.release(discard=discard)
+
+    def restore_weights(self) -> int:
+        """Reserve the memory again, with the values that were kept. Returns bytes copied."""
+        return self.weights.restore()
+
+    # ---- all of it
+
+    def num_resident_bytes(self, *, of_weights: bool) -> int:
+        """Bytes of the weights, or of the KV cache, that take memory: a host gives it to what is
+        written to."""
+        return self.weights.num_resident_bytes if of_weights else self.kv.num_resident_bytes
+
+    def memory_use(self) -> MemoryUse:
+        """Bytes by owner, as of now."""
+        kv, weights = self.kv, self.weights
+        return MemoryUse(
+            kv=kv.num_bytes if kv.is_resident else 0,
+            weights=weights.num_bytes if weights.is_resident else 0,
+            kv_on_host=kv.num_offloaded_bytes,
+            weights_on_host=weights.num_bytes_on_host,
+        )
+
+    def close(self) -> None:
+        """Give up the KV cache, on the device and on the host. May be tried again."""
+        try:
+            self.kv.discard(self.kv.offloaded_blocks)
+        finally:
+            self.kv.release()

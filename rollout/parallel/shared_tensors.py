@@ -1,0 +1,89 @@
+"""SharedTensors: tensors by name that lie in one anonymous file, for all ranks to read."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError, LockstepError
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor lies: its first byte in the file, dtype and shape."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+class SharedTensors(dict[str, Tensor]):
+    """Views of the file at `address`, each at its place. Nobody writes to them."""
+
+    def __init__(self, address: str, places: Mapping[str, Place]) -> None:
+        """Open the file, of a process that lives. The tensors live on without it. Raises
+        LockstepError."""
+        self.address, self.places = address, places
+        num_bytes = max((place.end for place in places.values()), default=0)
+        try:
+            descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # Private: torch wants writable memory.
+                region = mmap.mmap(descriptor, max(1, num_bytes), flags=mmap.MAP_PRIVATE)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise LockstepError(f"the weights at {address} cannot be opened: {error}") from error
+        bytes_N = torch.frombuffer(region, dtype=torch.uint8)
+        for name, place in places.items():
+            values = bytes_N[place.start : place.end].view(place.dtype)
+            self[name] = values.view(place.shape)
+
+
+class SharedFile:
+    """A file that `SharedTensors` opens, and which this process owns."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError where the system has no such files."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("weights reach several ranks on Linux only (memfd_create)")
+        self._descriptor: int | None = os.memfd_create("rollout-staging", os.MFD_CLOEXEC)
+        self._address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
+        """Copy tensors, one after the other, from whatever device. Raises OSError without room."""
+        assert self._descriptor is not None
+        places: dict[str, Place] = {}
+        end = 0
+        for name, tensor in tensors:
+            values = tensor.detach().cpu().contiguous()
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            places[name] = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
+            end = places[name].end
+            bytes_N: Any = values.view(-1).view(torch.uint8).numpy()
+            left = memoryview(bytes_N)
+            # A new file that is mapped costs a page fault for every 4 KiB.
+            while left:
+                count = os.pwrite(self._descriptor, left, end - len(left))
+                left = left[count:]
+        os.ftruncate(self._descriptor, max(1, end))
+        return SharedTensors(self._address, places)
+
+    def close(self) -> None:
+        """Nobody else can open it from now on. A second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
