@@ -220,8 +220,10 @@ def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
-    """The config of one of so many engines: with the threads that its place has for it."""
-    return config.replace(num_threads=config.num_threads or launcher.num_threads(num_engines))
+    """The config of one of so many engines: with the threads that its place has for each of
+    its ranks."""
+    num_ranks = num_engines * config.tensor_parallel_size
+    return config.replace(num_threads=config.num_threads or launcher.num_threads(num_ranks))
 
 
 def _join(processes: Sequence[LaunchedEngine], timeout_s: float) -> None:

@@ -216,6 +216,13 @@ class Engine:
         self._pipeline.step(self.weights_version)
         return self._hand_out(self._outputs.pop_all_ended())
 
+    def check_ranks(self) -> None:
+        """Raise LockstepError if a rank of the engine is gone; without steps nobody would notice.
+
+        The same thread steps.
+        """
+        self._muscle.check_ranks()
+
     # ---- states
 
     @property

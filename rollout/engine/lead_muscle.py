@@ -58,7 +58,7 @@ class LeadMuscle(Muscle):
         self._collectives, self._channel, self._staging = collectives, channel, staging
         self._end_followers = end_followers
         self._staging_turn = threading.Lock()
-        self._num_staged = 0
+        self._num_staged, self._is_closed = 0, False
         self._to_drop: deque[int] = deque()
 
     # ---- steps
@@ -110,7 +110,8 @@ class LeadMuscle(Muscle):
         raise error
 
     def after_resume(self) -> int:
-        return self._together("after_resume", super().after_resume)[0]
+        num_lost: int = self._together("after_resume", super().after_resume)[0]
+        return num_lost
 
     # ---- the KV cache
 
@@ -218,17 +219,26 @@ class LeadMuscle(Muscle):
 
     # ---- all of it
 
+    def check_ranks(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            self._channel.check()
+        except LockstepError as error:
+            raise self._lose(str(error)) from error
+
     def num_resident_bytes(self, *, of_weights: bool) -> int:
         own = lambda: Muscle.num_resident_bytes(self, of_weights=of_weights)  # noqa: E731
         return sum(self._together("num_resident_bytes", own, of_weights))
 
     def memory_use(self) -> MemoryUse:
-        first, *others = self._together("memory_use", super().memory_use)
-        return sum(others, start=first)
+        uses: list[MemoryUse] = self._together("memory_use", super().memory_use)
+        return sum(uses[1:], start=uses[0])
 
     def close(self) -> None:
         self._channel.close()
         self._staging.close()
+        self._is_closed = True
         self._end_followers()
         super().close()
         self._collectives.close()

@@ -113,6 +113,9 @@ class Muscle:
 
     # ---- all of it
 
+    def check_ranks(self) -> None:
+        """Raise LockstepError if a rank of the engine is gone."""
+
     def num_resident_bytes(self, *, of_weights: bool) -> int:
         """Bytes of the weights, or of the KV cache, that take memory: a host gives it to what is
         written to."""

@@ -88,6 +88,8 @@ class SocketWire:
         return is_here or bool(select.select([self._socket], [], [], 0)[0])
 
     def is_lost(self) -> bool:
+        if self._end_of_message() is not None:
+            return False
         self._socket.settimeout(0.0)
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)

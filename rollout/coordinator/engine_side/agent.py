@@ -133,6 +133,10 @@ class EngineAgent:
             prepared_command_id=self._registered_vote,
         )
 
+    def check_ranks(self) -> None:
+        """Raise LockstepError if a rank of the engine is gone."""
+        self._engine.check_ranks()
+
     def status(self) -> EngineStatus:
         """Return the status for a heartbeat. Any thread may call it."""
         stats = self._engine.stats()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rollout.coordinator.engine_side.agent import EngineAgent
 from rollout.coordinator.link import Link
 from rollout.coordinator.protocol.messages import Message
-from rollout.errors import ProtocolError
+from rollout.errors import LockstepError, ProtocolError
 
 _logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
@@ -19,11 +19,12 @@ def serve(agent: EngineAgent, link: Link) -> None:
 
     Raises a step's error after three failed steps in sequence, the last error if the fleet could
     not be entered, and RolloutError if the link fails. A request that makes a step fail ends alone,
-    and the step does not raise. If steps raise, the goodbye names the requests of the last one.
+    and the step does not raise. A LockstepError ends it at once, also without work. If steps raise, the goodbye names the requests of the last one.
     """
     num_failures = 0
     try:
         while not agent.is_shut_down:
+            agent.check_ranks()
             runs = agent.has_work and link.may_step()
             for message in link.receive(0.0 if runs else agent.max_idle_s):
                 _queue_all(agent, link, agent.handle(message))
@@ -35,6 +36,8 @@ def serve(agent: EngineAgent, link: Link) -> None:
                 continue
             try:
                 outbox = agent.step()
+            except LockstepError:
+                raise
             except Exception as error:  # one step may fail for a reason that passes
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:
@@ -45,6 +48,9 @@ def serve(agent: EngineAgent, link: Link) -> None:
             num_failures = 0
             _queue_all(agent, link, outbox)
             link.flush()
+    except LockstepError as error:  # in whatever it did last: no step can run any more
+        link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
+        raise
     finally:
         agent.close()
 
