@@ -18,11 +18,11 @@ ChangeBackend = Callable[[Backend], Backend]
 
 
 class InspectedEngine(DynamicInferenceEngine):
-    """An engine whose scheduler and KV cache a test can read and wrap."""
+    """An engine whose scheduler, muscle and KV cache a test can read and wrap."""
 
     def __init__(self, *, scheduler: Scheduler, muscle: Muscle, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, muscle=muscle, **parts)
-        self.scheduler, self.kv = scheduler, muscle.kv
+        self.scheduler, self.muscle, self.kv = scheduler, muscle, muscle.kv
 
 
 @contextmanager

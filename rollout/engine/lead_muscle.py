@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from rollout.child_process import ChildProcess
 from rollout.engine.muscle import MemoryUse, Muscle
 from rollout.errors import LockstepError, WeightUpdateError
 from rollout.kv.cache import BlockIds, KVCache
@@ -51,15 +53,21 @@ class LeadMuscle(Muscle):
         collectives: Collectives,
         channel: LeadChannel,
         staging: LeadChannel,
-        end_followers: Callable[[], None],
+        followers: Sequence[ChildProcess],
     ) -> None:
-        """`end_followers`: ends the processes of the other ranks, however they are."""
+        """`followers`: the other ranks, in their order. They end with this."""
         super().__init__(runner, kv, weights)
         self._collectives, self._channel, self._staging = collectives, channel, staging
-        self._end_followers = end_followers
+        self._followers = followers
+        weakref.finalize(self, end_processes, followers)  # if nobody calls `close`
         self._staging_turn = threading.Lock()
         self._num_staged, self._is_closed = 0, False
         self._to_drop: deque[int] = deque()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the other ranks, in their order."""
+        return [follower.pid for follower in self._followers]
 
     # ---- steps
 
@@ -239,7 +247,7 @@ class LeadMuscle(Muscle):
         self._channel.close()
         self._staging.close()
         self._is_closed = True
-        self._end_followers()
+        end_processes(self._followers)
         super().close()
         self._collectives.close()
 
@@ -275,8 +283,16 @@ class LeadMuscle(Muscle):
         """The group has ended: nobody waits for the others any more."""
         self._staging.lose(reason)
         error = self._channel.lose(reason)
-        self._end_followers()
+        end_processes(self._followers)
         return error
+
+
+def end_processes(children: Sequence[ChildProcess]) -> None:
+    """Kill them: they have nothing to clean up, and one that is stopped hears nothing else."""
+    for child in children:
+        child.kill()
+    for child in children:
+        child.wait()
 
 
 class _Elsewhere:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,6 @@ def load_model(
     packed yet. Raises ConfigError and ModelError.
     """
     backend = create_backend(config, collectives)
-    if collectives.size > 1:
-        backend = replace(backend, fuse_decoder=None)  # which adds up nothing over ranks
     causal_lm, fill = open_model(
         model,
         dtype=config.dtype,

@@ -7,9 +7,6 @@ import logging
 import os
 import pickle
 import socket
-import weakref
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from rollout.backends.meeting import Meeting
 from rollout.backends.select import device_of
 from rollout.child_process import ChildProcess, pickled
 from rollout.config import InferenceConfig
-from rollout.engine.lead_muscle import LeadMuscle
+from rollout.engine.lead_muscle import LeadMuscle, end_processes
 from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of, sizes_of
 from rollout.models.loading import without_shards
 from rollout.parallel.channel import LeadChannel, raise_first
@@ -44,7 +41,7 @@ def start_group(
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
     children = [ChildProcess(_MODULE) for _ in range(1, size)]
     with contextlib.ExitStack() as undo:
-        undo.callback(_end, children)
+        undo.callback(end_processes, children)
         # Others, as a metrics writer of this process, are for rank 0 alone.
         of_followers = config.replace(metrics_writer=None, logging_step_interval=0)
         sent = pickled(
@@ -72,9 +69,8 @@ def start_group(
             collectives=collectives,
             channel=channel,
             staging=staging,
-            end_followers=partial(_end, children),
+            followers=children,
         )
-        weakref.finalize(muscle, _end, children)  # an engine that nobody has shut down
         undo.pop_all()
     logger.info("tensor parallel: rank 0 of %d, with %s", size, ", ".join(names))
     return loaded, sizes, muscle
@@ -110,11 +106,3 @@ def _wire_to(child: ChildProcess) -> tuple[SocketWire, SocketWire]:
     with theirs:
         first.send_socket(theirs)
     return first, SocketWire(ours)
-
-
-def _end(children: Sequence[ChildProcess]) -> None:
-    """Followers have nothing to clean up, and one that is stopped hears nothing else."""
-    for child in children:
-        child.kill()
-    for child in children:
-        child.wait()

@@ -51,8 +51,8 @@ class LeadChannel:
     def answers(self, order: int | None = None, timeout_s: float | None = None) -> list[Any]:
         """Wait for the answers to an order, None for the latest: one of each rank, in their order,
         where an answer that is a RolloutError is what the rank raised. Answers to orders before it
-        that nobody has waited for are dropped. Raises LockstepError at the deadline, of this call
-        if `timeout_s` is given.
+        that nobody has waited for are dropped, and one that was waited for is None. Raises
+        LockstepError at the deadline, of this call if `timeout_s` is given.
         """
         self.require()
         order = self._num_sent if order is None else order
@@ -60,7 +60,8 @@ class LeadChannel:
         return [self._answer(name, order, deadline) for name in self._wires]
 
     def _answer(self, name: str, order: int, deadline: float) -> Any:
-        while True:
+        answer = None
+        while self._num_answered[name] < order:
             try:
                 left_s = max(0.0, deadline - time.monotonic())
                 answer = pickle.loads(self._wires[name].receive(left_s))
@@ -69,8 +70,7 @@ class LeadChannel:
             except WireLostError as error:
                 raise self.lose(f"{name} is lost ({error})") from error
             self._num_answered[name] += 1
-            if self._num_answered[name] == order:
-                return answer
+        return answer
 
     def check(self) -> None:
         """Raise LockstepError if a rank is gone."""

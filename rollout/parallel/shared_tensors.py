@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import ConfigError, LockstepError
+from rollout.errors import ConfigError, WeightUpdateError
 
 _ALIGNMENT = 64  # bytes
 
@@ -35,7 +35,7 @@ class SharedTensors(dict[str, Tensor]):
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
         """Open the file, of a process that lives. The tensors live on without it. Raises
-        LockstepError."""
+        WeightUpdateError."""
         self.address, self.places = address, places
         num_bytes = max((place.end for place in places.values()), default=0)
         try:
@@ -46,7 +46,9 @@ class SharedTensors(dict[str, Tensor]):
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
-            raise LockstepError(f"the weights at {address} cannot be opened: {error}") from error
+            raise WeightUpdateError(
+                f"the weights at {address} cannot be opened: {error}"
+            ) from error
         bytes_N = torch.frombuffer(region, dtype=torch.uint8)
         for name, place in places.items():
             values = bytes_N[place.start : place.end].view(place.dtype)

@@ -1,0 +1,335 @@
+"""Ranks of an engine, in processes of their own, do what one process does, or say why not."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import EngineState, SamplingParams
+from rollout.engine import ranks
+from rollout.engine.lead_muscle import LeadMuscle
+from rollout.engine.rank import LoadedModel, load_model
+from rollout.errors import LockstepError, ModelError, RemoteError, WeightUpdateError
+from rollout.models.loading import build_model
+from rollout.parallel.channel import LeadChannel
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from tests.engine.inboxes import Command, random_config, random_inbox
+from tests.engine.random_engines import VOCAB
+from tests.engine.trace import trace_decisions
+from tests.fakes import values_of
+from tests.inspected_engine import InspectedEngine
+from tests.run_seed import run_seed
+from tests.tiny_mixtures import MIXTURES
+from tests.tiny_models import (
+    BLOCK_SIZE,
+    IS_LONG,
+    drain,
+    pool_gb,
+    prompt_of,
+    tiny_engine,
+    tiny_model,
+)
+
+NUM_SCHEDULES = 50 if IS_LONG else 3
+LOGPROB_TOLERANCE = 1e-4
+# Heads that are cut and heads that all ranks have, experts, a norm over all heads, a tied head.
+FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3", {"num_key_value_heads": 1}),
+    ("qwen3_moe", MIXTURES["qwen3_moe"]),
+    ("olmo2", {"tie_word_embeddings": True}),
+)
+
+
+@cache
+def model_of(family: int, index: int) -> Any:
+    name, changes = FAMILIES[family]
+    return tiny_model(name, seed=index, std=0.4, vocab_size=VOCAB, **changes)
+
+
+@contextmanager
+def engine_of(model: Any, size: int = 2, **config: Any) -> Iterator[InspectedEngine]:
+    blocks = config.pop("num_blocks", 64), config.get("block_size_tokens", BLOCK_SIZE)
+    # To read a model of transformers, another process would have to import that.
+    engine = tiny_engine(
+        build_model(deepcopy(model)),
+        tensor_parallel_size=size,
+        num_threads=1,
+        buffer_size_gb=pool_gb(model, *blocks),
+        **config,
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def muscle_of(engine: InspectedEngine) -> LeadMuscle:
+    assert isinstance(engine.muscle, LeadMuscle)
+    return engine.muscle
+
+
+# ---- two ranks equal one
+
+
+def live(
+    family: int, size: int, config: dict[str, Any], inbox: list[Command]
+) -> tuple[dict[int, DynamicInferenceRequest], list[object], str]:
+    """What an engine makes of the whole inbox: its requests, its plans, and its weights at the
+    end."""
+    with engine_of(model_of(family, 0), size, **config) as engine:
+        decisions = trace_decisions(engine)
+        ended = [record for command in inbox for record in command(engine)]
+        assert engine.state is EngineState.RUNNING
+        finished = {record.request_id: record.merge() for record in ended} | drain(engine)
+        plans = [values_of(d.schedule.plan) for d in decisions if d.schedule.plan is not None]
+        return finished, plans, engine.weights_checksum()
+
+
+@pytest.mark.parametrize("number", range(NUM_SCHEDULES))
+def test_two_ranks_equal_one_over_random_schedules(number: int) -> None:
+    rng = random.Random(run_seed() + number)
+    family = number % len(FAMILIES)
+    config = random_config(rng)
+    inbox = random_inbox(
+        rng, lambda index: dict(model_of(family, index).named_parameters()), length=16
+    )
+    expected, plans_of_one, checksum_of_one = live(family, 1, config, inbox)
+    if model_of(family, 0).config.num_key_value_heads == 1:
+        config["num_blocks"] *= 2  # each rank has a copy of the only head
+    found, plans, checksum = live(family, 2, config, inbox)
+    assert checksum == checksum_of_one
+    assert plans == plans_of_one
+    assert found.keys() == expected.keys()
+    for request_id, request in found.items():
+        other = expected[request_id]
+        assert request.generated_tokens == other.generated_tokens
+        assert request.policy_spans == other.policy_spans
+        assert request.kv_spans == other.kv_spans
+        assert request.finish_reason == other.finish_reason
+        if request.generated_tokens:
+            given, wanted = request.generated_log_probs, other.generated_log_probs
+            assert torch.allclose(
+                torch.as_tensor(given), torch.as_tensor(wanted), rtol=0, atol=LOGPROB_TOLERANCE
+            )
+
+
+def test_a_pool_is_as_large_as_the_rank_with_the_least_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_more_room(*arguments: Any) -> LoadedModel:
+        loaded = load_model(*arguments)
+        return replace(loaded, sizes=replace(loaded.sizes, num_blocks=loaded.sizes.num_blocks + 88))
+
+    monkeypatch.setattr(ranks, "load_model", with_more_room)
+    with engine_of(model_of(0, 0), num_blocks=64) as engine:
+        # The head that both ranks have lies twice in the memory of 64 blocks.
+        assert engine.build.sizes.num_blocks == engine.kv.num_blocks < 88
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="tensor_parallel_size=3"), engine_of(model_of(0, 0), 3):
+        pass
+
+
+# ---- a rank that fails, alone
+
+
+PARAMS = SamplingParams(num_tokens_to_generate=12, seed=1, temperature=1.0, return_log_probs=True)
+
+
+def expected_tokens() -> list[list[int]]:
+    with engine_of(model_of(0, 0), 1) as engine:
+        return tokens_of_all(engine)
+
+
+def tokens_of_all(engine: InspectedEngine) -> list[list[int]]:
+    add_requests(engine)
+    return [request.generated_tokens for _, request in sorted(drain(engine).items())]
+
+
+def add_requests(engine: InspectedEngine) -> None:
+    for length in (3, 9, 14):
+        engine.add_request([token % VOCAB for token in prompt_of(length)], PARAMS)
+
+
+def change_orders(
+    channel: LeadChannel, verb: str, change: Callable[..., tuple[Any, ...]]
+) -> list[str]:
+    """The next order of this verb reaches the other rank with changed arguments. Returns a list of
+    what is changed."""
+    send, changed = channel.send, []
+
+    def send_changed(name: str, *arguments: Any) -> int:
+        if name == verb and not changed:
+            changed.append(name)
+            arguments = change(*arguments)
+        return send(name, *arguments)
+
+    channel.send = send_changed  # type: ignore[method-assign]
+    return changed
+
+
+def test_a_forward_pass_that_fails_on_rank_0_alone_is_run_again() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        failures = [ZeroDivisionError("only here")]
+
+        def fail_once(*_: Any) -> None:
+            if failures:
+                raise failures.pop()
+
+        engine.build.model.register_forward_pre_hook(fail_once)
+        found = [request.generated_tokens for _, request in sorted(drain(engine).items())]
+        assert not failures
+        assert engine.stats().num_failed_steps == 1
+    assert found == expected_tokens()
+
+
+def test_a_forward_pass_that_fails_on_another_rank_alone_is_run_again() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        changed = change_orders(
+            muscle_of(engine)._channel,
+            "launch",
+            lambda plan: (replace(plan, rows=plan.rows + 1_000_000),),
+        )
+        found = tokens_of_all(engine)
+        assert changed
+        assert engine.stats().num_failed_steps == 1
+    assert found == expected_tokens()
+
+
+def test_a_rank_that_draws_other_tokens_ends_the_engine() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        change_orders(
+            muscle_of(engine)._channel,
+            "launch",
+            lambda plan: (replace(plan, sample_positions=plan.sample_positions + 99),),
+        )
+        with pytest.raises(LockstepError, match="rank 1 drew other tokens than rank 0"):
+            drain(engine)
+
+
+def test_a_rank_that_refuses_an_update_keeps_all_from_it() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        before = engine.weights_checksum()
+        change_orders(
+            muscle_of(engine)._staging,
+            "stage",
+            lambda key, _, *others: (key, "/proc/0/fd/0", *others),
+        )
+        with pytest.raises(WeightUpdateError, match=r"rank 1: .*cannot be opened"):
+            engine.update_weights(model_of(0, 1), in_flight=True)
+        assert engine.weights_checksum() == before
+        assert engine.weights_version == 0
+        engine.update_weights(model_of(0, 1), in_flight=True)
+        assert engine.weights_version == 1
+        assert engine.weights_checksum() != before
+
+
+def test_a_commit_that_fails_on_another_rank_is_taken_back_on_all() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        before = engine.weights_checksum()
+        staged = engine.stage_weights(model_of(0, 1))
+        change_orders(
+            muscle_of(engine)._channel, "commit_weights", lambda key, version: (key + 99, version)
+        )
+        with pytest.raises(RemoteError, match="KeyError: rank 1"):
+            engine.commit_weights(staged, in_flight=True)
+        assert engine.weights_version == 0
+        assert engine.weights_checksum() == before
+        engine.commit_weights(staged, in_flight=True)
+        assert engine.weights_version == 1
+        assert engine.weights_checksum() == staged.checksum != before
+        assert len(drain(engine)) == 3
+
+
+def test_a_commit_that_fails_on_rank_0_is_taken_back_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        before = engine.weights_checksum()
+        staged = engine.stage_weights(model_of(0, 1))
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any) -> int:
+                raise WeightUpdateError("no room")
+
+            patch.setattr(engine.build.weights, "commit", fail)
+            with pytest.raises(WeightUpdateError, match="no room"):
+                engine.commit_weights(staged, in_flight=True)
+        assert engine.weights_checksum() == before
+        engine.commit_weights(staged, in_flight=True)
+        assert engine.weights_checksum() == staged.checksum
+
+
+# ---- a rank that is lost
+
+
+def test_a_rank_that_is_killed_ends_the_engine_by_name_and_loses_no_request() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        (pid,) = muscle_of(engine).pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LockstepError, match=rf"rank 1 \(process {pid}\) is lost"):
+            drain(engine)
+        for verb in (
+            engine.step,
+            engine.weights_checksum,
+            engine.memory_status,
+        ):
+            with pytest.raises(LockstepError, match="must be made anew"):
+                verb()
+        with pytest.raises(LockstepError):
+            engine.update_weights(model_of(0, 1), in_flight=True)
+        left = [engine.get_record(request_id) for request_id in engine.request_ids()]
+        assert len(left) == 3
+        assert not any(record.current.failed() for record in left)
+
+
+def test_a_rank_that_is_stopped_ends_the_engine_at_the_deadline() -> None:
+    with engine_of(model_of(0, 0), tensor_parallel_timeout_s=1.0) as engine:
+        add_requests(engine)
+        engine.step()
+        (pid,) = muscle_of(engine).pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LockstepError, match=r"1 s"):
+            drain(engine)
+        with pytest.raises(ProcessLookupError):  # nor is it left behind
+            os.kill(pid, 0)
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_noticed() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        engine.check_ranks()
+        (pid,) = muscle_of(engine).pids
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(LockstepError, match="is lost"):
+            engine.check_ranks()
+        engine.shutdown()
+        engine.check_ranks()  # of an engine that has ended on purpose none is missed
+
+
+def test_a_shutdown_ends_all_ranks() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        (pid,) = muscle_of(engine).pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
