@@ -39,6 +39,16 @@ def fleet_pids() -> list[int]:
     return [pid for module in modules for pid in sorted(_all_pids()) if _is_own_child(pid, module)]
 
 
+def children_of(parent: int) -> list[int]:
+    """The processes that process `parent` has started and that run."""
+    return [
+        pid
+        for pid in sorted(_all_pids())
+        if (fields := _text(f"/proc/{pid}/stat").rpartition(")")[2].split())[1:2] == [str(parent)]
+        and fields[0] != "Z"
+    ]
+
+
 def _is_own_child(pid: int, module: str) -> bool:
     """Whether this process has started it as `python -m module`."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -19,6 +19,7 @@ from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.select import create_backend
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
+from rollout.parallel.collectives import ONE_RANK
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +121,7 @@ def test_auto_is_cuda_where_there_is_a_device(
             "num_graphs": 32,
             "max_mixed_graphs": 16,
             "max_rows": 50,
+            "collectives": ONE_RANK,
         }
     ]
 
