@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -26,6 +30,10 @@ from rollout import (
 from rollout.apis.arguments import config_with
 from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
+from rollout.engine.lead_muscle import LeadMuscle
+from rollout.errors import LockstepError
+from rollout.models.loading import build_model
+from tests.inspected_engine import InspectedEngine
 from tests.tiny_mixtures import tiny_mixture
 from tests.tiny_models import (
     Margins,
@@ -175,9 +183,9 @@ def long_model() -> Any:
 def test_without_a_longest_sequence_it_is_the_longest_that_the_pool_holds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("INFO", logger="rollout.engine.build"):
+    with caplog.at_level("INFO", logger="rollout.engine.rank"):
         engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=5)
-    (message,) = [r.getMessage() for r in caplog.records if r.name == "rollout.engine.build"]
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "rollout.engine.rank"]
     assert "max_sequence_length=40" in message
     assert "131072; raise buffer_size_gb" in message
     engine.add_request(prompt_of(7), SamplingParams(ignore_eos=True))
@@ -303,6 +311,34 @@ def check_dtype() -> None:
 def check_num_threads() -> None:
     tiny_engine(model(), num_threads=2)
     assert torch.get_num_threads() == 2
+
+
+@contextmanager
+def two_ranks(**config: Any) -> Iterator[tuple[InspectedEngine, int]]:
+    """An engine of two ranks, and the process of rank 1."""
+    size = pool_gb(model(), 64)
+    # To read a model of transformers, another process would have to import that.
+    own = build_model(deepcopy(model()))
+    engine = tiny_engine(own, buffer_size_gb=size, tensor_parallel_size=2, num_threads=1, **config)
+    assert isinstance(engine.muscle, LeadMuscle)
+    yield engine, engine.muscle.pids[0]
+    engine.shutdown()
+
+
+def check_tensor_parallel_size() -> None:
+    whole = tiny_engine(model(), num_blocks=64).memory_status()
+    with two_ranks() as (engine, _):
+        num_bytes = engine.build.weights.num_bytes
+        assert engine.build.backend.collectives.size == 2
+        assert num_bytes < engine.memory_status().resident_bytes["weights"]
+        assert num_bytes < whole.resident_bytes["weights"]
+
+
+def check_tensor_parallel_timeout_s() -> None:
+    with two_ranks(tensor_parallel_timeout_s=0.5) as (engine, pid):
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LockstepError, match=r"in time \(0\.5 s\)"):
+            engine.weights_checksum()
 
 
 def check_reject_non_finite_weights() -> None:
