@@ -9,23 +9,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from rollout.child_process import ChildProcess
 from rollout.engine.muscle import MemoryUse, Muscle
-from rollout.errors import LockstepError, WeightUpdateError
+from rollout.errors import LockstepError
 from rollout.kv.cache import BlockIds, KVCache
 from rollout.models.lora import LoraAdapter
-from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.collectives import CollectiveAbortedError, Collectives
 from rollout.parallel.shared_tensors import SharedFile, SharedTensors
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_shares import checksum_of_shares
-from rollout.runner.weight_update import NamedTensors, blaming, by_name, next_version
+from rollout.runner.weight_update import NamedTensors, blaming, next_version, streamed
 from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
@@ -315,14 +315,21 @@ def _shared(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[A
         yield named_tensors, (named_tensors.address, named_tensors.places, None)
         return
     adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
-    file = SharedFile()
+    file, stream = SharedFile(), streamed(named_tensors)
     try:
         with blaming("copying the weights for the other ranks"):
-            shared = file.write(_whole(named_tensors))
+            shared = file.write(chain(stream, _base_of(adapter)))
         shell = None if adapter is None else replace(adapter, tensors={}, base=None)
         yield joined(shared, shell), (shared.address, shared.places, shell)
     finally:
+        stream.drain()  # other ranks of a trainer, which gather as well, must not wait
         file.close()
+
+
+def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:
+    if adapter is not None and adapter.base is not None:
+        for name, tensor in streamed(adapter.base):
+            yield _BASE + name, tensor
 
 
 def joined(shared: SharedTensors, shell: LoraAdapter | None) -> NamedTensors:
@@ -333,19 +340,6 @@ def joined(shared: SharedTensors, shell: LoraAdapter | None) -> NamedTensors:
     base = {n.removeprefix(_BASE): t for n, t in shared.items() if n.startswith(_BASE)}
     own = {n: tensor for n, tensor in shared.items() if not n.startswith(_BASE)}
     return replace(shell, tensors=own, base=base or None)
-
-
-def _whole(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole, in the order of names: gathering is a collective."""
-    given = by_name(named_tensors)
-    if isinstance(named_tensors, LoraAdapter) and named_tensors.base is not None:
-        given |= {_BASE + name: tensor for name, tensor in named_tensors.base.items()}
-    for name in sorted(given):
-        if reason := refusal(given[name]):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        with blaming(f"gathering {name!r}"):
-            whole = full_tensor(given.pop(name))
-        yield name, whole
 
 
 def digest(output: StepOutput) -> int:
