@@ -22,7 +22,13 @@ from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
-KINDS = {"shared": "shared", "directory": "directory:{}", "collective": "collective"}
+KINDS = {
+    "shared": "shared",
+    "directory": "directory:{}",
+    "collective": "collective",
+    "delta+directory": "delta+directory:{}",
+    "delta+collective": "delta+collective:127.0.0.1",
+}
 
 
 def checksum(version: int) -> str:
@@ -105,7 +111,9 @@ def tiny(seed: int) -> Any:
     return tiny_model("qwen3", seed=seed)
 
 
-@pytest.mark.parametrize("name", ["pigeon", "shared:here", "directory", "directory:/dev/null/x"])
+@pytest.mark.parametrize(
+    "name", ["pigeon", "shared:here", "delta+shared", "directory", "directory:/dev/null/x"]
+)
 def test_a_transport_that_cannot_be_is_refused_before_anything_starts(name: str) -> None:
     with pytest.raises(ConfigError, match=r"weight|directory"):
         AsyncLLM(directory(), None, CONFIG, weight_transport=name)

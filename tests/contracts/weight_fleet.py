@@ -16,6 +16,7 @@ from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.collective import CollectiveTransport
+from rollout.coordinator.weights.delta import DeltaTransport
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.coordinator.weights.shared import SharedTransport
@@ -28,6 +29,10 @@ TRANSPORTS: dict[str, MakeTransport] = {
     "shared": lambda path: SharedTransport(),
     "directory": lambda path: DirectoryTransport(path / "weights"),
     "collective": lambda path: CollectiveTransport(bucket_bytes=4096),
+    "delta+directory": lambda path: DeltaTransport(DirectoryTransport(path), whole_every=3),
+    "delta+collective": lambda path: DeltaTransport(
+        CollectiveTransport(bucket_bytes=4096), whole_every=3
+    ),
 }
 
 
@@ -49,7 +54,8 @@ class Member:
     def stage(self, source: WeightsSource) -> StagedWeights:
         self.hinder()
         tensors: Any = self.fetcher(source)
-        return self.engine.stage_weights(tensors, source_checksum=source.tensors_checksum)
+        announced = source.tensors_checksum if source.builds_on is None else ""
+        return self.engine.stage_weights(tensors, source_checksum=announced)
 
 
 class WeightFleet:

@@ -83,7 +83,8 @@ class Registry:
         one, unless it builds on weights that they lack."""
         served = self.fleet.weights
         below = None if source.lora is None or served is None else served.full_source
-        waiting = self._awaiting_push.values() if below is None else ()
+        is_for_all = below is None and not source.builds_on
+        waiting = self._awaiting_push.values() if is_for_all else ()
         return [*self.ready_engines(), *waiting]
 
     def _reached(self) -> list[EngineSession]:

@@ -38,9 +38,11 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     kind: how they are fetched. address: from where. manifest: where each tensor is; empty for kinds
     that say so elsewhere. checksum: of all tensors, as `engine.weights_checksum()` reports it once
-    they are served. tensors_checksum: of the tensors in the source, before any cast. lora: None if
-    the tensors are all weights. is_kept: whether they can be fetched after the push. num_members:
-    how many engines take part in the push, said by the coordinator in a Prepare.
+    they are served. tensors_checksum: of the tensors in the source, before any cast, "" where that
+    comes with them. lora: None if the tensors are all weights. is_kept: whether they can be fetched
+    after the push. num_members: how many engines take part in the push, as the coordinator says in
+    a Prepare. builds_on: None if these are tensors; else they are a link in a chain of deltas, and
+    this is the checksum of what it builds on, "" for the first link.
     """
 
     kind: Name
@@ -51,3 +53,4 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     lora: LoraTerms | None = None
     is_kept: bool = True
     num_members: Count = 0
+    builds_on: Name | None = None

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rollout.backends.ops.fingerprint import fingerprint
+from rollout.coordinator.weights.hashing import FingerprintOf, fingerprint_on
 from rollout.errors import WeightUpdateError
 
 _ITEM = 8  # bytes that are hashed at once
@@ -53,6 +53,7 @@ class BucketWriter:
     def __init__(self, buffer_N: Tensor, send: Callable[[bytes, Tensor], None]) -> None:
         """`buffer_N`: uint8, a multiple of 8 bytes."""
         self._buffer_N, self._send = buffer_N, send
+        self._fingerprint = fingerprint_on(buffer_N.device)
         self._pieces: list[Piece] = []
         self._digest = hashlib.blake2b(digest_size=8)
         self._end = self._num_buckets = 0
@@ -82,7 +83,7 @@ class BucketWriter:
         num_bytes = -(-self._end // _ITEM) * _ITEM
         self._buffer_N[self._end : num_bytes].zero_()
         bucket_N = self._buffer_N[:num_bytes]
-        header = BucketHeader(tuple(self._pieces), num_bytes, hash_of(bucket_N))
+        header = BucketHeader(tuple(self._pieces), num_bytes, _hash(self._fingerprint, bucket_N))
         encoded = msgspec.msgpack.encode(header)
         self._digest.update(encoded)
         self._pieces, self._end = [], 0
@@ -96,7 +97,7 @@ class BucketReader:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._fingerprint = device, fingerprint_on(device)
         self._tensors: dict[str, tuple[Piece, Tensor]] = {}
         self._num_read: dict[str, int] = {}
         self._digest = hashlib.blake2b(digest_size=8)
@@ -107,7 +108,7 @@ class BucketReader:
         """Take a bucket, uint8 [num_bytes]. `encoded`: its header as it came."""
         self._digest.update(encoded)
         self._num_buckets += 1
-        if not self._fault and hash_of(bucket_N) != header.hash:
+        if not self._fault and _hash(self._fingerprint, bucket_N) != header.hash:
             names = f"{header.pieces[0].name!r} to {header.pieces[-1].name!r}"
             self._fault = f"bucket {self._num_buckets}, of {names}, came with other bytes"
         start = 0
@@ -157,6 +158,6 @@ class BucketReader:
         return {name: tensor for name, (_, tensor) in self._tensors.items()}
 
 
-def hash_of(bucket_N: Tensor) -> int:
+def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
     """The hash of uint8 [a multiple of 8] by its items of 8 bytes."""
     return int(fingerprint(bucket_N.view(torch.int64), torch.int64)[0])

@@ -94,8 +94,12 @@ class CollectiveTransport:
         self._old: _Push | None = None  # whose keys are still in the store
         self.committed: WeightsSource | None = None
 
-    def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Say where the engines meet; `send` reads the tensors. See WeightTransport."""
+    def publish(
+        self, named_tensors: NamedTensors, *, builds_on: str | None = None
+    ) -> WeightsSource:
+        """Say where the engines meet; `send` reads the tensors. See WeightTransport. `builds_on`:
+        as in a WeightsSource, for a DeltaTransport.
+        """
         self.drop()
         push_id = uuid.uuid4().hex
         source = WeightsSource(
@@ -105,6 +109,7 @@ class CollectiveTransport:
             checksum="",
             lora=terms_of(named_tensors),
             is_kept=False,
+            builds_on=builds_on,
         )
         self._push = _Push(push_id, named_tensors, source)
         return source

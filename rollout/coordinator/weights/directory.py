@@ -81,8 +81,11 @@ class DirectoryTransport:
         """The source of the last committed weights; None before the first commit."""
         return self._kept.committed
 
-    def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Write tensors, on whatever device, to a new directory. See WeightTransport.
+    def publish(
+        self, named_tensors: NamedTensors, *, builds_on: str | None = None
+    ) -> WeightsSource:
+        """Write tensors, on whatever device, to a new directory. See WeightTransport. `builds_on`:
+        as in a WeightsSource, for a DeltaTransport.
 
         Raises WeightUpdateError also if they cannot be written.
         """
@@ -113,6 +116,7 @@ class DirectoryTransport:
             checksum="",
             tensors_checksum=checksum,
             lora=lora,
+            builds_on=builds_on,
         )
         self._kept.begin(_Push(directory, source))
         return source

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights import collective, directory, shared
+from rollout.coordinator.weights.mirror import WeightMirror
 from rollout.coordinator.weights.receiving import CollectiveReceiver
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter
@@ -24,19 +25,25 @@ class WeightFetcher:
             directory.KIND: directory.fetch_directory,
             collective.KIND: CollectiveReceiver().fetch,
         }
+        self._mirror = WeightMirror(self._fetch)
 
     def __call__(self, source: WeightsSource) -> NamedTensors:
-        """The tensors of `source`, which do not change afterwards. An adapter comes as such.
+        """The tensors of `source`, which do not change before the next push. An adapter comes as
+        such.
 
         Raises WeightUpdateError if they are not there any more, or not as the source says.
         """
+        tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)
+        if source.lora is None:
+            return tensors
+        return LoraAdapter(tensors=tensors, **structs.asdict(source.lora))
+
+    def _fetch(self, source: WeightsSource) -> dict[str, Tensor]:
+        """The tensors as they travel."""
         fetch = self._by_kind.get(source.kind)
         if fetch is None:
             raise WeightUpdateError(
                 f"weights of kind {source.kind!r} cannot be fetched here; only "
                 f"{', '.join(sorted(self._by_kind))} can"
             )
-        tensors = fetch(source)
-        if source.lora is None:
-            return tensors
-        return LoraAdapter(tensors=tensors, **structs.asdict(source.lora))
+        return fetch(source)

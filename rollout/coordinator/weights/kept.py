@@ -21,14 +21,15 @@ P = TypeVar("P", bound=Published)
 class KeptWeights(Generic[P]):
     """The last committed weights, and those of a running push.
 
-    While adapters are committed, the full weights below them stay for engines that come late.
+    What adapters and deltas build on stays below them, for engines that come late, until other
+    weights are committed whole.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
         """`release` is called once for all weights that are needed no longer."""
         self._release = release
         self._committed: P | None = None
-        self._base: P | None = None  # the full weights that a committed adapter belongs to
+        self._below: list[P] = []  # what the committed weights build on
         self._pending: P | None = None
 
     @property
@@ -46,12 +47,14 @@ class KeptWeights(Generic[P]):
         if self._pending is None:
             return
         before, self._committed, self._pending = self._committed, self._pending, None
-        if self._committed.source.lora is None:
-            self._release_if_any(self._base)
-            self._base = None
+        source = self._committed.source
+        if source.lora is None and not source.builds_on:
+            self._release_below()
+            self._release_if_any(before)
         elif before is not None and before.source.lora is None:
-            self._base, before = before, None
-        self._release_if_any(before)
+            self._below.append(before)
+        else:
+            self._release_if_any(before)
 
     def drop(self) -> None:
         """Release the weights of the running push."""
@@ -61,9 +64,13 @@ class KeptWeights(Generic[P]):
     def clear(self) -> None:
         """Release all weights."""
         self.drop()
-        committed, base, self._committed, self._base = self._committed, self._base, None, None
+        committed, self._committed = self._committed, None
         self._release_if_any(committed)
-        self._release_if_any(base)
+        self._release_below()
+
+    def _release_below(self) -> None:
+        while self._below:
+            self._release(self._below.pop())
 
     def _release_if_any(self, published: P | None) -> None:
         if published is not None:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rollout.backends.base import Ops
-from rollout.backends.cpu import cpu_backend
-from rollout.backends.ops.fingerprint import fingerprint
 from rollout.coordinator.protocol.weights_source import LoraTerms
+from rollout.coordinator.weights.hashing import FingerprintOf, fingerprint_on
 from rollout.errors import WeightUpdateError
 from rollout.models.lora import LoraAdapter
 from rollout.models.weights import is_computed
@@ -30,7 +28,7 @@ class TensorReader:
         """`device`: where tensors are handed out; None for the host."""
         self._reject_non_finite = reject_non_finite
         self._device = device or torch.device("cpu")
-        self._ops: Ops | None = None  # made when it is needed, which may compile its kernels
+        self._fingerprint: FingerprintOf | None = None  # made when it is needed
 
     @torch.no_grad()
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
@@ -52,28 +50,37 @@ class TensorReader:
         except Exception:
             stream.drain()
             raise
-        self._check_finite(fingerprints)
+        self.check_finite(fingerprints)
         return checksum_of(fingerprints)
 
     def _taken(
         self, name: str, tensor: Tensor, write: Callable[[str, Tensor], None]
     ) -> Fingerprint:
         """Give one tensor to `write`, and return its fingerprint."""
-        hash_of = self._fingerprint()
+        values = self.values_of(name, tensor)
         try:
-            values = tensor.detach().to(self._device).contiguous()
             write(name, values)
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise _copy_failed(name, error) from error
+        return self.fingerprint_of(name, values)
+
+    def values_of(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor on the device, contiguous. Raises WeightUpdateError naming it."""
+        try:
+            return tensor.detach().to(self._device).contiguous()
+        except (RuntimeError, TypeError) as error:
+            raise _copy_failed(name, error) from error
+
+    def fingerprint_of(self, name: str, values: Tensor) -> Fingerprint:
+        """Of a tensor of `values_of`. Raises WeightUpdateError naming it."""
+        hash_of = self._fingerprint = self._fingerprint or fingerprint_on(self._device)
+        try:
             return hash_of(values, hashed_dtype(values.dtype)).tolist()
         except (RuntimeError, TypeError, KeyError) as error:
-            raise WeightUpdateError(f"copying {name!r} failed: {error}") from error
+            raise _copy_failed(name, error) from error
 
-    def _fingerprint(self) -> Callable[[Tensor, torch.dtype], Tensor]:
-        if self._device.type != "cpu":
-            return fingerprint
-        self._ops = self._ops or cpu_backend("device").ops
-        return self._ops.fingerprint
-
-    def _check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
+    def check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
+        """Raise WeightUpdateError naming a tensor with NaN or infinity, if that is refused."""
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
         if bad and self._reject_non_finite:
             more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
@@ -81,6 +88,10 @@ class TensorReader:
                 f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
                 "reject_non_finite_weights=False would let it pass"
             )
+
+
+def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
+    return WeightUpdateError(f"copying {name!r} failed: {error}")
 
 
 def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
