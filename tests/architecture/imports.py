@@ -41,7 +41,11 @@ FORBIDDEN_IMPORTS = {
     "rollout": {"hydra", "omegaconf", "wandb", "trainer_hooks"},
 }
 # root -> the only package or module that imports it
-SOLE_IMPORTERS = {"zmq": "rollout.coordinator", "ray": "rollout.launch.ray"}
+SOLE_IMPORTERS = {
+    "zmq": "rollout.coordinator",
+    "ray": "rollout.launch.ray",
+    "submitit": "rollout.launch.slurm",
+}
 
 
 @dataclass(frozen=True)

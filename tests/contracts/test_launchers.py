@@ -20,7 +20,7 @@ from rollout.launch import supervised_process
 from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.local import LocalLauncher
 from tests.apis.test_child_process import is_alive
-from tests.launch.clusters import has_ray, ray_launcher
+from tests.launch.clusters import has_ray, has_submitit, ray_launcher, slurm_launcher
 from tests.launch.test_supervised_process import waited_for
 from tests.launch.told_engine import Words
 
@@ -30,6 +30,8 @@ KEY = b"of this test"
 LAUNCHERS: dict[str, Callable[[], Launcher]] = {"local": LocalLauncher}
 if has_ray():
     LAUNCHERS["ray"] = ray_launcher
+if has_submitit():
+    LAUNCHERS["slurm"] = slurm_launcher
 
 
 @pytest.fixture(autouse=True)

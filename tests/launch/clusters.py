@@ -1,4 +1,4 @@
-"""A small Ray cluster on loopback, which tests of one process share; for those that have Ray."""
+"""A small Ray cluster on loopback, and submitit without Slurm, where these are installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from functools import cache
 from typing import Any
 
 from rollout.launch.ray import RayLauncher
+from rollout.launch.slurm import SlurmLauncher
 
 
 def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
+
+
+def has_submitit() -> bool:
+    return importlib.util.find_spec("submitit") is not None
+
+
+def slurm_launcher() -> SlurmLauncher:
+    """Its jobs are processes of this machine."""
+    folder = tempfile.mkdtemp(prefix="rollout-slurm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return SlurmLauncher(folder=folder, cluster="local", host="127.0.0.1", timeout_min=60)
 
 
 @cache

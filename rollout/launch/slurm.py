@@ -1,0 +1,218 @@
+"""SlurmLauncher: each engine is a job of Slurm. The only module that imports submitit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rollout.child_process import pickled
+from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
+from rollout.launch.launcher import EngineJob
+
+_logger = logging.getLogger(__name__)
+_POLL_S = 0.5  # how often a file and a job's state are looked at
+_MAX_REASON_CHARS = 300
+
+
+class SlurmLauncher:
+    """Submits a job for each engine. The coordinator stays with the caller, in a job or not.
+
+    A job that ends with an error is submitted again, `max_engine_restarts` times. Engines must find
+    the same packages, the model's files and `folder` at their node. Jobs are cancelled when the
+    fleet ends; those of a caller that is killed end when their coordinator is gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path,
+        cluster: str | None = "slurm",
+        host: str | None = None,
+        **parameters: Any,
+    ) -> None:
+        """folder: on a file system that all nodes share, for logs and for what engines are given,
+        their keys among it; it is made for this user alone. cluster: "local" for processes of this
+        machine. host: what the engines dial, None for this node's name. parameters: those of
+        submitit's executors, as slurm_partition, timeout_min, cpus_per_task, gpus_per_node.
+
+        Raises ConfigError, also if submitit is not installed.
+        """
+        self.host = host or socket.gethostname()
+        self._folder = Path(folder).absolute()
+        self._num_cpus = parameters.get("cpus_per_task")
+        self._given: list[Path] = []
+        try:
+            import submitit
+        except ImportError as error:
+            raise ConfigError(
+                f"SlurmLauncher needs submitit: pip install 'rollout-engine[slurm]' ({error})"
+            ) from error
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._executor = submitit.AutoExecutor(folder=self._folder / "%j", cluster=cluster)
+            self._executor.update_parameters(**parameters)
+        except (OSError, RuntimeError, NameError, TypeError) as error:
+            raise ConfigError(
+                f"cluster={cluster!r} cannot be used with {parameters} in {folder}: {error}"
+            ) from error
+
+    def num_threads(self, num_engines: int) -> int | None:
+        return self._num_cpus
+
+    def launch(self, job: EngineJob, num_engines: int) -> list[SlurmEngine]:
+        """See Launcher. Raises ConfigError."""
+        arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
+        given = self._folder / f"arguments-{uuid.uuid4().hex}"
+        try:
+            with open(os.open(given, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(arguments)
+        except OSError as error:
+            raise ConfigError(f"the engines' arguments cannot be written: {error}") from error
+        self._given.append(given)
+        names = [f"engine {number}" for number in range(num_engines)]
+        return [SlurmEngine(name, self._executor, given, job) for name in names]
+
+    def close(self) -> None:
+        """Remove what the engines were given. Logs stay."""
+        for path in self._given:
+            path.unlink(missing_ok=True)
+        self._given.clear()
+
+
+class SlurmEngine:
+    """The jobs of one engine, one after the other, and the thread that submits them. See
+    LaunchedEngine."""
+
+    def __init__(self, name: str, executor: Any, given: Path, job: EngineJob) -> None:
+        self.name, self._executor, self._given = name, executor, given
+        self._module, self._address = job.module, job.address
+        self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
+        self._on_end = job.on_end
+        self.started: Future[None] = Future()
+        self._is_ending, self._turn = threading.Event(), threading.Lock()
+        self._is_cancelled = False
+        self._job: Any = None  # of submitit
+        self._thread = threading.Thread(target=self._watch, name=f"{name} watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> str:
+        return "not submitted" if self._job is None else f"job {self._job.job_id}"
+
+    def end_restarts(self) -> None:
+        self._is_ending.set()
+
+    def terminate(self) -> None:
+        """Cancel the job: Slurm sends it SIGTERM, and then SIGKILL."""
+        with self._turn:
+            self._is_cancelled = True
+            self._is_ending.set()
+            if self._job is not None:
+                self._job.cancel()
+
+    kill = terminate
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        try:
+            reason = self._run_all()
+        except Exception as error:  # whoever waits for the start must hear of it
+            self.terminate()
+            if not self.started.done():
+                self.started.set_exception(error)
+                return
+            reason = _short(error)
+        if reason is not None and not self._is_ending.is_set():
+            _logger.error("%s is not submitted again: %s", self.name, reason)
+        self._on_end(self.name, reason)
+
+    def _run_all(self) -> str | None:
+        """Run the jobs to their end. Returns what has ended the last one; None: it was told to."""
+        for num_restarts in range(self._max_restarts + 1):
+            reason = self._run()
+            if reason is None or self._is_ending.is_set():
+                break
+            if num_restarts < self._max_restarts:
+                _logger.warning("%s (%s) is submitted again: %s", self.name, self.place, reason)
+        return reason
+
+    def _run(self) -> str | None:
+        """Submit a job and wait for its end. Raises what keeps the first one from starting."""
+        mark = self._given.with_name(f"registered-{uuid.uuid4().hex}")
+        address, submitted_at = self._address.result(), time.monotonic()
+        with self._turn:
+            if self._is_cancelled:
+                return "cancelled"
+            self._job = self._executor.submit(
+                run_job, self._module, address, str(self._given), str(mark)
+            )
+        try:
+            while not (is_over := self._job.done()) or not self.started.done():
+                if mark.exists():
+                    self._set_started()
+                elif is_over:
+                    raise _fault_of(self._job, self.name)
+                elif time.monotonic() - submitted_at > self._start_timeout_s:
+                    who = f"{self.name} ({self.place})"
+                    raise ConfigError(f"{who} did not start within {self._start_timeout_s:g} s")
+                time.sleep(_POLL_S)
+        finally:
+            with suppress(OSError):
+                mark.unlink()
+        return _end_of(self._job)
+
+    def _set_started(self) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
+
+
+def run_job(module: str, address: str, given: str, mark: str) -> dict[str, Any] | None:
+    """In the job: an engine from its start to its end. Returns an error that ends it, encoded."""
+    arguments = pickle.loads(Path(given).read_bytes())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        run_engine = import_module(module).run_engine
+        run_engine(address, **arguments, on_registered=Path(mark).touch)
+    except Exception as error:  # the launcher waits for it
+        if not isinstance(error, RolloutError):
+            _logger.exception("the engine failed")
+        return encode_error(error)
+    return None
+
+
+def _end_of(job: Any) -> str | None:
+    """What has ended a job; None if the engine was told to end."""
+    try:
+        fault = job.result()
+    except Exception as error:  # whatever submitit makes of a job that Slurm has ended
+        return _short(error)
+    return None if fault is None else _short(decode_error(fault))
+
+
+def _fault_of(job: Any, name: str) -> Exception:
+    """What has kept an engine from starting."""
+    try:
+        fault = job.result()
+    except Exception as error:
+        return ConfigError(f"{name} (job {job.job_id}) died while it started: {_short(error)}")
+    if fault is None:
+        return ConfigError(f"{name} (job {job.job_id}) ended before the fleet had it")
+    return decode_error(fault)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]
