@@ -211,3 +211,10 @@ def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Pat
 
 def test_a_job_of_its_own_is_named_after_its_run() -> None:
     assert wandb_names("demo", "seed_3") == ("demo-seed_3", "demo")
+
+
+def test_a_launcher_without_engines_to_start_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RayLauncher has nothing to start with num_engines=0"):
+        load_dataclass(JobSettings, composed("launcher=ray"))
+    settings = load_dataclass(JobSettings, composed("launcher=ray", "num_engines=2"))
+    assert settings.launcher.options["num_cpus"] == 1

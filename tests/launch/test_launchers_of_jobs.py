@@ -1,0 +1,37 @@
+"""What a job starts its engines by, and what of it is refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from rollout.launch.local import LocalLauncher
+from rollout.launch.ray import RayLauncher
+from trainer_hooks.jobs import FunctionSettings
+from trainer_hooks.jobs.selection import LOCAL_LAUNCHER, new_launcher
+
+
+def test_a_launcher_is_made_with_its_options() -> None:
+    assert isinstance(new_launcher(FunctionSettings(path=LOCAL_LAUNCHER)), LocalLauncher)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        (LOCAL_LAUNCHER, {"num_cpu": 2}, r"launcher.options={'num_cpu': 2}: .*no arguments"),
+        ("rollout.launch.local:Launchers", {}, "launcher.path=.* has no Launchers"),
+        ("rollout.launch.lan:Launcher", {}, "there is no module rollout.launch.lan"),
+    ],
+)
+def test_what_makes_no_launcher_is_named(path: str, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        new_launcher(FunctionSettings(path=path, options=options))
+
+
+def test_without_ray_its_launcher_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"RayLauncher needs Ray: pip install 'rollout-engine\["):
+        RayLauncher()
