@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout import AsyncLLM, DynamicInferenceRequest, Status
+from rollout import AsyncLLM, DynamicInferenceRequest, EngineStateError, Status
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.leftovers import fleet_pids
@@ -104,6 +104,9 @@ def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
                 for each, batch in zip((llm, other), batches, strict=True)
             ]
             await asyncio.sleep(0)
+            for each in (llm, other):  # refused by the coordinator, which has the requests by then
+                with pytest.raises(EngineStateError):
+                    await each.set_generation_epoch(9)
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(CoordinatorLostError, match=named):
                 await asyncio.wait_for(own, AT_ONCE_S)
