@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
+from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
+from rollout.coordinator.weights.transport import WeightTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
-KINDS = {
-    "shared": "shared",
-    "directory": "directory:{}",
-    "collective": "collective",
-    "delta+directory": "delta+directory:{}",
-    "delta+collective": "delta+collective:127.0.0.1",
+KINDS: dict[str, Callable[[Path], str | WeightTransport]] = {
+    "shared": lambda path: "shared",
+    "directory": lambda path: f"directory:{path}",
+    "collective": lambda path: "collective",
+    "cuda_ipc": lambda path: CudaIpcTransport(place="host"),
+    "delta+directory": lambda path: f"delta+directory:{path}",
+    "delta+collective": lambda path: "delta+collective:127.0.0.1",
 }
 
 
@@ -37,14 +41,14 @@ def checksum(version: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["directory", "collective"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "shared"])
 def test_engine_processes_take_every_push_and_one_that_comes_back_catches_up(
     kind: str, tmp_path: Path
 ) -> None:
     async def work() -> None:
-        named = f"directory:{tmp_path}" if kind == "directory" else kind
+        transport = KINDS[kind](tmp_path)
         async with AsyncLLM(
-            directory(), None, CONFIG, data_parallel_size=2, weight_transport=named
+            directory(), None, CONFIG, data_parallel_size=2, weight_transport=transport
         ) as llm:
             await llm.update_weights(weights(1), in_flight=True)
             assert await llm.weights_checksum() == checksum(1)
@@ -81,9 +85,7 @@ def test_a_fleet_takes_pushes_by_every_transport_and_a_late_engine_gets_them(
     kind: str, tmp_path: Path
 ) -> None:
     async def work(fleet: LiveFleet) -> None:
-        async with AsyncLLM.joined(
-            fleet.address, weight_transport=KINDS[kind].format(tmp_path)
-        ) as llm:
+        async with AsyncLLM.joined(fleet.address, weight_transport=KINDS[kind](tmp_path)) as llm:
             await llm.update_weights(tiny(21), in_flight=True)
             fleet.engines.append(LiveEngine(fleet.address, 2))
             fleet.engines[2].link.wait_registered(BOUND_S)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime, ManagedBytes
+from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
 from rollout.backends.memory.cudart import Cudart, Location
 
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
@@ -71,6 +71,17 @@ class FakeCudart:
         self._managed[ctypes.addressof(memory)] = memory
         return 0
 
+    def _cudaMalloc(self, pointer: Any, size: Any) -> int:
+        return self._cudaMallocManaged(pointer, size, None)
+
+    def _cudaIpcGetMemHandle(self, handle: Any, pointer: Any) -> int:
+        handle._obj.reserved[:8] = pointer.value.to_bytes(8, "little", signed=True)
+        return 0
+
+    def _cudaIpcOpenMemHandle(self, pointer: Any, handle: Any, flags: Any) -> int:
+        pointer._obj.value = int.from_bytes(bytes(handle)[:8], "little")
+        return 0 if pointer._obj.value in self._managed else INVALID_VALUE
+
     def _cudaFree(self, pointer: Any) -> int:
         return INVALID_VALUE if self._managed.pop(pointer.value, None) is None else 0
 
@@ -118,10 +129,10 @@ class FakeRuntime(CudaRuntime):
     def synchronize(self) -> None:
         self.library.calls.append(("synchronize",))
 
-    def _as_tensor(self, managed: ManagedBytes) -> Tensor:
-        interface = managed.__cuda_array_interface__
+    def _as_tensor(self, owned: OwnedBytes) -> Tensor:
+        interface = owned.__cuda_array_interface__
         memory = (ctypes.c_uint8 * interface["shape"][0]).from_address(interface["data"][0])
-        memory.owner = managed
+        memory.owner = owned
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 

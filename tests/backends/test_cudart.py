@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime, ManagedBytes
+from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
 from rollout.backends.memory.cudart import HOST, Cudart
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeCudart, FakeRuntime
@@ -71,7 +71,7 @@ def test_managed_memory_that_torch_does_not_take_is_freed() -> None:
 
 
 class Refusing(FakeRuntime):
-    def _as_tensor(self, managed: ManagedBytes) -> Tensor:
+    def _as_tensor(self, owned: OwnedBytes) -> Tensor:
         raise RuntimeError("made up")
 
 
@@ -79,3 +79,38 @@ class Refusing(FakeRuntime):
 def test_a_machine_without_cuda_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"device='cuda:1' is not there.*no CUDA device"):
         CudaRuntime(torch.device("cuda:1"))
+
+
+def test_exported_memory_is_one_for_all_who_open_it(runtime: FakeRuntime) -> None:
+    exported_N, handle = runtime.exported_tensor(100)
+    assert len(handle) == 64
+    opened_N = runtime.opened_tensor(handle, 100)
+    exported_N.fill_(7)
+    assert opened_N.tolist() == [7] * 100
+    del opened_N
+    assert runtime.library.names()[-1] == "cudaIpcCloseMemHandle"
+    assert runtime.library.num_managed == 1
+    del exported_N
+    assert runtime.library.num_managed == 0
+    with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle failed"):
+        runtime.opened_tensor(handle, 100)
+
+
+def test_memory_that_cannot_be_exported_is_freed(runtime: FakeRuntime) -> None:
+    runtime.library.fails["cudaIpcGetMemHandle"] = 1
+    with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
+        runtime.exported_tensor(100)
+    assert runtime.library.num_managed == 0
+    runtime.library.fails["cudaMalloc"] = OUT_OF_MEMORY
+    with pytest.raises(MemoryError):
+        runtime.exported_tensor(100)
+
+
+def test_memory_that_torch_cannot_take_is_closed() -> None:
+    runtime = FakeRuntime()
+    _, handle = kept = runtime.exported_tensor(100)
+    refusing = Refusing(library=runtime.library)
+    with pytest.raises(RuntimeError, match="made up"):
+        refusing.opened_tensor(handle, 100)
+    assert runtime.library.names()[-1] == "cudaIpcCloseMemHandle"
+    del kept

@@ -16,6 +16,7 @@ from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.collective import CollectiveTransport
+from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
 from rollout.coordinator.weights.delta import DeltaTransport
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
@@ -29,6 +30,7 @@ TRANSPORTS: dict[str, MakeTransport] = {
     "shared": lambda path: SharedTransport(),
     "directory": lambda path: DirectoryTransport(path / "weights"),
     "collective": lambda path: CollectiveTransport(bucket_bytes=4096),
+    "cuda_ipc": lambda path: CudaIpcTransport(place="host", bucket_bytes=4096),
     "delta+directory": lambda path: DeltaTransport(DirectoryTransport(path), whole_every=3),
     "delta+collective": lambda path: DeltaTransport(
         CollectiveTransport(bucket_bytes=4096), whole_every=3

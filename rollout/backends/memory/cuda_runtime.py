@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,22 @@ class CudaRuntime:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+
+    @classmethod
+    def of_uuid(cls, uuid: str) -> CudaRuntime:
+        """The device of that UUID. Raises RuntimeError if this process does not see it."""
+        for index in range(torch.cuda.device_count()):
+            runtime = cls(torch.device("cuda", index))
+            if runtime.uuid == uuid:
+                return runtime
+        raise RuntimeError(
+            f"the device {uuid} is not visible here; let CUDA_VISIBLE_DEVICES name it, too"
+        )
+
+    @property
+    def uuid(self) -> str:
+        """The device's, which is the same in all processes."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Make this the device that CUDA calls of the thread are for."""
@@ -53,11 +70,40 @@ class CudaRuntime:
         Raises MemoryError if there is none.
         """
         with self.as_current():
-            managed = ManagedBytes(self._cudart, num_bytes)
+            pointer = self._cudart.malloc_managed(num_bytes)
+            managed = OwnedBytes(pointer, num_bytes, self._cudart.free)
             try:
                 return self._as_tensor(managed)
             except BaseException:
                 managed.free()
+                raise
+
+    def exported_tensor(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """A flat uint8 tensor of device memory, and the handle by which other processes open it.
+
+        Freed with its last view; contents undefined. Raises MemoryError if there is none.
+        """
+        with self.as_current():
+            pointer = self._cudart.malloc(num_bytes)
+            owned = OwnedBytes(pointer, num_bytes, self._cudart.free)
+            try:
+                return self._as_tensor(owned), self._cudart.ipc_handle(pointer)
+            except BaseException:
+                owned.free()
+                raise
+
+    def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
+        """What another process has exported, a flat uint8 tensor; closed with its last view.
+
+        Raises RuntimeError if it is gone, or belongs to this process.
+        """
+        with self.as_current():
+            pointer = self._cudart.ipc_open(handle)
+            owned = OwnedBytes(pointer, num_bytes, self._cudart.ipc_close)
+            try:
+                return self._as_tensor(owned)
+            except BaseException:
+                owned.free()
                 raise
 
     def move_to_device(self, tensor: Tensor) -> None:
@@ -85,9 +131,9 @@ class CudaRuntime:
             self._cudart.prefetch(tensor.data_ptr(), tensor.numel(), place)
             self.synchronize()  # only then do the figures of free memory hold
 
-    def _as_tensor(self, managed: ManagedBytes) -> Tensor:
-        tensor = torch.as_tensor(managed, device=self.device)
-        assert tensor.data_ptr() == managed.pointer, "torch has copied the managed memory"
+    def _as_tensor(self, owned: OwnedBytes) -> Tensor:
+        tensor = torch.as_tensor(owned, device=self.device)
+        assert tensor.data_ptr() == owned.pointer, "torch has copied the memory"
         return tensor
 
     @cached_property
@@ -95,12 +141,13 @@ class CudaRuntime:
         return Cudart(_loaded_cudart())
 
 
-class ManagedBytes:
-    """Owner of managed memory: the tensor that torch makes of its interface keeps it alive."""
+class OwnedBytes:
+    """Owner of memory of CUDA: the tensor that torch makes of its interface keeps it alive."""
 
-    def __init__(self, cudart: Cudart, num_bytes: int) -> None:
-        self.pointer = cudart.malloc_managed(num_bytes)
-        self.free = weakref.finalize(self, cudart.free, self.pointer)
+    def __init__(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
+        """`free`: called with the pointer, with the last view or by `free`."""
+        self.pointer = pointer
+        self.free = weakref.finalize(self, free, self.pointer)
         self.free.atexit = False  # other views may be in use up to the very end of the process
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),

@@ -20,6 +20,12 @@ class Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
+class IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_byte * 64),)
+
+
 class Cudart:
     """`library` is a loaded libcudart, of CUDA 12 or 13. Pointers are plain ints.
 
@@ -42,8 +48,33 @@ class Cudart:
         assert pointer.value is not None
         return pointer.value
 
+    def malloc(self, num_bytes: int) -> int:
+        """Address of new memory of the current device."""
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        assert pointer.value is not None
+        return pointer.value
+
+    def ipc_handle(self, pointer: int) -> bytes:
+        """What other processes open the memory of `malloc` by."""
+        handle = IpcHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
+        return bytes(handle)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Address, in this process, of another one's memory of the current device."""
+        pointer, lazy_peer_access = ctypes.c_void_p(), ctypes.c_uint(1)
+        given = IpcHandle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, lazy_peer_access)
+        assert pointer.value is not None
+        return pointer.value
+
+    def ipc_close(self, pointer: int) -> None:
+        """Undo `ipc_open`."""
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
+
     def free(self, pointer: int) -> None:
-        """Free what `malloc_managed` returned."""
+        """Free what `malloc_managed` or `malloc` returned."""
         self._call("cudaFree", ctypes.c_void_p(pointer))
 
     def prefer(self, pointer: int, num_bytes: int, place: int) -> None:

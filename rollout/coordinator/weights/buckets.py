@@ -159,5 +159,5 @@ class BucketReader:
 
 
 def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
-    """The hash of uint8 [a multiple of 8] by its items of 8 bytes."""
-    return int(fingerprint(bucket_N.view(torch.int64), torch.int64)[0])
+    """The hash of uint8 [a multiple of 8]. Floats are hashed by their bits, and the fastest."""
+    return int(fingerprint(bucket_N.view(torch.float32), torch.float32)[0])

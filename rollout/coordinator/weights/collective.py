@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.buckets import BucketWriter, PushEnd
 from rollout.coordinator.weights.meeting import (
     Arrival,
-    Group,
     GroupPlan,
-    join,
     open_store,
     put,
     read,
     wait_for,
+)
+from rollout.coordinator.weights.paths import (
+    SHARED_PLACES,
+    Broadcasts,
+    BucketPath,
+    SharedBucket,
 )
 from rollout.coordinator.weights.reading import TensorReader, terms_of
 from rollout.errors import ConfigError, WeightUpdateError
@@ -35,7 +38,6 @@ from rollout.runner.weight_update import NamedTensors
 KIND = "collective"
 BUCKET_BYTES = 64 << 20
 STALL_S = 20.0
-_SENDER = "the sender"
 _logger = logging.getLogger(__name__)
 
 
@@ -87,9 +89,9 @@ class CollectiveTransport:
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
         self._turn = threading.Lock()  # held while a push is sent
-        self._group: Group | None = None
+        self._path: BucketPath | None = None
+        self._group = ""  # its name
         self._engines: tuple[str, ...] = ()  # of ranks 1, 2, ... of the group
-        self._buffer_N: Tensor | None = None
         self._push: _Push | None = None
         self._old: _Push | None = None  # whose keys are still in the store
         self.committed: WeightsSource | None = None
@@ -103,7 +105,7 @@ class CollectiveTransport:
         self.drop()
         push_id = uuid.uuid4().hex
         source = WeightsSource(
-            kind=KIND,
+            kind=self.kind,
             address=f"{self._host}:{self._port} {push_id}",
             manifest={},
             checksum="",
@@ -126,7 +128,7 @@ class CollectiveTransport:
             self._old = push
             try:
                 self._form_group(push)
-                end = self._broadcast(push)
+                end = self._send_buckets(push)
             except _DroppedError as error:
                 end = PushEnd(push.num_announced, "", str(error))
             except WeightUpdateError as error:
@@ -153,7 +155,8 @@ class CollectiveTransport:
         """Leave the group. A second call does nothing."""
         self.drop()
         with self._turn:
-            self._group = self._buffer_N = self._store = self.committed = None
+            self._leave()
+            self._store = self.committed = None
 
     # ---- one push, in the thread of `send`
 
@@ -172,43 +175,59 @@ class CollectiveTransport:
             ]
             arrivals = sorted((read(e, Arrival) for e in encoded), key=lambda a: a.engine)
             engines = tuple(arrival.engine for arrival in arrivals)
-            name = self._group.name if self._group is not None else ""
-            is_same = engines == self._engines and all(a.group == name for a in arrivals)
-            if self._group is None or not is_same:
-                self._group, name = None, uuid.uuid4().hex
-            plan = GroupPlan(name, engines, self._backend, self._bucket_bytes)
-            put(store, f"{key}/plan", plan)
-            if self._group is None:
-                size = 1 + len(engines)
-                self._group = join(
-                    *(store, name, self._backend, 0, size), self._host, self._stall_s
-                )
-                self._engines = engines
-                _logger.info("weights are broadcast in a group of %d engines", len(engines))
-        except (RuntimeError, msgspec.MsgspecError) as error:
-            self._group = None
+            is_same = engines == self._engines and all(
+                arrival.group == self._group for arrival in arrivals
+            )
+            if self._path is None or not is_same:
+                self._leave()
+                self._meet(push, uuid.uuid4().hex, engines)
+            else:
+                put(store, f"{key}/plan", self._plan(self._group, engines, self._path.address))
+        except (RuntimeError, OSError, MemoryError, msgspec.MsgspecError) as error:
+            self._leave()
             raise WeightUpdateError(f"no group with the engines came about: {error}") from error
 
-    def _broadcast(self, push: _Push) -> PushEnd:
-        group = self._group
-        assert group is not None
-        if self._buffer_N is None:
-            self._buffer_N = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=group.device)
+    def _meet(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
+        """Make the group of that name."""
+        store, key, size = self._store, f"{push.id}/plan", len(engines)
+        if self._backend in SHARED_PLACES:
+            self._path = SharedBucket(store, self._backend, self._bucket_bytes, size)
+            put(store, key, self._plan(name, engines, self._path.address))
+        else:
+            put(store, key, self._plan(name, engines))
+            self._path = Broadcasts(
+                *(store, name, self._backend, 0, 1 + size), self._host, self._stall_s
+            )
+        self._group, self._engines = name, engines
+        _logger.info("weights are sent to a group of %d engines", size)
+
+    def _plan(self, name: str, engines: tuple[str, ...], address: str = "") -> GroupPlan:
+        return GroupPlan(name, engines, self._backend, self._bucket_bytes, "", address)
+
+    def _leave(self) -> None:
+        if self._path is not None:
+            self._path.close()
+        self._path, self._group, self._engines = None, "", ()
+
+    def _send_buckets(self, push: _Push) -> PushEnd:
+        path = self._path
+        assert path is not None
 
         def send(header: bytes, bucket_N: Tensor) -> None:
             self._check(push)
+            key = f"{push.id}/{push.num_announced}"
             try:
-                self._store.set(f"{push.id}/{push.num_announced}", header)
+                self._store.set(key, header)
                 push.num_announced += 1
-                group.broadcast(bucket_N, self._stall_s)
+                path.send(bucket_N, key, lambda: self._check(push), self._stall_s)
             except RuntimeError as error:
-                self._group = None
+                self._leave()
                 raise WeightUpdateError(
-                    f"broadcasting bucket {push.num_announced} failed: {error}"
+                    f"sending bucket {push.num_announced} failed: {error}"
                 ) from error
 
-        writer = BucketWriter(self._buffer_N, send)
-        reader = TensorReader(reject_non_finite=self._reject_non_finite, device=group.device)
+        writer = BucketWriter(path.buffer(self._bucket_bytes), send)
+        reader = TensorReader(reject_non_finite=self._reject_non_finite, device=path.device)
         reader.read(push.named_tensors, writer.write)
         return writer.end()
 
@@ -232,3 +251,5 @@ class CollectiveTransport:
             self._store.delete_key(f"{push.id}/{key}")
         for slot in range(len(self._engines)):
             self._store.delete_key(f"{push.id}/member/{slot}")
+        for number in range(push.num_announced):
+            self._store.delete_key(f"{push.id}/{number}/taken")

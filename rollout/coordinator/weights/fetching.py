@@ -8,7 +8,7 @@ from msgspec import structs
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights import collective, directory, shared
+from rollout.coordinator.weights import collective, cuda_ipc, directory, shared
 from rollout.coordinator.weights.mirror import WeightMirror
 from rollout.coordinator.weights.receiving import CollectiveReceiver
 from rollout.errors import WeightUpdateError
@@ -20,10 +20,12 @@ class WeightFetcher:
     """Fetches the tensors of sources for one engine."""
 
     def __init__(self) -> None:
+        receiver = CollectiveReceiver()
         self._by_kind: Mapping[str, Callable[[WeightsSource], dict[str, Tensor]]] = {
             shared.KIND: shared.fetch_shared,
             directory.KIND: directory.fetch_directory,
-            collective.KIND: CollectiveReceiver().fetch,
+            collective.KIND: receiver.fetch,
+            cuda_ipc.KIND: receiver.fetch,
         }
         self._mirror = WeightMirror(self._fetch)
 

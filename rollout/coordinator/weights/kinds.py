@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollout.coordinator.weights.collective import CollectiveTransport
+from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
 from rollout.coordinator.weights.delta import DeltaTransport
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.shared import SharedTransport
@@ -10,15 +11,15 @@ from rollout.coordinator.weights.transport import WeightTransport
 from rollout.errors import ConfigError
 
 _DELTA = "delta+"
-_FORMS = ("shared", "directory:PATH", "collective", "collective:HOST")
+_FORMS = ("shared", "directory:PATH", "collective", "collective:HOST", "cuda_ipc")
 
 
 def transport_of(
     named: str | WeightTransport | None, *, reject_non_finite: bool
 ) -> WeightTransport:
     """Return the transport that `named` says: "shared" (None, too), "directory:PATH",
-    "collective" or "collective:HOST", the last three also behind "delta+". One that the user has
-    made is taken as it is.
+    "collective", "collective:HOST" or "cuda_ipc", all but the first also behind "delta+". One that
+    the user has made is taken as it is.
 
     Raises ConfigError naming the legal ones.
     """
@@ -35,12 +36,14 @@ def transport_of(
     checks = reject_non_finite and not changes_only
     if kind == "directory" and argument:
         carrier = DirectoryTransport(argument, reject_non_finite=checks)
+    elif kind == "cuda_ipc" and not argument:
+        carrier = CudaIpcTransport(reject_non_finite=checks)
     elif kind == "collective":
         carrier = CollectiveTransport(argument or "127.0.0.1", reject_non_finite=checks)
     else:
         raise ConfigError(
-            f"weight_transport={named!r} is none of {', '.join(_FORMS)}; before the last three may "
-            f"stand {_DELTA!r}"
+            f"weight_transport={named!r} is none of {', '.join(_FORMS)}; before all but the first "
+            f"may stand {_DELTA!r}"
         )
     if changes_only:
         return DeltaTransport(carrier, reject_non_finite=reject_non_finite)

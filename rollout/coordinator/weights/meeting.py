@@ -10,16 +10,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from rollout.backends.process_groups import connected_group
 
 _POLL_S = 0.002, 0.02  # the first pause and the longest one
 T = TypeVar("T")
@@ -34,31 +29,14 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     """The group of a push. engines: of ranks 1, 2, ...; the sender is rank 0. fault: why there is
-    no group."""
+    no group. backend: of torch.distributed, or the place of a SharedBucket, at `address`."""
 
     group: str
     engines: tuple[str, ...]
     backend: str
     bucket_bytes: int
     fault: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A torch.distributed group beside all others of its processes."""
-
-    name: str
-    process_group: Any
-    device: torch.device
-
-    def broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
-        """From rank 0 to all. Raises RuntimeError if a member has gone or is too slow; the group is
-        of no use then.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=timeout_s)
-        self.process_group.broadcast([bytes_N], options).wait()
+    address: str = ""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
@@ -80,17 +58,6 @@ def connect_store(host: str, port: int, timeout_s: float) -> Any:
     """Raises RuntimeError if nobody answers."""
     distributed: Any = dist
     return distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def join(
-    store: Any, name: str, backend: str, rank: int, size: int, own_host: str, timeout_s: float
-) -> Group:
-    """Join a group of `size` ranks; `own_host` is the address where the others reach this one."""
-    distributed: Any = dist
-    places = distributed.PrefixStore(f"{name}/", store)
-    timeout = timedelta(seconds=timeout_s)
-    group, device = connected_group(backend, places, rank, size, timeout, own_host)
-    return Group(name, group, device)
 
 
 def address_towards(host: str, port: int) -> str:

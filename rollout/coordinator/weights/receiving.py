@@ -7,21 +7,24 @@ import uuid
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.buckets import BucketHeader, BucketReader, PushEnd
 from rollout.coordinator.weights.meeting import (
     Arrival,
-    Group,
     GroupPlan,
     address_towards,
     connect_store,
-    join,
     put,
     read,
     wait_for,
+)
+from rollout.coordinator.weights.paths import (
+    SHARED_PLACES,
+    Broadcasts,
+    BucketPath,
+    SharedBucket,
 )
 from rollout.errors import WeightUpdateError
 
@@ -38,8 +41,8 @@ class CollectiveReceiver:
         self._turn = threading.Lock()
         self._store: Any = None
         self._place = ("", 0)  # of the store
-        self._group: Group | None = None
-        self._buffer_N: Tensor | None = None
+        self._path: BucketPath | None = None
+        self._group = ""  # its name
 
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
         """The tensors of a push that is being sent, in memory of their own.
@@ -55,7 +58,8 @@ class CollectiveReceiver:
             try:
                 return self._take_part(source)
             except (RuntimeError, OSError, ValueError, msgspec.MsgspecError) as error:
-                self._group = self._store = None
+                self._store = self._path = None
+                self._group = ""
                 raise WeightUpdateError(
                     f"the broadcasts from {source.address.partition(' ')[0]} ended: {error}; is "
                     "the trainer alive?"
@@ -66,47 +70,47 @@ class CollectiveReceiver:
         host, _, port = place.rpartition(":")
         if self._store is None or self._place != (host, int(port)):
             self._store = connect_store(host, int(port), self._stall_s)
-            self._place, self._group = (host, int(port)), None
+            self._place, self._path, self._group = (host, int(port)), None, ""
         store = self._store
-        name = "" if self._group is None else self._group.name
         slot = store.add(f"{push_id}/joined", 1) - 1
-        put(store, f"{push_id}/member/{slot}", Arrival(self._id, name))
+        put(store, f"{push_id}/member/{slot}", Arrival(self._id, self._group))
         store.set(f"{push_id}/members", str(source.num_members))
         plan = read(wait_for(store, f"{push_id}/plan", _go_on), GroupPlan)
         if plan.fault:
             raise WeightUpdateError(f"the sender ended the push: {plan.fault}")
-        group = self._member_of(plan)
-        reader, number = BucketReader(group.device), 0
+        path = self._joined(plan)
+        reader, number = BucketReader(path.device), 0
         while True:
-            encoded = wait_for(store, f"{push_id}/{number}", _go_on)
+            key = f"{push_id}/{number}"
+            encoded = wait_for(store, key, _go_on)
             header: BucketHeader | PushEnd = read(encoded, BucketHeader | PushEnd)  # type: ignore[arg-type]
             if isinstance(header, PushEnd):
                 return reader.finish(header)
-            reader.read(encoded, header, self._bucket(group, header.num_bytes, plan.bucket_bytes))
+            if header.num_bytes > plan.bucket_bytes:
+                raise ValueError(f"bucket {number} has more than {plan.bucket_bytes} bytes")
+            reader.read(encoded, header, path.receive(header.num_bytes, self._stall_s))
+            path.taken(key)
             number += 1
 
-    def _member_of(self, plan: GroupPlan) -> Group:
-        if self._group is None or self._group.name != plan.group:
-            self._group = None
-            if self._id not in plan.engines:
-                raise WeightUpdateError("the push began without this engine; push again")
+    def _joined(self, plan: GroupPlan) -> BucketPath:
+        """This engine's end of the path to the group of a push."""
+        if self._path is not None and self._group == plan.group:
+            return self._path
+        self._path, self._group = None, ""
+        if self._id not in plan.engines:
+            raise WeightUpdateError("the push began without this engine; push again")
+        store, backend = self._store, plan.backend
+        if backend in SHARED_PLACES:
+            bucket_bytes = plan.bucket_bytes
+            self._path = SharedBucket.opened(store, backend, plan.address, bucket_bytes)
+        else:
             rank, size = 1 + plan.engines.index(self._id), 1 + len(plan.engines)
             own_host = address_towards(*self._place)
-            self._group = join(
-                *(self._store, plan.group, plan.backend, rank, size), own_host, self._stall_s
+            self._path = Broadcasts(
+                *(store, plan.group, backend, rank, size), own_host, self._stall_s
             )
-        return self._group
-
-    def _bucket(self, group: Group, num_bytes: int, bucket_bytes: int) -> Tensor:
-        """The next bucket, uint8 [num_bytes], valid until the one after it."""
-        if num_bytes > bucket_bytes:
-            raise ValueError(f"a bucket of {num_bytes} bytes was announced, above {bucket_bytes}")
-        buffer_N = self._buffer_N
-        if buffer_N is None or len(buffer_N) != bucket_bytes or buffer_N.device != group.device:
-            buffer_N = torch.empty(bucket_bytes, dtype=torch.uint8, device=group.device)
-            self._buffer_N = buffer_N
-        group.broadcast(buffer_N[:num_bytes], self._stall_s)
-        return buffer_N[:num_bytes]
+        self._group = plan.group
+        return self._path
 
 
 def _go_on() -> None:

@@ -18,7 +18,7 @@ from msgspec import structs
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights import collective, meeting
+from rollout.coordinator.weights import collective, paths
 from rollout.coordinator.weights.buckets import PushEnd
 from rollout.coordinator.weights.collective import CollectiveTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
@@ -74,8 +74,8 @@ def faults(fetches: list[Future[Tensors]]) -> list[str]:
 
 
 def group_of(transport: CollectiveTransport) -> str:
-    assert transport._group is not None
-    return transport._group.name
+    assert transport._group
+    return transport._group
 
 
 def test_the_group_stays_while_the_same_engines_come(transport: CollectiveTransport) -> None:
@@ -108,16 +108,16 @@ def test_a_torn_bucket_is_named_by_all_and_the_group_goes_on(
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights())
-    group, broadcast = group_of(transport), meeting.Group.broadcast
+    group, broadcast = group_of(transport), paths.Broadcasts._broadcast
 
-    def tearing(self: meeting.Group, bytes_N: Tensor, timeout_s: float) -> None:
-        if self is transport._group:
+    def tearing(self: paths.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
+        if self is transport._path:
             bytes_N = bytes_N.clone()
             bytes_N[3] ^= 1
         broadcast(self, bytes_N, timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(meeting.Group, "broadcast", tearing)
+        patch.setattr(paths.Broadcasts, "_broadcast", tearing)
         _, fetches = begun(transport, receivers, weights(2.0))
         for fault in faults(fetches):
             assert "bucket 1, of 'a' to 'a', came with other bytes" in fault
@@ -146,18 +146,18 @@ def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works
     transport = CollectiveTransport(bucket_bytes=1 << 20, stall_timeout_s=1.0)
     receivers = [CollectiveReceiver(stall_timeout_s=1.0) for _ in range(2)]
     pushed(transport, receivers, weights())
-    slow, may_go_on, broadcast = receivers[0]._group, threading.Event(), meeting.Group.broadcast
+    slow, may_go_on, broadcast = receivers[0]._path, threading.Event(), paths.Broadcasts._broadcast
 
-    def slowly(self: meeting.Group, bytes_N: Tensor, timeout_s: float) -> None:
+    def slowly(self: paths.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
         if self is slow:
             may_go_on.wait(WAIT_S)
         broadcast(self, bytes_N, timeout_s)
 
     large = {"w": torch.ones(1 << 22)}  # more than the system holds for a member
     with monkeypatch.context() as patch:
-        patch.setattr(meeting.Group, "broadcast", slowly)
+        patch.setattr(paths.Broadcasts, "_broadcast", slowly)
         sending, fetches = begun(transport, receivers, large)
-        with pytest.raises(WeightUpdateError, match=r"broadcasting bucket \d failed"):
+        with pytest.raises(WeightUpdateError, match=r"sending bucket \d failed"):
             sending.result(WAIT_S)
         may_go_on.set()
         faults(fetches)
