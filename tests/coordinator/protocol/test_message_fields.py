@@ -59,6 +59,7 @@ _PLAIN = {"empty map", "map"}
 _NO_TOKENS = {"empty bytes"}
 LEGAL = {
     "Count": _COUNT,
+    "Name | None": {"none", "text", "empty text"},
     "Count | None": _COUNT | {"none"},
     "Int": _COUNT | {"minus one"},
     "Seed | None": _COUNT | {"minus one", "2^63", "none"},
