@@ -172,6 +172,7 @@ class JobSettings:
     `run_name`: the directory of the job under outputs/train_grpo.
     `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
     process. `launcher`: the class of what starts them, and its arguments.
+    `weight_transport`: how weights come to them, None for this machine's shared memory.
     `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
     """
 
@@ -194,6 +195,7 @@ class JobSettings:
     weight_sync: WeightSyncSettings
     environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009 - it is frozen
     launcher: FunctionSettings = FunctionSettings(path=LOCAL_LAUNCHER)  # noqa: RUF009
+    weight_transport: str | None = None
 
     def __post_init__(self) -> None:
         if not self.reward.terms and self.environment.path is None:

@@ -288,6 +288,7 @@ class Run:
                 data_parallel_size=num_engines,
                 weights_version=version,
                 launcher=new_launcher(self.settings.launcher),
+                weight_transport=self.settings.weight_transport,
             ) as llm:
                 yield llm
         else:
