@@ -92,7 +92,7 @@ class RayLauncher:
         }
         # In each node's memory once. Kept for actors that are started again.
         self._stored = self._ray.put(arguments)
-        of_actor = job.module, job.address.result(), self._stored
+        of_actor = job.module, job.address.result(), [self._stored]
         engines = []
         for number in range(num_engines):
             place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -221,19 +221,21 @@ class RayEngine:
 class EngineActor:
     """An engine in the process of a Ray actor, in the thread of `run`."""
 
-    def __init__(self, module: str, address: str, arguments: bytes) -> None:
-        self._module, self._address, self._arguments = module, address, arguments
-        self._is_registered = threading.Event()
+    def __init__(self, module: str, address: str, stored: list[Any]) -> None:
+        """`stored`: the reference to the pickled arguments. In a list, so that Ray does not fetch
+        them: it would hold them here for as long as the actor lives."""
+        self._module, self._address, (self._stored,) = module, address, stored
+        self._has_run, self._is_registered = False, threading.Event()
 
     def run(self) -> dict[str, Any] | None:
         """Serve the coordinator until it says that all is over. Returns an error that ends it
         before, encoded."""
-        if not self._arguments:
+        if self._has_run:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
+        self._has_run = True
         try:
-            arguments = pickle.loads(self._arguments)
-            self._arguments = b""  # which may be as large as a model
+            arguments = pickle.loads(_imported_ray().get(self._stored))
             run_engine = import_module(self._module).run_engine
             run_engine(self._address, **arguments, on_registered=self._is_registered.set)
         except Exception as error:  # the launcher waits for it
