@@ -84,7 +84,7 @@ class FleetProcesses:
             job = EngineJob(
                 module=_ENGINE_MODULE,
                 arguments={**engine, "inference_config": config, "curve": self.curve},
-                num_gpus=int(needs_gpu(config)),
+                num_gpus=config.tensor_parallel_size if needs_gpu(config) else 0,
                 address=self._coordinator.started,
                 max_restarts=max_engine_restarts,
                 start_timeout_s=start_timeout_s,
@@ -220,10 +220,11 @@ def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
-    """The config of one of so many engines: with the threads that its place has for each of
-    its ranks."""
-    num_ranks = num_engines * config.tensor_parallel_size
-    return config.replace(num_threads=config.num_threads or launcher.num_threads(num_ranks))
+    """The config of one of so many engines, whose ranks share the threads that it has."""
+    num_threads = config.num_threads
+    if num_threads is None and (of_engine := launcher.num_threads(num_engines)) is not None:
+        num_threads = max(1, of_engine // config.tensor_parallel_size)
+    return config.replace(num_threads=num_threads)
 
 
 def _join(processes: Sequence[LaunchedEngine], timeout_s: float) -> None:

@@ -47,6 +47,7 @@ class UnseenLauncher(LoopbackLauncher):
 
 class RefusingLauncher(LoopbackLauncher):
     def launch(self, job: EngineJob, num_engines: int) -> list[LaunchedEngine]:
+        self.jobs.append(job)
         raise ConfigError("no room")
 
 
@@ -66,6 +67,15 @@ def test_engines_elsewhere_dial_the_launchers_host_with_keys_of_the_fleet() -> N
     assert job.arguments["curve"] is not None
     assert job.num_gpus == 0
     assert launcher.num_closed == 1
+
+
+@pytest.mark.parametrize(("given", "ranks", "each"), [(None, 1, 3), (None, 2, 1), (2, 2, 2)])
+def test_the_ranks_of_an_engine_share_its_threads(given: int, ranks: int, each: int) -> None:
+    config = CONFIG.replace(num_threads=given, tensor_parallel_size=ranks)
+    launcher = RefusingLauncher()
+    with pytest.raises(ConfigError, match="no room"):
+        AsyncLLM(directory(), None, config, launcher=launcher)
+    assert launcher.jobs[0].arguments["inference_config"].num_threads == each
 
 
 def test_engines_that_come_by_themselves_are_waited_for_by_requests_alone() -> None:
