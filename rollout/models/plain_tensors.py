@@ -6,7 +6,11 @@ only stands for them. So every tensor passes here before its address is taken.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returns, under this name
@@ -58,6 +62,51 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if reason := refusal(whole):
         raise TypeError(f"the whole of it {reason}")
     return whole
+
+
+class GatherBuffer:
+    """Memory through which sharded tensors become whole, one after the other.
+
+    A tensor is valid until the next one is gathered. Memory of its own for each would be cleared by
+    the system page by page, and be given back by threads of the process group when they like.
+    """
+
+    def __init__(self) -> None:
+        self._bytes_N: Tensor | None = None
+
+    @torch.no_grad()
+    def whole(self, tensor: Tensor) -> Tensor:
+        """`tensor` as `full_tensor` has it, with the same errors; a collective if it is sharded."""
+        if not is_sharded(tensor) or not _is_cut_into_rows(tensor):
+            return full_tensor(tensor)
+        sharded: Any = tensor
+        # The group gathers on its own device, from which shards may be offloaded.
+        shard = sharded.to_local().to(sharded.device_mesh.device_type)
+        if type(shard) is not Tensor:
+            return full_tensor(tensor)
+        gathered = self._view(tuple(sharded.shape), shard)
+        group = sharded.device_mesh.get_group()
+        # Broadcasts write in place, where an all-gather of gloo takes the same memory once more.
+        for rank, rows in enumerate(gathered.chunk(sharded.device_mesh.size())):
+            if rank == sharded.device_mesh.get_local_rank():
+                rows.copy_(shard)
+            dist.broadcast(rows, dist.get_global_rank(group, rank), group)
+        return gathered
+
+    def _view(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        num_bytes = math.prod(shape) * like.itemsize
+        held = self._bytes_N
+        if held is None or held.numel() < num_bytes or held.device != like.device:
+            held = self._bytes_N = None  # before the larger one is there
+            held = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._bytes_N = held
+        return held[:num_bytes].view(like.dtype).view(shape)
+
+
+def _is_cut_into_rows(tensor: Any) -> bool:
+    """Whether `tensor` is cut along dimension 0 over one group of ranks, as FSDP2 cuts."""
+    kinds = [(type(placement).__name__, placement.is_shard(0)) for placement in tensor.placements]
+    return kinds == [("Shard", True)]
 
 
 def _is_plain_subclass(tensor: Tensor) -> bool:

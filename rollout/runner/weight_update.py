@@ -15,7 +15,13 @@ from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot, part_of
 from rollout.models.lora import LoraAdapter
-from rollout.models.plain_tensors import full_tensor, named_weights, refusal
+from rollout.models.plain_tensors import (
+    GatherBuffer,
+    full_tensor,
+    is_sharded,
+    named_weights,
+    refusal,
+)
 from rollout.models.weight_stream import WeightStream
 from rollout.models.weights import WeightTable
 
@@ -93,7 +99,7 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     source: dict[str, Tensor] = {}
     for name, tensor in _BlamedPairs(named_tensors):
         with blaming(f"copying {name!r}"):
-            held = _lasting(tensor) if copies else tensor
+            held = lasting(tensor) if copies else tensor
         if source.setdefault(name, held) is not held:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
     return source
@@ -111,18 +117,21 @@ def streamed(named_tensors: NamedTensors) -> WeightStream:
         return named_tensors
     if isinstance(named_tensors, Iterator):
         return WeightStream(_whole_in_turn(named_tensors), lasts=False)
-    return WeightStream(_whole_by_name(by_name(named_tensors)), lasts=True)
+    tensors = by_name(named_tensors)
+    is_gathered = any(map(is_sharded, tensors.values()))
+    return WeightStream(_whole_by_name(tensors), lasts=not is_gathered)
 
 
 def _whole_in_turn(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     names: set[str] = set()
+    gathered = GatherBuffer()
 
     def whole(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, tensor = pair
         if name in names:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
         names.add(name)
-        return name, _whole(name, tensor)
+        return name, _whole(name, tensor, gathered)
 
     return map(whole, _BlamedPairs(pairs))  # a loop would hold a tensor while the next is gathered
 
@@ -131,19 +140,23 @@ def _whole_by_name(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     for name, tensor in tensors.items():  # before the first one is gathered
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
+    gathered = GatherBuffer()
     for name in sorted(tensors):
-        yield name, _whole(name, tensors[name])
+        yield name, _whole(name, tensors[name], gathered)
 
 
-def _whole(name: str, tensor: Tensor) -> Tensor:
+def _whole(name: str, tensor: Tensor, gathered: GatherBuffer) -> Tensor:
     if reason := refusal(tensor):
         raise WeightUpdateError(f"{name!r} {reason}")
     with blaming(f"gathering {name!r}"):
-        return full_tensor(tensor)
+        return gathered.whole(tensor)
 
 
-def _lasting(tensor: Tensor) -> Tensor:
-    """Return a copy of what an iterator yields, which may use its memory again for the next one."""
+def lasting(tensor: Tensor) -> Tensor:
+    """Return a copy of what a stream yields, which may use its memory again for the next one.
+
+    A parameter lasts by itself, and what cannot be read is returned as it is.
+    """
     is_kept = isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
     return tensor if is_kept else tensor.detach().clone()
 

@@ -18,7 +18,7 @@ from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import is_sharded, named_weights, plain_name
 from rollout.models.weight_stream import WeightStream
 from rollout.runner.lora_merge import Merger, gathered
-from rollout.runner.weight_update import NamedTensors, by_name, streamed
+from rollout.runner.weight_update import NamedTensors, by_name, lasting, streamed
 from trainer_hooks.weight_sync.fsdp1 import has_units, unit_tensors
 from trainer_hooks.weight_sync.zero3 import gathered_partitions, is_partitioned
 
@@ -34,21 +34,20 @@ def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     torch.compile, with its persistent buffers, tied weights once; a mapping; any iterator of names
     and tensors, such as the export of a Megatron bridge; or an adapter (see `weights_of`).
 
-    A tensor is valid until the next one is asked for. Where ranks hold parts, reading is a
-    collective: all of them read to the end, and their sources are of one kind. A rank without an
-    engine takes part in the push of another by `take_part(policy)`. Raises WeightUpdateError naming
-    what cannot be read.
+    Where ranks hold parts, reading is a collective: all of them read to the end, and their sources
+    are of one kind. A rank without an engine takes part in the push of another by
+    `take_part(policy)`. What is gathered is a copy of its own here, which a push does without.
+    Raises WeightUpdateError naming what cannot be read.
     """
-    return map(_detached_pair, streamed(weights_of(source)))
+    return map(_kept_pair, streamed(weights_of(source)))
 
 
 def take_part(source: NamedTensors) -> None:
     """Gather with the rank that pushes `source`, which is of the same kind there, and keep nothing.
 
-    It holds one tensor at a time, where a loop would keep one while the next is gathered. Raises
-    WeightUpdateError naming what cannot be read.
+    Raises WeightUpdateError naming what cannot be read.
     """
-    deque(full_tensors(source), maxlen=0)
+    deque(streamed(weights_of(source)), maxlen=0)
 
 
 def merged_tensors(
@@ -66,8 +65,10 @@ def merged_tensors(
 
     def merge(given: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name = given[0].removeprefix(_PEFT_ROOT).replace(_PEFT_LAYER, ".")
-        base, pair = given[1].detach(), pairs.get(name.removesuffix(".weight"))
-        return name, base if pair is None else merger.merged(base.cpu(), pair, None)
+        pair = pairs.get(name.removesuffix(".weight"))
+        if pair is None:
+            return name, _kept_pair(given)[1]
+        return name, merger.merged(given[1].detach().cpu(), pair, None)
 
     return map(merge, streamed(_weights_in(model, lambda name: _LORA not in name)))
 
@@ -84,7 +85,7 @@ def weights_of(source: NamedTensors) -> NamedTensors:
         return _weights_in(source)
     if isinstance(source, LoraAdapter):
         if any(map(is_sharded, source.tensors.values())):
-            return replace(source, tensors=dict(streamed(source)))
+            return replace(source, tensors=by_name(streamed(source)))
         return replace(source, tensors=dict(map(_detached_pair, source.tensors.items())))
     if isinstance(source, WeightStream):
         return source
@@ -118,6 +119,10 @@ def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
     """Leaves what is no tensor to be refused, by name, where tensors are read."""
     name, tensor = pair
     return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
+
+
+def _kept_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return pair[0], lasting(pair[1]).detach()
 
 
 def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:

@@ -79,10 +79,8 @@ def test_shards_are_read_again_after_they_were_gathered(readings: list[Reading],
 
 
 @pytest.mark.distributed
-def test_a_gathered_tensor_is_freed_before_the_next_one_is_gathered(
-    readings: list[Reading],
-) -> None:
-    assert [reading["kept"] for reading in readings] == [0, 0]
+def test_tensors_are_gathered_one_after_the_other_in_one_place(readings: list[Reading]) -> None:
+    assert [reading["places"] for reading in readings] == [1, 1]
 
 
 @pytest.mark.distributed
