@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,19 @@ class SharedTensors(dict[str, Tensor]):
         for name, place in places.items():
             values = bytes_N[place.start : place.end].view(place.dtype)
             self[name] = values.view(place.shape)
+
+
+def shareable(
+    descriptor: int, places: Mapping[str, Place], views: Mapping[str, Tensor]
+) -> SharedTensors:
+    """`views` of a file that was opened as `descriptor`, each at its place, so that other processes
+    can open it for as long as this one keeps them, whatever becomes of the descriptor."""
+    kept = os.dup(descriptor)
+    shared = SharedTensors.__new__(SharedTensors)
+    shared.address, shared.places = f"/proc/{os.getpid()}/fd/{kept}", places
+    weakref.finalize(shared, os.close, kept)
+    shared.update(views)
+    return shared
 
 
 class SharedFile:

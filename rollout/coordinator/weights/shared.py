@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollout.coordinator.protocol.weights_source import TensorEntry, WeightsSour
 from rollout.coordinator.weights.kept import KeptWeights
 from rollout.coordinator.weights.reading import TensorReader, terms_of
 from rollout.errors import WeightUpdateError
+from rollout.parallel.shared_tensors import Place, SharedTensors, shareable
 from rollout.runner.weight_update import NamedTensors
 
 KIND = "shared"
@@ -140,8 +142,9 @@ class _SegmentWriter:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals())
 
 
-def fetch_shared(source: WeightsSource) -> dict[str, Tensor]:
-    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do.
+def fetch_shared(source: WeightsSource) -> SharedTensors:
+    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do. The
+    other ranks of an engine can open them, too.
 
     Raises WeightUpdateError if the source does not exist any more, is not a sealed file of a
     SharedTransport, or does not have the size that its manifest says.
@@ -156,20 +159,28 @@ def fetch_shared(source: WeightsSource) -> dict[str, Tensor]:
             size = _sealed_size(descriptor, name)
             # Private: torch wants writable memory, and the publisher's must not be written to.
             region = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE)
+            bytes_N = torch.frombuffer(region, dtype=torch.uint8)
+            views = {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
+            tensors = shareable(descriptor, _places(source.manifest, views), views)
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
             f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
         ) from error
-    bytes_N = torch.frombuffer(region, dtype=torch.uint8)
-    tensors = {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
     expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=0)
     if size != max(1, expected):
         raise WeightUpdateError(
             f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
         )
     return tensors
+
+
+def _places(manifest: Mapping[str, TensorEntry], views: Mapping[str, Tensor]) -> dict[str, Place]:
+    return {
+        name: Place(start=entry.offset, dtype=views[name].dtype, shape=tuple(entry.shape))
+        for name, entry in manifest.items()
+    }
 
 
 def _seals() -> int:
