@@ -211,11 +211,12 @@ class FleetWalk(RuleBasedStateMachine):
         self.fleet.send(client, self.ordered[-1][1])
 
     @precondition(lambda self: self.clients)
-    @rule(number=pick, in_flight=st.booleans())
-    def update(self, number: int, in_flight: bool) -> None:
+    @rule(number=pick, in_flight=st.booleans(), is_kept=st.booleans())
+    def update(self, number: int, in_flight: bool, is_kept: bool) -> None:
         client = self.one_of(self.clients, number)
         version = self.fleet.core.weights_version + 1
-        message = client.update(source_of(version), version=version, in_flight=in_flight)
+        source = structs.replace(source_of(version), is_kept=is_kept)
+        message = client.update(source, version=version, in_flight=in_flight)
         self.ordered.append((client, message))
         self.fleet.send(client, message)
 
@@ -318,6 +319,9 @@ class FleetWalk(RuleBasedStateMachine):
             fleet.give(first, first.command(header))
         self.settle()
         assert fleet.core.state.name == "RUNNING"
+        version = fleet.core.weights_version + 1  # for engines that wait for a push
+        fleet.give(first, first.update(source_of(version), version=version, in_flight=True))
+        self.settle()
         for _ in range(60):
             fleet.step_all()
             self.settle()
