@@ -21,7 +21,7 @@ from tests.walks.engines_elsewhere import a_held_engine, an_engine
 from tests.walks.network_hosts import Host, Remote, network_of
 from tests.walks.trainers_elsewhere import a_trainer, a_training_job
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 CUT_S = 5.0  # how long a link is cut
 
 
@@ -41,6 +41,7 @@ def cut_while_it_goes_on(cut: Host, *held: Remote) -> None:
     cut.mend()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [
