@@ -24,7 +24,7 @@ from tests.doors.environments import ROOT, MissingPythonError, python_of
 from tests.doors.recorder import recording
 from tests.serve import chat_model
 
-RUN_S, EXIT_S = 900, 60
+RUN_S, EXIT_S = 1800, 60
 
 
 def main(arguments: list[str]) -> int:
