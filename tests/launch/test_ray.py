@@ -180,7 +180,7 @@ def test_no_engine_and_no_coordinator_is_left_when_the_process_of_the_trainer_is
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-ray-"))
         command = [sys.executable, "-c", OUTSIDER, folder, directory()]
-        environment = os.environ | {MARK: mark, "PYTHONPATH": os.getcwd()}
+        environment = os.environ | {MARK: mark, "PYTHONPATH": os.getcwd(), "TMPDIR": folder}
         # Ray's own processes may stay for a minute.
         stack.callback(kill_all, mark)
         trainer = stack.enter_context(
