@@ -11,6 +11,7 @@ import pytest
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.core import CoordinatorCore
+from rollout.coordinator.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import Connect, Message
@@ -25,6 +26,7 @@ class ScriptedSocket:
     """
 
     address = "tcp://nowhere"
+    refusals = Refusals()
 
     def __init__(self, incoming: Sequence[tuple[bytes, Message]]) -> None:
         self.incoming = list(incoming)
