@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,12 +105,12 @@ def _environment(pid: int) -> list[str]:
 
 
 def _open_files(pid: int) -> list[str]:
+    """Names of files; one that is closed meanwhile, as that of this listing, is passed over."""
     folder, links = Path(f"/proc/{pid}/fd"), []
-    try:
+    with suppress(OSError):  # the process has just ended
         for name in os.listdir(folder):
-            links.append(os.readlink(folder / name))
-    except OSError:
-        pass  # it has just ended
+            with suppress(OSError):
+                links.append(os.readlink(folder / name))
     return links
 
 
