@@ -399,7 +399,8 @@ class Training:
         self.run.save(self.learner, state)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The job that the command line and conf/train_grpo.yaml describe."""
     jobs.run_hydra_job(
         run_job,
         JobSettings,
@@ -407,3 +408,7 @@ if __name__ == "__main__":
         config_name="train_grpo",
         shows_config=lambda settings: settings.logger.console,
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -75,10 +75,9 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         with weight_directory() as directory:
-            files = WeightFiles(directory, bucket_bytes)
-            async for name, tensor in pairs:
-                files.add(name, tensor)
-            files.finish()
+            with WeightFiles(directory, bucket_bytes) as files:
+                async for name, tensor in pairs:
+                    files.add(name, tensor)
             await self._handle.update_weights.remote(str(directory), global_steps)
 
 

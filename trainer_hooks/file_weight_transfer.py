@@ -42,9 +42,9 @@ class FileWeightTransfer:
     ) -> None:
         """directory: where updates are written, below one of the server's checkpoint_roots, on a
         file system that both see. None: shared memory, or the system's folder for temporary files.
-        admin_key: the server's. max_shard_bytes: tensors that are held at once, beyond the largest
-        one. start_timeout_s: how long `init_weight_transfer` waits for the server. timeout_s: for
-        each answer.
+        admin_key: the server's. max_shard_bytes: of a file, unless one tensor is larger.
+        start_timeout_s: how long `init_weight_transfer` waits for the server. timeout_s: for each
+        answer.
         """
         self._parent = None if directory is None else Path(directory).absolute()
         self._url, self._admin_key = url.rstrip("/"), admin_key
@@ -79,10 +79,9 @@ class FileWeightTransfer:
         tensors = iter(iterator)
         try:
             with weight_directory(self._parent) as directory:
-                files = WeightFiles(directory, self._max_shard_bytes)
-                for name, tensor in tensors:
-                    files.add(name, tensor)
-                files.finish()
+                with WeightFiles(directory, self._max_shard_bytes) as files:
+                    for name, tensor in tensors:
+                        files.add(name, tensor)
                 self._call("POST", "/update_weights", {"weight_dir": str(directory)})
         except WeightUpdateError:
             for _ in tensors:  # other ranks gather the rest together with this one

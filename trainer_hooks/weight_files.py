@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
-from rollout.models.checkpoint import INDEX_FILE
+from rollout.models.checkpoint_writer import CheckpointWriter
 from rollout.models.plain_tensors import full_tensor, refusal
 
 STABLE_FILE = "STABLE"  # written last: whoever watches the directory may read it from now on
@@ -21,47 +19,38 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors to shards of at least `max_shard_bytes`, and holds no more than one of them.
+    """Writes tensors as they come, to files of `max_file_bytes` at most, or of one larger tensor.
 
-    All methods raise WeightUpdateError, for tensors that cannot be read and files that cannot be
+    A context manager: at its end it writes the index of the files, and last the file STABLE. All
+    of it raises WeightUpdateError, for tensors that cannot be read and files that cannot be
     written.
     """
 
-    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
-        self._directory, self._max_shard_bytes = directory, max_shard_bytes
-        self._shard: dict[str, Tensor] = {}
-        self._num_bytes = 0
-        self._file_of_name: dict[str, str] = {}
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        self._directory = directory
+        self._writer = CheckpointWriter(directory, max_file_bytes)
+        self._names: set[str] = set()
+
+    def __enter__(self) -> WeightFiles:
+        return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of a tensor; a sharded one is gathered, which is a collective."""
+        """Write a tensor; a sharded one is gathered, which is a collective."""
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
-        if name in self._shard or name in self._file_of_name:
+        if name in self._names:
             raise WeightUpdateError(f"{name!r} comes twice")
-        # A copy: trainers gather the next tensor into the same memory, and tied ones share theirs.
-        whole = full_tensor(tensor).detach().to("cpu", copy=True).contiguous()
-        self._shard[name] = whole
-        self._num_bytes += whole.nbytes
-        if self._num_bytes >= self._max_shard_bytes:
-            self._write_shard()
-
-    def finish(self) -> None:
-        """Write what is left, the index of the shards, and last the file STABLE."""
-        if self._shard:
-            self._write_shard()
-        index = json.dumps({"metadata": {}, "weight_map": self._file_of_name})
+        self._names.add(name)
+        values = full_tensor(tensor).detach().cpu().contiguous()
         with _named_errors(self._directory):
-            (self._directory / INDEX_FILE).write_text(index, encoding="utf-8")
-            (self._directory / STABLE_FILE).touch()
+            self._writer.write(name, values)
 
-    def _write_shard(self) -> None:
-        number = len(set(self._file_of_name.values()))
-        file_name = f"model-{number:05d}.safetensors"
+    def __exit__(self, *exception: object) -> None:
         with _named_errors(self._directory):
-            save_file(self._shard, self._directory / file_name, metadata={"format": "pt"})
-        self._file_of_name |= dict.fromkeys(self._shard, file_name)
-        self._shard, self._num_bytes = {}, 0
+            self._writer.__exit__(*exception)
+            if exception[0] is None:
+                self._writer.write_index({})
+                (self._directory / STABLE_FILE).touch()
 
 
 @contextmanager

@@ -12,23 +12,15 @@ from __future__ import annotations
 
 import logging
 
-from examples.settings import JobSettings
-from examples.train_grpo import run_job
+from examples import train_grpo
 from rollout.launch.torchrun import serve_engines
-from trainer_hooks import jobs
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     if serve_engines():
         return
-    jobs.run_hydra_job(
-        run_job,
-        JobSettings,
-        config_path="pkg://conf",
-        config_name="train_grpo",
-        shows_config=lambda settings: settings.logger.console,
-    )
+    train_grpo.main()
 
 
 if __name__ == "__main__":

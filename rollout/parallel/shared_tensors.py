@@ -69,6 +69,32 @@ def shareable(
     return shared
 
 
+class TensorAppender:
+    """Appends tensors to a file, each at a multiple of 64 bytes; `places` says where they lie.
+
+    By `pwrite`: a new file that is mapped costs a page fault and zeros for each 4 KiB, which takes
+    three times as long.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self.places, self.num_bytes = descriptor, dict[str, Place](), 0
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Append a contiguous tensor of the host. Raises OSError."""
+        offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        place = Place(start=offset, dtype=values.dtype, shape=tuple(values.shape))
+        bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
+        left = memoryview(bytes_N)
+        while left:
+            num_written = os.pwrite(self._descriptor, left, offset)  # at most 2 GiB
+            left, offset = left[num_written:], offset + num_written
+        self.places[name], self.num_bytes = place, place.end
+
+    def end(self) -> None:
+        """Give the file its size, which is not 0: nothing maps an empty one. Raises OSError."""
+        os.ftruncate(self._descriptor, max(1, self.num_bytes))
+
+
 class SharedFile:
     """A file that `SharedTensors` opens, and which this process owns."""
 
@@ -82,21 +108,11 @@ class SharedFile:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
         """Copy tensors, one after the other, from whatever device. Raises OSError without room."""
         assert self._descriptor is not None
-        places: dict[str, Place] = {}
-        end = 0
+        appender = TensorAppender(self._descriptor)
         for name, tensor in tensors:
-            values = tensor.detach().cpu().contiguous()
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            places[name] = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
-            end = places[name].end
-            bytes_N: Any = values.view(-1).view(torch.uint8).numpy()
-            left = memoryview(bytes_N)
-            # A new file that is mapped costs a page fault for every 4 KiB.
-            while left:
-                count = os.pwrite(self._descriptor, left, end - len(left))
-                left = left[count:]
-        os.ftruncate(self._descriptor, max(1, end))
-        return SharedTensors(self._address, places)
+            appender.write(name, tensor.detach().cpu().contiguous())
+        appender.end()
+        return SharedTensors(self._address, appender.places)
 
     def close(self) -> None:
         """Nobody else can open it from now on. A second call does nothing."""

@@ -9,45 +9,24 @@ push stays, for engines that come late.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights.kept import KeptWeights
+from rollout.coordinator.weights.kept import KeptTransport
 from rollout.coordinator.weights.reading import TensorReader, terms_of
 from rollout.errors import ConfigError, ModelError, WeightUpdateError
 from rollout.models.checkpoint import INDEX_FILE, Checkpoint, read_json
+from rollout.models.checkpoint_writer import CheckpointWriter
 from rollout.runner.weight_update import NamedTensors
 
 KIND = "directory"
 _logger = logging.getLogger(__name__)
-_HEADER_BYTES = 1 << 16  # of a file: its tensors are known last, but stand first
-_MAX_FILE_BYTES = 4 << 30
-_DTYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ class _Push:
     source: WeightsSource
 
 
-class DirectoryTransport:
+class DirectoryTransport(KeptTransport[_Push]):
     """A WeightTransport: `publish` writes a checkpoint, which engines map.
 
     Engines see the directory under the same path: a shared file system, or a local one with the
@@ -69,17 +48,12 @@ class DirectoryTransport:
         """`root`: made if it is missing. Raises ConfigError if that fails."""
         self._root = Path(root).absolute()
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
-        self._kept: KeptWeights[_Push] = KeptWeights(lambda old: _remove(old.directory))
+        super().__init__(lambda push: _remove(push.directory))
         self._num_pushes = 0
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"no directory for weights at {self._root}: {error}") from error
-
-    @property
-    def committed(self) -> WeightsSource | None:
-        """The source of the last committed weights; None before the first commit."""
-        return self._kept.committed
 
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
@@ -118,102 +92,7 @@ class DirectoryTransport:
             lora=lora,
             builds_on=builds_on,
         )
-        self._kept.begin(_Push(directory, source))
-        return source
-
-    def send(self, source: WeightsSource) -> None:
-        """Do nothing: engines read the directory."""
-
-    def commit(self) -> None:
-        """Keep the published weights, and remove the earlier ones."""
-        self._kept.commit()
-
-    def drop(self) -> None:
-        """Remove the published weights."""
-        self._kept.drop()
-
-    def close(self) -> None:
-        """Remove all weights. A second call does nothing."""
-        self._kept.clear()
-
-
-class CheckpointWriter:
-    """Writes safetensors files as tensors come, so that none has to be held. A context manager.
-
-    In each file the header has a fixed size and is written last. A new file begins where the header
-    is full, and where the next tensor would not lie at a multiple of its item's size.
-    """
-
-    def __init__(self, directory: Path, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
-        self._directory, self._max_file_bytes = directory, max_file_bytes
-        self._file: FileIO | None = None
-        self._header: dict[str, Any] = {}
-        self._header_bytes = self._num_bytes = self._total_bytes = self._num_files = 0
-        self._file_names: dict[str, str] = {}  # by tensor
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end_file(is_whole=exception[0] is None)
-
-    def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor of the host. Raises OSError, and WeightUpdateError for a dtype
-        that safetensors lacks.
-        """
-        dtype = _DTYPES.get(values.dtype)
-        if dtype is None:
-            raise WeightUpdateError(f"{name!r} is {values.dtype}, which no safetensors file holds")
-        entry_bytes = len(json.dumps(name)) + 24 * values.dim() + 128
-        file = self._file_for(values, entry_bytes)
-        bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
-        _write_all(file, memoryview(bytes_N))
-        end = self._num_bytes + values.nbytes
-        self._header[name] = {
-            "dtype": dtype,
-            "shape": list(values.shape),
-            "data_offsets": [self._num_bytes, end],
-        }
-        self._num_bytes, self._header_bytes = end, self._header_bytes + entry_bytes
-        self._total_bytes += values.nbytes
-
-    def write_index(self, metadata: Mapping[str, str]) -> None:
-        """Make the checkpoint valid, at once as a whole. Raises OSError."""
-        index = {
-            "metadata": {"total_size": self._total_bytes, **metadata},
-            "weight_map": self._file_names,
-        }
-        part = self._directory / f"{INDEX_FILE}.part"
-        part.write_text(json.dumps(index), encoding="utf-8")
-        os.replace(part, self._directory / INDEX_FILE)
-
-    def _file_for(self, values: Tensor, entry_bytes: int) -> FileIO:
-        is_full = self._num_bytes + values.nbytes > self._max_file_bytes and self._num_bytes > 0
-        if (
-            self._file is None
-            or is_full
-            or self._header_bytes + entry_bytes > _HEADER_BYTES
-            or self._num_bytes % values.dtype.itemsize
-        ):
-            self._end_file(is_whole=True)
-            self._num_files += 1
-            path = self._directory / f"model-{self._num_files:05d}.safetensors"
-            self._file = FileIO(path, "w")
-            self._file.seek(8 + _HEADER_BYTES)
-        return self._file
-
-    def _end_file(self, *, is_whole: bool) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        with file:
-            if is_whole:
-                header = json.dumps(self._header, separators=(",", ":")).encode()
-                file.seek(0)
-                size = _HEADER_BYTES.to_bytes(8, "little")
-                _write_all(file, memoryview(size + header.ljust(_HEADER_BYTES)))
-        self._file_names |= dict.fromkeys(self._header, Path(str(file.name)).name)
-        self._header, self._header_bytes, self._num_bytes = {}, 0, 0
+        return self._begin(_Push(directory, source))
 
 
 def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
@@ -235,11 +114,6 @@ def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
             f"the weights in {source.address!r} cannot be read ({error}); is the trainer alive, "
             "and does this host see its directory under that path?"
         ) from error
-
-
-def _write_all(file: FileIO, left: memoryview) -> None:
-    while left:
-        left = left[file.write(left) or 0 :]  # at most 2 GiB at once
 
 
 def _remove(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""KeptWeights: the published weights that a transport holds, from a push to those that follow."""
+"""KeptTransport: what a transport does whose weights lie where engines fetch them by themselves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Published(Protocol):
 P = TypeVar("P", bound=Published)
 
 
-class KeptWeights(Generic[P]):
-    """The last committed weights, and those of a running push.
+class KeptTransport(Generic[P]):
+    """A WeightTransport but for `kind` and `publish`, which ends with `_begin`.
 
-    What adapters and deltas build on stays below them, for engines that come late, until other
-    weights are committed whole.
+    It holds the last committed weights, and those of a running push. What adapters and deltas build
+    on stays below them, for engines that come late, until other weights are committed whole.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
@@ -37,10 +37,14 @@ class KeptWeights(Generic[P]):
         """The source of the last committed weights; None before the first commit."""
         return None if self._committed is None else self._committed.source
 
-    def begin(self, published: P) -> None:
-        """These are the weights of the running push. There must be no other."""
+    def _begin(self, published: P) -> WeightsSource:
+        """These are the weights of the running push, and the only ones. Returns their source."""
         assert self._pending is None
         self._pending = published
+        return published.source
+
+    def send(self, source: WeightsSource) -> None:
+        """Do nothing: engines fetch by themselves."""
 
     def commit(self) -> None:
         """Keep the weights of the running push, and release the earlier ones."""
@@ -61,8 +65,8 @@ class KeptWeights(Generic[P]):
         pending, self._pending = self._pending, None
         self._release_if_any(pending)
 
-    def clear(self) -> None:
-        """Release all weights."""
+    def close(self) -> None:
+        """Release all weights. A second call does nothing."""
         self.drop()
         committed, self._committed = self._committed, None
         self._release_if_any(committed)

@@ -17,20 +17,23 @@ import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import TensorEntry, WeightsSource
-from rollout.coordinator.weights.kept import KeptWeights
+from rollout.coordinator.weights.kept import KeptTransport
 from rollout.coordinator.weights.reading import TensorReader, terms_of
 from rollout.errors import WeightUpdateError
-from rollout.parallel.shared_tensors import Place, SharedTensors, shareable
+from rollout.parallel.shared_tensors import (
+    Place,
+    SharedTensors,
+    TensorAppender,
+    shareable,
+)
 from rollout.runner.weight_update import NamedTensors
 
 KIND = "shared"
-_ALIGNMENT = 64  # bytes
 _DESCRIPTOR = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _NAME = re.compile(r"rollout-weights-[0-9a-f]+")
 
@@ -41,19 +44,14 @@ class _Segment:
     source: WeightsSource
 
 
-class SharedTransport:
+class SharedTransport(KeptTransport[_Segment]):
     """A WeightTransport: `publish` makes the copy, which engines map."""
 
     kind = KIND
 
     def __init__(self, *, reject_non_finite: bool = True) -> None:
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
-        self._kept: KeptWeights[_Segment] = KeptWeights(lambda old: os.close(old.descriptor))
-
-    @property
-    def committed(self) -> WeightsSource | None:
-        """The source of the last committed weights; None before the first commit."""
-        return self._kept.committed
+        super().__init__(lambda segment: os.close(segment.descriptor))
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
         """Copy tensors, on whatever device, into a new segment. See WeightTransport.
@@ -71,75 +69,26 @@ class SharedTransport:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
-            segment = _SegmentWriter(descriptor)
+            appender = TensorAppender(descriptor)
             try:
-                checksum = self._reader.read(named_tensors, segment.write)
-                segment.seal()
+                checksum = self._reader.read(named_tensors, appender.write)
+                appender.end()
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
             except OSError as error:
                 raise WeightUpdateError(
-                    f"no shared memory for weights beyond {segment.num_bytes} bytes ({error}); "
+                    f"no shared memory for weights beyond {appender.num_bytes} bytes ({error}); "
                     "free some, or push to each engine by itself"
                 ) from error
             undo.pop_all()
         source = WeightsSource(
             kind=KIND,
             address=f"/proc/{os.getpid()}/fd/{descriptor} {name}",
-            manifest=segment.manifest,
+            manifest={name: _entry(place) for name, place in appender.places.items()},
             checksum="",
             tensors_checksum=checksum,
             lora=lora,
         )
-        self._kept.begin(_Segment(descriptor, source))
-        return source
-
-    def send(self, source: WeightsSource) -> None:
-        """Do nothing: engines map the memory."""
-
-    def commit(self) -> None:
-        """Keep the published weights, and release the earlier ones."""
-        self._kept.commit()
-
-    def drop(self) -> None:
-        """Release the published weights."""
-        self._kept.drop()
-
-    def close(self) -> None:
-        """Release all weights. A second call does nothing."""
-        self._kept.clear()
-
-
-class _SegmentWriter:
-    """Fills a file with tensors as they come."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.manifest: dict[str, TensorEntry] = {}
-        self.num_bytes = 0
-
-    def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor. Raises OSError.
-
-        By `pwrite`: a new file that is mapped costs a page fault and zeros for each 4 KiB, which
-        takes three times as long.
-        """
-        start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.manifest[name] = TensorEntry(
-            dtype=str(values.dtype).removeprefix("torch."),
-            shape=tuple(values.shape),
-            offset=start,
-            num_bytes=values.nbytes,
-        )
-        bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
-        left, offset = memoryview(bytes_N), start
-        while left:
-            num_written = os.pwrite(self._descriptor, left, offset)  # at most 2 GiB
-            left, offset = left[num_written:], offset + num_written
-        self.num_bytes = start + values.nbytes
-
-    def seal(self) -> None:
-        """Raises OSError."""
-        os.ftruncate(self._descriptor, max(1, self.num_bytes))
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals())
+        return self._begin(_Segment(descriptor, source))
 
 
 def fetch_shared(source: WeightsSource) -> SharedTensors:
@@ -174,6 +123,15 @@ def fetch_shared(source: WeightsSource) -> SharedTensors:
             f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
         )
     return tensors
+
+
+def _entry(place: Place) -> TensorEntry:
+    return TensorEntry(
+        dtype=str(place.dtype).removeprefix("torch."),
+        shape=place.shape,
+        offset=place.start,
+        num_bytes=place.end - place.start,
+    )
 
 
 def _places(manifest: Mapping[str, TensorEntry], views: Mapping[str, Tensor]) -> dict[str, Place]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
+from safetensors import safe_open
 
-from rollout.coordinator.weights.directory import CheckpointWriter, DirectoryTransport
+from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.errors import WeightUpdateError
 from rollout.models.checkpoint import INDEX_FILE, Checkpoint
+from rollout.models.checkpoint_writer import CheckpointWriter
 from rollout.runner.weight_update import by_name
 
 
@@ -42,6 +44,9 @@ def test_any_reader_of_safetensors_reads_what_was_published(tmp_path: Path) -> N
     transport = DirectoryTransport(tmp_path)
     source = transport.publish(tensors())
     check_equal(dict(Checkpoint.open(Path(source.address)).items()), tensors())
+    for file in Path(source.address).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}, "transformers asks for it"
     check_equal(by_name(WeightFetcher()(source)), tensors())
     transport.close()
 
