@@ -75,10 +75,10 @@ def _keys(share: WeightShare) -> set[str]:
 
 
 def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint]:
-    return {key: _sum_of_two([share[key] for share in shares]) for key in shares[0]}
+    return {key: _total([share[key] for share in shares]) for key in shares[0]}
 
 
-def _sum_of_two(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
+def _total(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
     """Hashes are int64 and overflow, as those of a tensor's elements do."""
     hashes, counts = zip(*fingerprints, strict=True)
     return (sum(hashes) + _MODULUS // 2) % _MODULUS - _MODULUS // 2, sum(counts)

@@ -195,14 +195,13 @@ class CollectiveTransport:
             put(store, key, self._plan(name, engines, self._path.address))
         else:
             put(store, key, self._plan(name, engines))
-            self._path = Broadcasts(
-                *(store, name, self._backend, 0, 1 + size), self._host, self._stall_s
-            )
+            self._path = Broadcasts(store, name, self._backend, 0, 1 + size, self._host)
         self._group, self._engines = name, engines
         _logger.info("weights are sent to a group of %d engines", size)
 
     def _plan(self, name: str, engines: tuple[str, ...], address: str = "") -> GroupPlan:
-        return GroupPlan(name, engines, self._backend, self._bucket_bytes, "", address)
+        of_buckets = self._backend, self._bucket_bytes, self._stall_s
+        return GroupPlan(name, engines, *of_buckets, address=address)
 
     def _leave(self) -> None:
         if self._path is not None:
@@ -238,7 +237,7 @@ class CollectiveTransport:
             return
         try:
             if end.fault and not store.check([f"{push.id}/plan"]):
-                put(store, f"{push.id}/plan", GroupPlan("", (), "", 0, end.fault))
+                put(store, f"{push.id}/plan", GroupPlan("", (), "", 0, fault=end.fault))
             put(store, f"{push.id}/{push.num_announced}", end)
         except RuntimeError as error:
             _logger.warning("the engines cannot be told of the end of a push: %s", error)

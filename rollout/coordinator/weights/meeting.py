@@ -29,12 +29,14 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     """The group of a push. engines: of ranks 1, 2, ...; the sender is rank 0. fault: why there is
-    no group. backend: of torch.distributed, or the place of a SharedBucket, at `address`."""
+    no group. backend: of torch.distributed, or the place of a SharedBucket, at `address`. stall_s:
+    how long one bucket may take once it is announced."""
 
     group: str
     engines: tuple[str, ...]
     backend: str
     bucket_bytes: int
+    stall_s: float = 0.0
     fault: str = ""
     address: str = ""
 

@@ -23,6 +23,7 @@ from rollout.backends.process_groups import connected_group
 
 SHARED_PLACES = (HOST, DEVICE)
 _POLL_S = 0.001
+_MEET_S = 60.0  # all are there already, and connect
 
 
 class BucketPath(Protocol):
@@ -69,11 +70,10 @@ class Broadcasts:
         rank: int,
         size: int,
         own_host: str,
-        timeout_s: float,
     ) -> None:
         """`own_host`: where the others reach this rank. Returns when all have come."""
         distributed: Any = dist
-        places, timeout = distributed.PrefixStore(f"{name}/", store), timedelta(seconds=timeout_s)
+        places, timeout = distributed.PrefixStore(f"{name}/", store), timedelta(seconds=_MEET_S)
         self._group, self.device = connected_group(backend, places, rank, size, timeout, own_host)
         self._buffer_N: Tensor | None = None
 

@@ -28,15 +28,15 @@ from rollout.coordinator.weights.paths import (
 )
 from rollout.errors import WeightUpdateError
 
-STALL_S = 20.0
+_CONNECT_S = 20.0
 
 
 class CollectiveReceiver:
     """Takes part in pushes, one at a time; its group and its buffer stay from one to the next."""
 
-    def __init__(self, stall_timeout_s: float = STALL_S) -> None:
-        """stall_timeout_s: how long one bucket may take once it is announced."""
-        self._stall_s = stall_timeout_s
+    def __init__(self, connect_timeout_s: float = _CONNECT_S) -> None:
+        """connect_timeout_s: how long the sender may take to answer."""
+        self._connect_s = connect_timeout_s
         self._id = uuid.uuid4().hex
         self._turn = threading.Lock()
         self._store: Any = None
@@ -69,7 +69,7 @@ class CollectiveReceiver:
         place, _, push_id = source.address.partition(" ")
         host, _, port = place.rpartition(":")
         if self._store is None or self._place != (host, int(port)):
-            self._store = connect_store(host, int(port), self._stall_s)
+            self._store = connect_store(host, int(port), self._connect_s)
             self._place, self._path, self._group = (host, int(port)), None, ""
         store = self._store
         slot = store.add(f"{push_id}/joined", 1) - 1
@@ -88,7 +88,7 @@ class CollectiveReceiver:
                 return reader.finish(header)
             if header.num_bytes > plan.bucket_bytes:
                 raise ValueError(f"bucket {number} has more than {plan.bucket_bytes} bytes")
-            reader.read(encoded, header, path.receive(header.num_bytes, self._stall_s))
+            reader.read(encoded, header, path.receive(header.num_bytes, plan.stall_s))
             path.taken(key)
             number += 1
 
@@ -106,9 +106,7 @@ class CollectiveReceiver:
         else:
             rank, size = 1 + plan.engines.index(self._id), 1 + len(plan.engines)
             own_host = address_towards(*self._place)
-            self._path = Broadcasts(
-                *(store, plan.group, backend, rank, size), own_host, self._stall_s
-            )
+            self._path = Broadcasts(store, plan.group, backend, rank, size, own_host)
         self._group = plan.group
         return self._path
 

@@ -143,12 +143,13 @@ def test_a_wrong_checksum_of_the_whole_is_a_fault_of_all(
 def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transport = CollectiveTransport(bucket_bytes=1 << 20, stall_timeout_s=1.0)
-    receivers = [CollectiveReceiver(stall_timeout_s=1.0) for _ in range(2)]
+    transport = CollectiveTransport(bucket_bytes=1 << 20, stall_timeout_s=3.0)
+    receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights())
     slow, may_go_on, broadcast = receivers[0]._path, threading.Event(), paths.Broadcasts._broadcast
 
     def slowly(self: paths.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
+        assert timeout_s == 3.0, "members have the sender's limit"
         if self is slow:
             may_go_on.wait(WAIT_S)
         broadcast(self, bytes_N, timeout_s)
@@ -263,7 +264,7 @@ def test_an_address_where_nobody_sends_is_refused(address: str) -> None:
         kind="collective", address=address, manifest={}, checksum="", num_members=1
     )
     with pytest.raises(WeightUpdateError, match="is the trainer alive"):
-        CollectiveReceiver(stall_timeout_s=0.2).fetch(source)
+        CollectiveReceiver(connect_timeout_s=0.2).fetch(source)
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused_when_it_is_named() -> None:
