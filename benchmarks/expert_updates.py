@@ -29,9 +29,10 @@ from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import publish
 from rollout import InferenceConfig
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.backends.select import create_backend
 from rollout.models import CausalLM, ModelSpec
-from rollout.runner.weight_update import checksum_of, hashed_dtype
+from rollout.runner.weight_update import checksum_of
 from rollout.runner.weights import ServedWeights
 
 ROOT = Path(__file__).parent

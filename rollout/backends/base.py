@@ -229,6 +229,12 @@ class Ops(Protocol):
         """
         ...
 
+    def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
+        """Copy `x` to `out`, of the same shape and dtype, on any devices. Returns its fingerprint
+        as `hashed_dtype`. Raises ValueError if they differ.
+        """
+        ...
+
 
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache. It alone knows the layout within a block."""

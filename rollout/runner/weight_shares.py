@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Ops
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import WeightUpdateError
 from rollout.layers.shard import Shard
 from rollout.layers.weight_slot import WeightSlot, kept_of
@@ -24,7 +25,6 @@ from rollout.runner.weight_update import (
     blaming,
     checked_source,
     checksum_of,
-    hashed_dtype,
     pieces_of,
 )
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import WeightSlot, part_of
 from rollout.models.lora import LoraAdapter
@@ -317,12 +316,6 @@ def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> N
             f"the tensors that came have the checksum {checksum}, not {announced} as announced; "
             "the serving weights are kept"
         )
-
-
-def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what a tensor is cast to for the fingerprint of its own values: mostly its dtype."""
-    is_known = not dtype.is_floating_point or dtype in EXPONENT_BITS
-    return dtype if is_known else torch.float32  # holds each value of the 8-bit ones
 
 
 def checksum_of(fingerprints: Mapping[str, Fingerprint]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.backends.base import Backend
 from rollout.backends.memory.mapping import trim_heap
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
@@ -45,7 +46,6 @@ from rollout.runner.weight_update import (
     checked_origins,
     checked_source,
     checksum_of,
-    hashed_dtype,
     next_version,
     origins_of,
 )

@@ -39,15 +39,23 @@ def unsigned(x: Tensor) -> NDArray[Any]:
     return x.view(-1).view(torch.uint8).numpy().view(UNSIGNED[x.itemsize])
 
 
+def odd(numbers: NDArray[Any]) -> NDArray[Any]:
+    """SplitMix64's numbers, made odd."""
+    z = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
 def hash_of(x: Tensor) -> int:
     """By the definition, as a signed number."""
-    bits = unsigned(x.contiguous()).astype(np.uint64)
+    data = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), dtype="<u4").astype(np.uint64)
+    numbers = np.arange(len(words), dtype=np.uint64)
+    two, row = np.uint64(2), np.uint64(512)
     with np.errstate(over="ignore"):
-        z = np.arange(len(bits), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z += bits + np.uint64(1)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64).astype(np.int64))
+        keys = odd(two * (numbers % row)) * odd(two * (numbers // row) + np.uint64(1))
+        return int((words * keys).sum(dtype=np.uint64).astype(np.int64))
 
 
 def assert_as_defined(ops: Ops, x: Tensor, dtype: torch.dtype) -> None:
@@ -193,6 +201,44 @@ def test_fingerprints_of_parts_at_their_places_add_up(
     assert (
         ops.fingerprint(x[:5], dtype, Places(1, 5 * 350, 0))[0] != ops.fingerprint(x[:5], dtype)[0]
     )
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.bool])
+def test_a_copy_has_the_bytes_and_the_fingerprint(
+    ops: Ops, dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    for size in (0, 1, 2, 7, 1023, 4099, (1 << 18) + 5):
+        x = (randn(size + 3, seed=size) * 3).to(dtype)[3:]  # at any address
+        if size and dtype.is_floating_point:
+            x[-1] = INF
+        for out in (torch.zeros_like(x), torch.zeros(size + 1, dtype=dtype)[1:]):
+            fingerprint = ops.copy_with_fingerprint(out, x)
+            assert torch.equal(out, x)
+            assert fingerprint.tolist() == ops.fingerprint(x, dtype).tolist()
+
+
+def test_a_copy_of_a_view_and_of_eight_bits(ops: Ops) -> None:
+    x = randn(40, 30)
+    out = torch.zeros(30, 40)
+    assert ops.copy_with_fingerprint(out, x.T).tolist() == [hash_of(x.T), 0]
+    assert torch.equal(out, x.T)
+    small = x.to(torch.float8_e4m3fn)
+    copied = ops.copy_with_fingerprint(torch.zeros_like(small), small)
+    assert copied.tolist() == ops.fingerprint(small, torch.float32).tolist()
+
+
+def test_a_copy_writes_nowhere_else_and_refuses_what_does_not_fit(ops: Ops) -> None:
+    x, wide = randn(100, dtype=torch.bfloat16), torch.zeros(116, dtype=torch.bfloat16)
+    ops.copy_with_fingerprint(wide[8:108], x)
+    assert torch.equal(wide[8:108], x)
+    assert not wide[:8].any()
+    assert not wide[108:].any()
+    with pytest.raises(ValueError, match=r"\[100\] cannot be copied to .*\[116\]"):
+        ops.copy_with_fingerprint(wide, x)
+    with pytest.raises(ValueError, match=r"float32 .* cannot be copied to torch.bfloat16"):
+        ops.copy_with_fingerprint(wide[:100], x.float())
 
 
 @pytest.mark.gpu

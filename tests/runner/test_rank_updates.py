@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.native.library import load_library
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import kept_of
 from rollout.models import ModelSpec
@@ -23,7 +24,7 @@ from rollout.models.plain_tensors import named_weights
 from rollout.parallel.collectives import OneRank
 from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_shares import WeightShare, checksum_of_shares
-from rollout.runner.weight_update import NamedTensors, checksum_of, hashed_dtype
+from rollout.runner.weight_update import NamedTensors, checksum_of
 from rollout.runner.weights import ServedWeights
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.lora_adapters import linear_modules, random_adapter

@@ -1,41 +1,161 @@
-/* A hash of all elements' bits that says where each stood: a sum over positions, so threads and
-   devices may take them in any order. */
+/* A hash of all elements' bits that says where each stood, and a copy of them in the same pass.
+
+   The bytes are read as 32-bit words w_0, w_1, ...; the hash is the sum of w_j key(j) modulo 2^64:
+   see rollout/backends/ops/fingerprint.py. A sum has no order, so threads may take parts of it. */
 
 #include "vectors.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
-/* SplitMix64 (Steele, Lea and Flood 2014), as in rollout/step/seeds.py. */
-INLINE uint64_t mix(uint64_t position, uint64_t bits) {
-    uint64_t z = position * 0x9E3779B97F4A7C15u + bits + 1;
+#define COLUMNS 512
+#define FETCH_AHEAD 256 /* pairs of words: 2 KiB. A core alone does not ask memory for enough. */
+
+typedef uint64_t v4l __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t v8w __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* Halves of the keys of columns, in the low halves of lanes: low and high of the even columns, then
+   of the odd ones. */
+static uint64_t keys[4][COLUMNS / 2] __attribute__((aligned(64)));
+
+/* SplitMix64 (Steele, Lea and Flood 2014), as in rollout/step/seeds.py, made odd. */
+INLINE uint64_t key_of(uint64_t number) {
+    uint64_t z = number * 0x9E3779B97F4A7C15u + 1;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
+    return (z ^ (z >> 31)) | 1;
 }
 
-/* sums += (hash, number of NaN and infinities) of values[first, last), of which the first stands at
-   `position`. `exponent` has the bits that all are set in NaN and infinity; `size`, in bytes, is a
-   constant of the caller. */
-INLINE void add(uint64_t *sums, const void *values, const int size, uint64_t exponent, uint64_t position,
-                int64_t first, int64_t last) {
-    uint64_t hash = 0, count = 0;
-    for (int64_t i = first; i < last; i++) {
-        uint64_t bits = size == 2 ? ((const uint16_t *)values)[i] : ((const uint32_t *)values)[i];
-        hash += mix(position + (i - first), bits);
-        count += (bits & exponent) == exponent;
+__attribute__((constructor)) static void make_keys(void) {
+    for (uint64_t column = 0; column < COLUMNS; column++) {
+        uint64_t *half = keys[2 * (column & 1)];
+        const uint64_t key = key_of(2 * column);
+        half[column / 2] = (uint32_t)key;
+        half[COLUMNS / 2 + column / 2] = key >> 32;
     }
-    sums[0] += hash;
-    sums[1] += count;
 }
 
-/* `values` begin at element `start` of a part of a tensor; element k of the part stands at
-   place + k / row_length * row_stride + k % row_length. `size` is 2 or 4. */
-EXPORT void fingerprint(uint64_t *sums, const void *values, int64_t size, int64_t exponent, int64_t start,
+INLINE uint64_t column_key(int64_t column) {
+    const uint64_t *half = keys[2 * (column & 1)];
+    return half[column / 2] | half[COLUMNS / 2 + column / 2] << 32;
+}
+
+/* The products of the low halves of lanes. */
+INLINE v4l mul_low(v4l a, v4l b) {
+#ifdef __AVX2__
+    return (v4l)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+    return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+/* Past the caches, which a copy of gigabytes would only empty, where that can be. */
+INLINE void store_streaming(char *out, v4l x) {
+#ifdef __AVX2__
+    if (((uintptr_t)out & 31) == 0) {
+        _mm256_stream_si256((__m256i *)out, (__m256i)x);
+        return;
+    }
+#endif
+    *(v4l *)out = x;
+}
+
+INLINE v4l load_pairs(const void *p) { return *(const v4l *)p; }
+
+/* How many of the elements in `word` are not finite. `size`, in bytes, is a constant of the caller,
+   here and below. */
+INLINE uint64_t bad_in(uint32_t word, const int size, uint32_t exponent) {
+    if (size == 4) return (word & exponent) == exponent;
+    return ((word & exponent) == exponent) + ((word >> 16 & exponent) == exponent);
+}
+
+/* sums += (hash, number of NaN and infinities) of `count` words in one row, the first in `column`.
+   Their bytes go to `out`, too, unless it is NULL. */
+INLINE void add_words(uint64_t *sums, const char *words, char *out, int64_t row, int64_t column, int64_t count,
+                      const int size, uint32_t exponent) {
+    uint64_t hash = 0, bad = 0;
+    v4l even_low = {0}, even_high = {0}, odd_low = {0}, odd_high = {0};
+    v16h bad_halves = {0};
+    v8w bad_words = {0};
+    const int64_t end = column + count;
+    while (column < end) {
+        if (column % 2 || end - column < 8) { /* a word before the pairs, or after the vectors */
+            uint32_t word;
+            memcpy(&word, words, 4);
+            if (out) memcpy(out, &word, 4);
+            hash += word * column_key(column);
+            bad += bad_in(word, size, exponent);
+            column++, words += 4, out = out ? out + 4 : out;
+            continue;
+        }
+        for (; end - column >= 8; column += 8, words += 32) {
+            const v4l even = load_pairs(words), odd = even >> 32;
+            const int64_t pair = column / 2;
+            __builtin_prefetch(words + 8 * FETCH_AHEAD);
+            even_low += mul_low(even, load_pairs(keys[0] + pair));
+            even_high += mul_low(even, load_pairs(keys[1] + pair));
+            odd_low += mul_low(odd, load_pairs(keys[2] + pair));
+            odd_high += mul_low(odd, load_pairs(keys[3] + pair));
+            if (size == 2) bad_halves -= (v16h)(((v16h)even & (uint16_t)exponent) == (uint16_t)exponent);
+            else bad_words -= (v8w)(((v8w)even & exponent) == exponent);
+            if (out) store_streaming(out, even), out += 32;
+        }
+    }
+    const v4l low = even_low + odd_low, high = even_high + odd_high;
+    hash += low[0] + low[1] + low[2] + low[3] + ((high[0] + high[1] + high[2] + high[3]) << 32);
+    for (int lane = 0; lane < 16; lane++) bad += bad_halves[lane];
+    for (int lane = 0; lane < 8; lane++) bad += bad_words[lane];
+    sums[0] += hash * key_of(2 * row + 1);
+    sums[1] += bad;
+}
+
+/* The same of `count` elements that stand one after another, the first at `position`. */
+INLINE void add(uint64_t *sums, const char *values, char *out, int64_t position, int64_t count, const int size,
+                uint32_t exponent) {
+    const int per_word = 4 / size;
+    while (count > 0) {
+        const int64_t word = position / per_word, column = word % COLUMNS, row = word / COLUMNS;
+        int64_t taken;
+        if (position % per_word || count < per_word) { /* half of a word */
+            uint16_t bits;
+            memcpy(&bits, values, 2);
+            if (out) memcpy(out, &bits, 2);
+            const uint64_t half = (uint64_t)bits << 16 * (position % per_word);
+            sums[0] += half * column_key(column) * key_of(2 * row + 1);
+            sums[1] += (bits & exponent) == exponent;
+            taken = 1;
+        } else {
+            const int64_t whole = count / per_word, left = COLUMNS - column, words = whole < left ? whole : left;
+            add_words(sums, values, out, row, column, words, size, exponent);
+            taken = words * per_word;
+        }
+        position += taken, count -= taken, values += taken * size, out = out ? out + taken * size : out;
+    }
+}
+
+/* Of elements [first, last) of `values`, which begin at element `start` of a part of a tensor;
+   element k of the part stands at place + k / row_length * row_stride + k % row_length. `size` is 2
+   or 4. */
+EXPORT void fingerprint(uint64_t *sums, const char *values, int64_t size, int64_t exponent, int64_t start,
                         int64_t place, int64_t row_length, int64_t row_stride, int64_t first, int64_t last) {
     while (first < last) {
         const int64_t row = (start + first) / row_length, column = (start + first) % row_length;
         const int64_t left = row_length - column, end = last - first < left ? last : first + left;
         const int64_t position = place + row * row_stride + column;
-        if (size == 2) add(sums, values, 2, exponent, position, first, end);
-        else add(sums, values, 4, exponent, position, first, end);
+        if (size == 2) add(sums, values + 2 * first, 0, position, end - first, 2, exponent);
+        else add(sums, values + 4 * first, 0, position, end - first, 4, exponent);
         first = end;
     }
+}
+
+/* Of elements [first, last) of a whole tensor, which are copied to `out`. */
+EXPORT void copy_fingerprint(uint64_t *sums, char *out, const char *values, int64_t size, int64_t exponent,
+                             int64_t first, int64_t last) {
+    const int64_t at = first * size;
+    if (size == 2) add(sums, values + at, out + at, first, last - first, 2, exponent);
+    else add(sums, values + at, out + at, first, last - first, 4, exponent);
+#ifdef __AVX2__
+    _mm_sfence(); /* before anybody is told that the bytes are there */
+#endif
 }

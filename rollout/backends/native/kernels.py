@@ -37,6 +37,7 @@ _SIGNATURES = {
     "sample_rows": "ppii",
     "score_rows": "ppii",
     "fingerprint": "ppiiiiiiii",
+    "copy_fingerprint": "pppiiii",
     "decoder_forward": "pp",
     "decoder_tokens_at_once": "",
     "prefill_scratch_bytes": "",

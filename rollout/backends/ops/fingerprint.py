@@ -1,11 +1,14 @@
 """A tensor's fingerprint: a hash of its elements' bits, and how many of them are not finite.
 
-With b_i the bits of element i of x.to(dtype) as an unsigned integer, the hash is the sum of
-mix(i * GOLDEN + b_i + 1) modulo 2^64. A sum has no order, so every device may take the elements as
-it likes; each counts with its position, so two that are swapped show. `mix` is the finalizer of
-SplitMix64 (Steele, Lea and Flood 2014), as in rollout/step/seeds.py. Equal numbers give equal
-fingerprints on every device; of a NaN that is cast each device makes a NaN of its own. The
-fingerprints of the parts of a tensor, each at its places in it, add up to that of the tensor.
+The bytes of x.to(dtype), in row-major order, are read as little-endian words of 32 bits w_0, w_1,
+..., the last filled with zeros. The hash is the sum of w_j key(j) modulo 2^64, where key(j) =
+odd(2 (j % 512)) odd(2 (j // 512) + 1) and odd(n) is SplitMix64's n-th number (Steele, Lea and Flood
+2014), made odd. A sum has no order, so every device may take the elements as it likes, and a core
+hashes as fast as it reads. Any change of one word shows, since keys are odd; several cancel out
+with a probability of 2^-64 if they are random, and of 2^-32 at worst: two highest bits. So it finds
+errors, and is no defence against who chooses the bytes. Equal numbers give equal fingerprints on
+every device; of a NaN that is cast each device makes a NaN of its own. The fingerprints of the
+parts of a tensor, each at its places in it, add up to that of the tensor.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ EXPONENT_BITS = {
     torch.float64: 0x7FF0_0000_0000_0000,
 }
 _GOLDEN = 0x9E3779B97F4A7C15
+NUM_COLUMNS = 512  # words of a row: the keys of a row's columns stay in a core's first cache
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _CHUNK = 1 << 16  # elements: what is computed of them stays in a core's cache
 
@@ -49,14 +53,11 @@ def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> 
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for position, values in chunks(x, dtype, _CHUNK):
         bits = values.view(_SIGNED[dtype.itemsize]).to(torch.int64)
-        if dtype.itemsize < 8:
-            bits.bitwise_and_((1 << 8 * dtype.itemsize) - 1)
-        salts = torch.arange(position, position + len(bits), device=x.device)
+        positions = torch.arange(position, position + len(bits), device=x.device)
         if places is not None:
-            rows = salts // places.row_length
-            salts += rows * (places.row_stride - places.row_length) + places.first
-        salts.mul_(_as_int64(_GOLDEN)).add_(1)
-        total[0] += _mix_(salts.add_(bits)).sum()
+            rows = positions // places.row_length
+            positions += rows * (places.row_stride - places.row_length) + places.first
+        total[0] += _hash(bits, positions, dtype.itemsize)
         if dtype.is_floating_point:
             exponent = EXPONENT_BITS[dtype]
             total[1] += ((bits & exponent) == exponent).sum()
@@ -71,11 +72,41 @@ def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tens
         yield position, flat[position : position + size].to(dtype).contiguous()
 
 
-def _mix_(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place. Torch multiplies modulo 2^64."""
+def check_copy(out: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless `x` fits `out` as it is."""
+    if (out.shape, out.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{x.dtype} {list(x.shape)} cannot be copied to {out.dtype} {list(out.shape)}"
+        )
+
+
+def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what a tensor is cast to for the fingerprint of its own values: mostly its dtype."""
+    is_known = not dtype.is_floating_point or dtype in EXPONENT_BITS
+    return dtype if is_known else torch.float32  # holds each value of the 8-bit ones
+
+
+def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
+    """The sum over elements of `itemsize` bytes, whose bits are int64 with any sign."""
+    if itemsize == 8:
+        low, high = bits & 0xFFFF_FFFF, _shifted(bits, 32)
+        return (low * _keys(2 * positions)).sum() + (high * _keys(2 * positions + 1)).sum()
+    per_word = 4 // itemsize
+    bits = bits & ((1 << 8 * itemsize) - 1)
+    return ((bits << 8 * itemsize * (positions % per_word)) * _keys(positions // per_word)).sum()
+
+
+def _keys(words: Tensor) -> Tensor:
+    """By the numbers of words. Torch multiplies modulo 2^64."""
+    return _odd(2 * (words % NUM_COLUMNS)) * _odd(2 * (words // NUM_COLUMNS) + 1)
+
+
+def _odd(numbers: Tensor) -> Tensor:
+    """SplitMix64's finalizer of numbers * GOLDEN + 1, made odd."""
+    z = numbers * _as_int64(_GOLDEN) + 1
     z.bitwise_xor_(_shifted(z, 30)).mul_(_as_int64(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(_shifted(z, 27)).mul_(_as_int64(0x94D049BB133111EB))
-    return z.bitwise_xor_(_shifted(z, 31))
+    return z.bitwise_xor_(_shifted(z, 31)).bitwise_or_(1)
 
 
 def _shifted(z: Tensor, num_bits: int) -> Tensor:

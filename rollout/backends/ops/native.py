@@ -18,7 +18,7 @@ from rollout.backends.base import ExpertWeights
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
-from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, chunks
+from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
 from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
 from rollout.backends.products.candidates import PLAIN, LinearHandle, bucket_of
 from rollout.backends.products.choice import Choice, Rounds
@@ -29,6 +29,7 @@ _LANES = 8
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HASHED_CHUNK = 1 << 20  # values: what a cast may take of memory
 _MIN_HASHED_PER_THREAD = 1 << 17
+_COPIED_ROW = 1 << 10  # values: threads begin where vectors of the kernel do
 
 
 class NativeOps(CpuOps):
@@ -203,6 +204,25 @@ class NativeOps(CpuOps):
             sums.append(part)
 
         self._kernels.split(values.numel(), work, _MIN_HASHED_PER_THREAD)
+
+    def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
+        """Copy `x` to `out`, and return its fingerprint, in one pass over plain memory."""
+        are_plain = all(t.device.type == "cpu" and t.is_contiguous() for t in (out, x))
+        if not are_plain or x.dtype not in _HASHED_DTYPES:
+            return super().copy_with_fingerprint(out, x)
+        check_copy(out, x)
+        args = out.data_ptr(), x.data_ptr(), x.itemsize, EXPONENT_BITS[x.dtype]
+        sums = [torch.zeros(2, dtype=torch.int64)]
+
+        def work(first: int, last: int) -> None:
+            part = torch.zeros(2, dtype=torch.int64)
+            end = min(last * _COPIED_ROW, x.numel())
+            self._kernels.copy_fingerprint(part.data_ptr(), *args, first * _COPIED_ROW, end)
+            sums.append(part)
+
+        num_rows = -(-x.numel() // _COPIED_ROW)
+        self._kernels.split(num_rows, work, _MIN_HASHED_PER_THREAD // _COPIED_ROW)
+        return torch.stack(sums).sum(0)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -149,6 +149,12 @@ class ReferenceOps:
         """(hash, number of non-finite values) of x.to(dtype); see `fingerprint.fingerprint`."""
         return hasher.fingerprint(x, dtype, places)
 
+    def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
+        """Copy `x` to `out`, and return its fingerprint."""
+        hasher.check_copy(out, x)
+        out.copy_(x)
+        return self.fingerprint(x, hasher.hashed_dtype(x.dtype))
+
 
 def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     low, high = x_THD.chunk(2, dim=-1)

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.backends.ops import fingerprint as definition
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places
 
 BLOCK = 4096
+NUM_COLUMNS = tl.constexpr(definition.NUM_COLUMNS)
 NUM_WARPS = 8
 # By dtype: itself, and the integer that holds its bits.
 TYPES = {
@@ -50,19 +52,37 @@ def fingerprint_kernel(
     if IS_PART:
         rows_B = positions_B // row_length
         places_B = first + positions_B + rows_B * (row_stride - row_length)
-    hashes_B = tl.where(mask_B, _mix(places_B.to(tl.uint64), bits_B).to(tl.int64), 0)
+    products_B = _products(places_B.to(tl.uint64), bits_B, BITS.primitive_bitwidth // 8)
+    hashes_B = tl.where(mask_B, products_B.to(tl.int64), 0)
     is_not_finite_B = (bits_B & EXPONENT) == EXPONENT
     tl.store(sums_ptr + program * 2, tl.sum(hashes_B))
     tl.store(sums_ptr + program * 2 + 1, tl.sum(is_not_finite_B.to(tl.int64)))
 
 
 @triton.jit
-def _mix(positions_B, bits_B):
-    """SplitMix64's finalizer over position * GOLDEN + bits + 1, all uint64."""
-    z_B = positions_B * 0x9E3779B97F4A7C15 + bits_B + 1
+def _products(places_B, bits_B, SIZE: tl.constexpr):
+    """What elements of SIZE bytes add to the hash, all uint64."""
+    if SIZE == 8:
+        low_B, high_B = bits_B & 0xFFFFFFFF, bits_B >> 32
+        return low_B * _keys(2 * places_B) + high_B * _keys(2 * places_B + 1)
+    PER_WORD: tl.constexpr = 4 // SIZE
+    shifted_B = bits_B << (8 * SIZE * (places_B % PER_WORD))
+    return shifted_B * _keys(places_B // PER_WORD)
+
+
+@triton.jit
+def _keys(words_B):
+    """By the numbers of words, uint64; see `ops.fingerprint`."""
+    return _odd(2 * (words_B % NUM_COLUMNS)) * _odd(2 * (words_B // NUM_COLUMNS) + 1)
+
+
+@triton.jit
+def _odd(numbers_B):
+    """SplitMix64's finalizer over numbers * GOLDEN + 1, made odd, all uint64."""
+    z_B = numbers_B * 0x9E3779B97F4A7C15 + 1
     z_B = (z_B ^ (z_B >> 30)) * 0xBF58476D1CE4E5B9
     z_B = (z_B ^ (z_B >> 27)) * 0x94D049BB133111EB
-    return z_B ^ (z_B >> 31)
+    return (z_B ^ (z_B >> 31)) | 1
 
 
 def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:

@@ -9,11 +9,12 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.delta import LinkDescription, apply_link, description_of
 from rollout.coordinator.weights.hashing import fingerprint_on
 from rollout.errors import WeightUpdateError
-from rollout.runner.weight_update import Fingerprint, checksum_of, hashed_dtype
+from rollout.runner.weight_update import Fingerprint, checksum_of
 
 _MAX_LINKS = 4096
 _Link = tuple[LinkDescription, dict[str, Tensor]]

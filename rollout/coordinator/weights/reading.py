@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.coordinator.protocol.weights_source import LoraTerms
 from rollout.coordinator.weights.hashing import FingerprintOf, fingerprint_on
 from rollout.errors import WeightUpdateError
@@ -16,7 +17,6 @@ from rollout.runner.weight_update import (
     Fingerprint,
     NamedTensors,
     checksum_of,
-    hashed_dtype,
     streamed,
 )
 
