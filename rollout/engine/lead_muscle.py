@@ -21,7 +21,7 @@ from rollout.kv.cache import BlockIds, KVCache
 from rollout.models.lora import LoraAdapter
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.collectives import CollectiveAbortedError, Collectives
-from rollout.parallel.shared_tensors import SharedFile, SharedTensors
+from rollout.parallel.shared_tensors import SharedTensors, write_shared
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_shares import checksum_of_shares
@@ -315,15 +315,14 @@ def _shared(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[A
         yield named_tensors, (named_tensors.address, named_tensors.places, None)
         return
     adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
-    file, stream = SharedFile(), streamed(named_tensors)
+    stream = streamed(named_tensors)
     try:
         with blaming("copying the weights for the other ranks"):
-            shared = file.write(chain(stream, _base_of(adapter)))
+            shared = write_shared(chain(stream, _base_of(adapter)))
         shell = None if adapter is None else replace(adapter, tensors={}, base=None)
         yield joined(shared, shell), (shared.address, shared.places, shell)
     finally:
         stream.drain()  # other ranks of a trainer, which gather as well, must not wait
-        file.close()
 
 
 def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:

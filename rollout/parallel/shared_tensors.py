@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, WeightUpdateError
+from rollout.parallel.mapped_file import MappedFile, lock_for_reading, map_for_reading
 
 _ALIGNMENT = 64  # bytes
 
@@ -30,92 +28,116 @@ class Place:
     def end(self) -> int:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
+    def of(self, bytes_N: Tensor) -> Tensor:
+        """The tensor in the bytes of the file: a view."""
+        return bytes_N[self.start : self.end].view(self.dtype).view(self.shape)
+
 
 class SharedTensors(dict[str, Tensor]):
-    """Views of the file at `address`, each at its place. Nobody writes to them."""
+    """Views of the file at `address`, each at its place. Nobody writes to them.
+
+    The file is not written while a view lives, and other ranks can open it for as long.
+    """
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open the file, of a process that lives. The tensors live on without it. Raises
-        WeightUpdateError."""
-        self.address, self.places = address, places
-        num_bytes = max((place.end for place in places.values()), default=0)
+        """Open the file, of a process that lives. Raises WeightUpdateError."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # Private: torch wants writable memory.
-                region = mmap.mmap(descriptor, max(1, num_bytes), flags=mmap.MAP_PRIVATE)
-            finally:
-                os.close(descriptor)
+            num_bytes = max((place.end for place in places.values()), default=0)
+            self._map(descriptor, max(1, num_bytes), places)
         except (OSError, ValueError) as error:
             raise WeightUpdateError(
                 f"the weights at {address} cannot be opened: {error}"
             ) from error
-        bytes_N = torch.frombuffer(region, dtype=torch.uint8)
+
+    @classmethod
+    def of_descriptor(
+        cls, descriptor: int, num_bytes: int, places: Mapping[str, Place]
+    ) -> SharedTensors:
+        """Of the first bytes of an open file, which is theirs from now on.
+
+        Raises OSError and ValueError if it cannot be mapped, or is written now.
+        """
+        shared = cls.__new__(cls)
+        shared._map(descriptor, num_bytes, places)
+        return shared
+
+    def _map(self, descriptor: int, num_bytes: int, places: Mapping[str, Place]) -> None:
+        try:
+            lock_for_reading(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        bytes_N = map_for_reading(descriptor, num_bytes)
+        self.address, self.places = f"/proc/{os.getpid()}/fd/{descriptor}", places
         for name, place in places.items():
-            values = bytes_N[place.start : place.end].view(place.dtype)
-            self[name] = values.view(place.shape)
+            try:
+                self[name] = place.of(bytes_N)
+            except RuntimeError as error:  # between two items, or a shape too large to count
+                raise WeightUpdateError(f"{name!r} cannot lie at {place}: {error}") from error
 
 
-def shareable(
-    descriptor: int, places: Mapping[str, Place], views: Mapping[str, Tensor]
-) -> SharedTensors:
-    """`views` of a file that was opened as `descriptor`, each at its place, so that other processes
-    can open it for as long as this one keeps them, whatever becomes of the descriptor."""
-    kept = os.dup(descriptor)
-    shared = SharedTensors.__new__(SharedTensors)
-    shared.address, shared.places = f"/proc/{os.getpid()}/fd/{kept}", places
-    weakref.finalize(shared, os.close, kept)
-    shared.update(views)
-    return shared
+class TensorFile:
+    """Writes tensors to an anonymous file, each to a multiple of 64 bytes; `places` says where.
 
-
-class TensorAppender:
-    """Appends tensors to a file, each at a multiple of 64 bytes; `places` says where they lie.
-
-    By `pwrite`: a new file that is mapped costs a page fault and zeros for each 4 KiB, which takes
-    three times as long.
+    Once all are written, others open it by `address` for as long as it is not closed.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.places, self.num_bytes = descriptor, dict[str, Place](), 0
-
-    def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor of the host. Raises OSError."""
-        offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        place = Place(start=offset, dtype=values.dtype, shape=tuple(values.shape))
-        bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
-        left = memoryview(bytes_N)
-        while left:
-            num_written = os.pwrite(self._descriptor, left, offset)  # at most 2 GiB
-            left, offset = left[num_written:], offset + num_written
-        self.places[name], self.num_bytes = place, place.end
-
-    def end(self) -> None:
-        """Give the file its size, which is not 0: nothing maps an empty one. Raises OSError."""
-        os.ftruncate(self._descriptor, max(1, self.num_bytes))
-
-
-class SharedFile:
-    """A file that `SharedTensors` opens, and which this process owns."""
-
-    def __init__(self) -> None:
-        """Raises ConfigError where the system has no such files."""
+    def __init__(self, name: str, flags: int = 0) -> None:
+        """`flags`: of memfd_create, above closing it in other programs. Raises ConfigError where
+        the system has no such files, OSError without memory.
+        """
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("weights reach several ranks on Linux only (memfd_create)")
-        self._descriptor: int | None = os.memfd_create("rollout-staging", os.MFD_CLOEXEC)
-        self._address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            raise ConfigError("weights reach other processes by shared memory on Linux only")
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+        try:
+            self._file = MappedFile(self.descriptor, _memory_bytes())
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.places, self.num_bytes = dict[str, Place](), 0
+        self.address = f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-        """Copy tensors, one after the other, from whatever device. Raises OSError without room."""
-        assert self._descriptor is not None
-        appender = TensorAppender(self._descriptor)
-        for name, tensor in tensors:
-            appender.write(name, tensor.detach().cpu().contiguous())
-        appender.end()
-        return SharedTensors(self._address, appender.places)
+    def begin(self, first: int = 0) -> None:
+        """Forget all tensors; the next one comes at byte `first` or later."""
+        self.places, self.num_bytes = {}, first
+
+    def room_for(self, name: str, values: Tensor) -> Tensor:
+        """Memory for a tensor like `values`. Raises OSError without room."""
+        start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        place = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
+        bytes_N = self.bytes_at(start, place.end - start)
+        self.places[name], self.num_bytes = place, place.end
+        return bytes_N.view(place.dtype).view(place.shape)
+
+    def bytes_at(self, start: int, num_bytes: int) -> Tensor:
+        """Any bytes of the file, uint8 [num_bytes]. Raises OSError without room."""
+        return self._file.room(start, num_bytes)
+
+    def cut(self) -> None:
+        """Give the file its size, which is not 0: nothing maps an empty one. Raises OSError."""
+        self._file.cut(max(1, self.num_bytes))
 
     def close(self) -> None:
-        """Nobody else can open it from now on. A second call does nothing."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Nobody else can open it from now on. Only the first call may come."""
+        os.close(self.descriptor)
+
+
+def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
+    """Copy tensors, one after the other, from whatever device to shared memory.
+
+    Raises ConfigError where there is none, OSError without room.
+    """
+    file = TensorFile("rollout-staging")
+    try:
+        for name, tensor in tensors:
+            file.room_for(name, tensor).copy_(tensor.detach())
+        file.cut()
+        return SharedTensors(file.address, file.places)
+    finally:
+        file.close()
+
+
+def _memory_bytes() -> int:
+    """Of this machine, more than which no file in memory has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

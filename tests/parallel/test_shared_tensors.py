@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import WeightUpdateError
-from rollout.parallel.shared_tensors import SharedFile, SharedTensors
+from rollout.parallel.shared_tensors import SharedTensors, write_shared
 
 
 def tensors() -> dict[str, Tensor]:
@@ -32,16 +32,17 @@ def check_equal(found: SharedTensors) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_what_one_process_writes_another_opens_until_it_is_closed() -> None:
-    file = SharedFile()
-    shared = file.write(tensors().items())
+def test_what_one_process_writes_another_opens_while_the_first_has_a_view() -> None:
+    shared = write_shared(tensors().items())
     check_equal(shared)
-    opened = SharedTensors(shared.address, shared.places)
-    file.close()
+    address, places, view = shared.address, shared.places, shared["half"]
+    opened = SharedTensors(address, places)
+    del shared
+    check_equal(SharedTensors(address, places))
+    del view
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        SharedTensors(shared.address, shared.places)
+        SharedTensors(address, places)
     check_equal(opened)
-    check_equal(shared)
 
 
 def test_what_came_through_shared_memory_is_passed_on_without_a_copy() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from rollout.backends.cpu import cpu_backend
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.coordinator.protocol.weights_source import LoraTerms
 from rollout.coordinator.weights.hashing import FingerprintOf, fingerprint_on
@@ -30,7 +31,6 @@ class TensorReader:
         self._device = device or torch.device("cpu")
         self._fingerprint: FingerprintOf | None = None  # made when it is needed
 
-    @torch.no_grad()
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
         """Give each tensor to `write`: whole, contiguous, on the device, valid until it returns.
         Returns the checksum of all of them as they are.
@@ -40,29 +40,41 @@ class TensorReader:
         value is at fault. Raises WeightUpdateError naming the tensor, and what `write` raises.
         Tensors that a model computes are left out.
         """
+
+        def written(name: str, tensor: Tensor) -> Fingerprint:
+            values = self.values_of(name, tensor)
+            write(name, values)
+            return self.fingerprint_of(name, values)
+
+        return self._read(named_tensors, written)
+
+    def read_into(
+        self, named_tensors: NamedTensors, room_for: Callable[[str, Tensor], Tensor]
+    ) -> str:
+        """Copy each tensor to what `room_for` gives for it: memory of the host, of its shape and
+        dtype. See `read`.
+        """
+        ops = cpu_backend("device").ops
+
+        def copied(name: str, tensor: Tensor) -> Fingerprint:
+            return ops.copy_with_fingerprint(room_for(name, tensor), tensor.detach()).tolist()
+
+        return self._read(named_tensors, copied)
+
+    @torch.no_grad()
+    def _read(self, named_tensors: NamedTensors, take: Callable[[str, Tensor], Fingerprint]) -> str:
         stream = streamed(named_tensors)
         fingerprints: dict[str, Fingerprint] = {}
         try:
             while (pair := next(stream, None)) is not None:
                 if not is_computed(pair[0]):
-                    fingerprints[pair[0]] = self._taken(*pair, write)
+                    fingerprints[pair[0]] = _blaming(take, *pair)
                 del pair  # before the next one is gathered
         except Exception:
             stream.drain()
             raise
         self.check_finite(fingerprints)
         return checksum_of(fingerprints)
-
-    def _taken(
-        self, name: str, tensor: Tensor, write: Callable[[str, Tensor], None]
-    ) -> Fingerprint:
-        """Give one tensor to `write`, and return its fingerprint."""
-        values = self.values_of(name, tensor)
-        try:
-            write(name, values)
-        except (RuntimeError, TypeError, KeyError) as error:
-            raise _copy_failed(name, error) from error
-        return self.fingerprint_of(name, values)
 
     def values_of(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor on the device, contiguous. Raises WeightUpdateError naming it."""
@@ -88,6 +100,13 @@ class TensorReader:
                 f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
                 "reject_non_finite_weights=False would let it pass"
             )
+
+
+def _blaming(take: Callable[[str, Tensor], Fingerprint], name: str, tensor: Tensor) -> Fingerprint:
+    try:
+        return take(name, tensor)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise _copy_failed(name, error) from error
 
 
 def _copy_failed(name: str, error: Exception) -> WeightUpdateError:

@@ -1,46 +1,41 @@
 """SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
 
 The memory belongs to an anonymous file. It has no name that could be left behind, and the system
-frees it when the trainer and all readers have ended. Once filled it is sealed: nobody can change
-its bytes or its size. Linux only.
+frees it when the trainer and all readers have ended. Linux only.
+
+A file that is released is kept for the push after the next, since new memory costs more than the
+copy. Each reader holds a lock on it for as long as it has a view of the tensors; a file that is
+being read is not written, and another one takes its place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
-import mmap
 import os
 import re
 import stat
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import TensorEntry, WeightsSource
 from rollout.coordinator.weights.kept import KeptTransport
 from rollout.coordinator.weights.reading import TensorReader, terms_of
-from rollout.errors import WeightUpdateError
-from rollout.parallel.shared_tensors import (
-    Place,
-    SharedTensors,
-    TensorAppender,
-    shareable,
-)
+from rollout.errors import ConfigError, WeightUpdateError
+from rollout.parallel.mapped_file import lock_for_reading, lock_for_writing, unlock
+from rollout.parallel.shared_tensors import Place, SharedTensors, TensorFile
 from rollout.runner.weight_update import NamedTensors
 
 KIND = "shared"
-_DESCRIPTOR = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-_NAME = re.compile(r"rollout-weights-[0-9a-f]+")
+_NAME = "rollout-weights"
+_ADDRESS = re.compile(r"(/proc/[0-9]+/fd/[0-9]+) ([0-9a-f]{32})")
+_ID_BYTES = 32  # at the beginning of a file: of which push its tensors are
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    descriptor: int
+    file: TensorFile
     source: WeightsSource
 
 
@@ -49,80 +44,120 @@ class SharedTransport(KeptTransport[_Segment]):
 
     kind = KIND
 
-    def __init__(self, *, reject_non_finite: bool = True) -> None:
+    def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
+        """`reuses_memory`: between pushes keep the memory of two copies rather than of one."""
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
-        super().__init__(lambda segment: os.close(segment.descriptor))
+        self._reuses_memory = reuses_memory
+        self._spare: TensorFile | None = None
+        super().__init__(lambda segment: self._keep_spare(segment.file))
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Copy tensors, on whatever device, into a new segment. See WeightTransport.
+        """Copy tensors, on whatever device, to shared memory. See WeightTransport.
 
         Raises WeightUpdateError also if there is no memory, and on other systems than Linux.
         """
-        if not hasattr(os, "memfd_create"):
-            raise WeightUpdateError(
-                "shared memory for weights needs Linux (memfd_create); use LLM without "
-                "use_coordinator, which takes them in its own process"
-            )
         self.drop()
         lora = terms_of(named_tensors)
-        name = f"rollout-weights-{uuid.uuid4().hex}"
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            appender = TensorAppender(descriptor)
-            try:
-                checksum = self._reader.read(named_tensors, appender.write)
-                appender.end()
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-            except OSError as error:
-                raise WeightUpdateError(
-                    f"no shared memory for weights beyond {appender.num_bytes} bytes ({error}); "
-                    "free some, or push to each engine by itself"
-                ) from error
-            undo.pop_all()
+        push_id = uuid.uuid4().hex
+        file = None
+        try:
+            file = self._file_to_write()
+            file.begin(_ID_BYTES)
+            checksum = self._reader.read_into(named_tensors, file.room_for)
+            file.cut()
+            _write_id(file, push_id)
+            unlock(file.descriptor)
+        except ConfigError as error:
+            raise WeightUpdateError(
+                f"{error}; use LLM without use_coordinator, which takes them in its own process"
+            ) from error
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if not isinstance(error, OSError):
+                raise
+            raise WeightUpdateError(
+                f"no shared memory for weights ({error}); free some, or push to each engine by "
+                "itself"
+            ) from error
         source = WeightsSource(
             kind=KIND,
-            address=f"/proc/{os.getpid()}/fd/{descriptor} {name}",
-            manifest={name: _entry(place) for name, place in appender.places.items()},
+            address=f"{file.address} {push_id}",
+            manifest={name: _entry(place) for name, place in file.places.items()},
             checksum="",
             tensors_checksum=checksum,
             lora=lora,
         )
-        return self._begin(_Segment(descriptor, source))
+        return self._begin(_Segment(file, source))
+
+    def close(self) -> None:
+        """Release all weights. A second call does nothing."""
+        self._reuses_memory = False
+        super().close()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def _file_to_write(self) -> TensorFile:
+        """The spare one if nobody reads it any more, else a new one; either is locked."""
+        if self._spare is not None and lock_for_writing(self._spare.descriptor):
+            file, self._spare = self._spare, None
+            return file
+        file = TensorFile(_NAME)
+        lock_for_writing(file.descriptor)
+        return file
+
+    def _keep_spare(self, released: TensorFile) -> None:
+        """Keep it in place of the one before, of which a reader may have been too slow."""
+        _write_id(released, "")  # who comes now must not begin to read it
+        old: TensorFile | None = released
+        if self._reuses_memory:
+            old, self._spare = self._spare, released
+        if old is not None:
+            old.close()
 
 
 def fetch_shared(source: WeightsSource) -> SharedTensors:
     """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do. The
     other ranks of an engine can open them, too.
 
-    Raises WeightUpdateError if the source does not exist any more, is not a sealed file of a
-    SharedTransport, or does not have the size that its manifest says.
+    Raises WeightUpdateError if the source does not exist any more, is no file of a SharedTransport,
+    or does not have the size that its manifest says.
     """
-    path, _, name = source.address.partition(" ")
     try:
-        if not _DESCRIPTOR.fullmatch(path) or not _NAME.fullmatch(name):
-            raise FileNotFoundError("this is not an address of a SharedTransport")
-        # Whatever is there now: opening a pipe, say, must not wait for who fills it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            size = _sealed_size(descriptor, name)
-            # Private: torch wants writable memory, and the publisher's must not be written to.
-            region = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE)
-            bytes_N = torch.frombuffer(region, dtype=torch.uint8)
-            views = {name: _view(bytes_N, name, entry) for name, entry in source.manifest.items()}
-            tensors = shareable(descriptor, _places(source.manifest, views), views)
-        finally:
-            os.close(descriptor)
+        shared, size = _open(source)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
             f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
         ) from error
-    expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=0)
-    if size != max(1, expected):
+    expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=_ID_BYTES)
+    if size != expected:
         raise WeightUpdateError(
             f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
         )
-    return tensors
+    return shared
+
+
+def _open(source: WeightsSource) -> tuple[SharedTensors, int]:
+    """The tensors, and the bytes of their file. Raises OSError, ValueError, WeightUpdateError."""
+    address = _ADDRESS.fullmatch(source.address)
+    if address is None:
+        raise FileNotFoundError("this is not an address of a SharedTransport")
+    path, push_id = address.groups()
+    # Whatever is there now: opening a pipe, say, must not wait for who fills it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = _size_of(descriptor)
+        lock_for_reading(descriptor)
+        if os.pread(descriptor, _ID_BYTES, 0) != push_id.encode():
+            raise FileNotFoundError("they were released for newer ones")
+        places = {name: _place(name, entry, size) for name, entry in source.manifest.items()}
+        kept = os.dup(descriptor)
+    except BlockingIOError as error:
+        raise FileNotFoundError("they were released for newer ones") from error
+    finally:
+        os.close(descriptor)
+    return SharedTensors.of_descriptor(kept, size, places), size
 
 
 def _entry(place: Place) -> TensorEntry:
@@ -134,44 +169,31 @@ def _entry(place: Place) -> TensorEntry:
     )
 
 
-def _places(manifest: Mapping[str, TensorEntry], views: Mapping[str, Tensor]) -> dict[str, Place]:
-    return {
-        name: Place(start=entry.offset, dtype=views[name].dtype, shape=tuple(entry.shape))
-        for name, entry in manifest.items()
-    }
+def _write_id(file: TensorFile, push_id: str) -> None:
+    id_N = bytearray(push_id.encode().ljust(_ID_BYTES))
+    file.bytes_at(0, _ID_BYTES).copy_(torch.frombuffer(id_N, dtype=torch.uint8))
 
 
-def _seals() -> int:
-    """Return the seals against all changes. A function, since only Linux has the constants."""
-    return fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def _sealed_size(descriptor: int, name: str) -> int:
-    """Return the size in bytes of a publisher's sealed file. Raises OSError for any other file."""
+def _size_of(descriptor: int) -> int:
+    """Return the size in bytes of a publisher's file. Raises OSError for any other file."""
     status = os.fstat(descriptor)
     # The system reuses the numbers of closed descriptors.
-    is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{name} (deleted)"
+    is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     if not is_named or not stat.S_ISREG(status.st_mode):
         raise FileNotFoundError("they were released for newer ones")
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
-        raise PermissionError("the file is not sealed: it could change while it is read")
     return status.st_size
 
 
-def _view(bytes_N: Tensor, name: str, entry: TensorEntry) -> Tensor:
-    """Return the tensor at its manifest's place. Raises WeightUpdateError if it does not fit."""
+def _place(name: str, entry: TensorEntry, size: int) -> Place:
+    """Return the place of a manifest's tensor. Raises WeightUpdateError if it does not fit."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
-    where = (
-        f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {bytes_N.numel()} as "
-        f"{entry.dtype} {list(entry.shape)}"
-    )
     if (
         not isinstance(dtype, torch.dtype)
-        or end > bytes_N.numel()
+        or end > size
         or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes
     ):
-        raise WeightUpdateError(where)
-    try:
-        return bytes_N[entry.offset : end].view(dtype).view(entry.shape)
-    except RuntimeError as error:  # an offset between two items, or a shape too large to count
-        raise WeightUpdateError(f"{where}: {error}") from error
+        raise WeightUpdateError(
+            f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {size} as {entry.dtype} "
+            f"{list(entry.shape)}"
+        )
+    return Place(start=entry.offset, dtype=dtype, shape=tuple(entry.shape))

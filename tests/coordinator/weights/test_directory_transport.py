@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,13 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 
+from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.directory import DirectoryTransport
 from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.errors import WeightUpdateError
+from rollout.errors import ModelError, WeightUpdateError
 from rollout.models.checkpoint import INDEX_FILE, Checkpoint
 from rollout.models.checkpoint_writer import CheckpointWriter
+from rollout.models.mapped_checkpoint import map_tensors
 from rollout.runner.weight_update import by_name
 
 
@@ -124,6 +129,74 @@ def test_a_disk_that_is_full_is_a_fault_of_the_push(
             transport.publish(tensors())
     assert not list(tmp_path.iterdir())
     transport.publish(tensors())
+    transport.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in a file system of this host's memory."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def files_of(source: WeightsSource) -> list[int]:
+    return sorted(file.stat().st_ino for file in Path(source.address).glob("*.safetensors"))
+
+
+def test_files_in_memory_are_written_again_once_nobody_reads_them(memory: Path) -> None:
+    transport = DirectoryTransport(memory)
+    files = []
+    for scale in range(5):
+        pushed = {name: tensor.float() * scale for name, tensor in tensors().items()}
+        source = transport.publish(pushed)
+        transport.commit()
+        files.append(files_of(source))
+        check_equal(by_name(WeightFetcher()(source)), pushed)
+        check_equal(dict(Checkpoint.open(Path(source.address)).items()), pushed)
+    assert files == [*files[:2], *files[:2], files[0]]
+    assert files[0] != files[1]
+    smaller = transport.publish({"w": torch.ones(3)})
+    check_equal(by_name(WeightFetcher()(smaller)), {"w": torch.ones(3)})
+    transport.commit()
+    transport.close()
+    assert not list(memory.iterdir())
+
+
+def test_files_that_are_read_are_left_alone_until_the_last_view_has_gone(memory: Path) -> None:
+    transport = DirectoryTransport(memory)
+    first = transport.publish({"w": torch.ones(1000), "v": torch.zeros(3)})
+    transport.commit()
+    view = by_name(WeightFetcher()(first))["w"][5:9]
+    used = files_of(first)
+    for value in (2.0, 3.0, 4.0):
+        source = transport.publish({"w": torch.full((1000,), value), "v": torch.zeros(3)})
+        transport.commit()
+        assert files_of(source) != used
+        assert torch.equal(view, torch.ones(4))
+    transport.close()
+    assert torch.equal(view, torch.ones(4))
+
+
+def test_files_are_not_read_while_they_are_written_again(memory: Path) -> None:
+    transport = DirectoryTransport(memory)
+    for value in (1.0, 2.0):
+        source = transport.publish({"w": torch.full((1000,), value)})
+        transport.commit()
+
+    refusals = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.full((1000,), 3.0)
+        (being_written,) = set(memory.glob("push-*/*")) - set(Path(source.address).iterdir())
+        with pytest.raises(ModelError, match="cannot be read") as refusal:
+            map_tensors(being_written)
+        refusals.append(refusal)
+        yield "v", torch.zeros(3)
+
+    transport.publish(weights())
+    assert refusals
     transport.close()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import WeightUpdateError
 from tests.lora_adapters import random_adapter
+from tests.processes import PROCESSES
 from tests.tiny_models import tiny_engine, tiny_model
 
 WAIT_S = 30.0
@@ -87,22 +87,95 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
 
 def weight_files() -> int:
     """Other threads open and close descriptors of their own meanwhile."""
-    found = []
+    found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
-            found.append(os.readlink(descriptor))
-    return sum("rollout-weights" in name for name in found)
+            if "rollout-weights" in os.readlink(descriptor):
+                found.add(descriptor.stat().st_ino)
+    return len(found)
 
 
 def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
     publisher = SharedTransport()
     before = weight_files()
-    for _ in range(50):
+    for num_kept in (1, *[2] * 50):
         publisher.publish(tensors())
         publisher.commit()
-    assert weight_files() == before + 1
+        assert weight_files() == before + num_kept
     publisher.close()
     assert weight_files() == before
+    frugal = SharedTransport(reuses_memory=False)
+    for _ in range(3):
+        frugal.publish(tensors())
+        frugal.commit()
+        assert weight_files() == before + 1
+    frugal.close()
+    assert weight_files() == before
+
+
+def file_of(source: WeightsSource) -> int:
+    return Path(source.address.partition(" ")[0]).stat().st_ino
+
+
+def test_memory_is_written_again_once_nobody_reads_it() -> None:
+    publisher = SharedTransport()
+    files = []
+    for value in range(4):
+        source = publisher.publish({"w": torch.full((1000,), float(value))})
+        publisher.commit()
+        files.append(file_of(source))
+        assert torch.equal(WeightFetcher()(source)["w"], torch.full((1000,), float(value)))
+    assert files == [*files[:2], *files[:2]]
+    assert len(set(files)) == 2
+    larger = publisher.publish({"w": torch.ones(1 << 20), "v": torch.zeros(3)})
+    assert file_of(larger) == files[0]
+    assert torch.equal(WeightFetcher()(larger)["w"], torch.ones(1 << 20))
+    publisher.commit()
+    publisher.close()
+
+
+def test_memory_that_is_read_is_left_alone_until_its_last_view_has_gone() -> None:
+    publisher = SharedTransport()
+    first = publisher.publish({"w": torch.ones(1000), "v": torch.zeros(3)})
+    publisher.commit()
+    view = WeightFetcher()(first)["w"][10:20]
+    used = [file_of(first)]
+    for value in (2.0, 3.0, 4.0):
+        source = publisher.publish({"w": torch.full((1000,), value), "v": torch.zeros(3)})
+        publisher.commit()
+        used.append(file_of(source))
+        assert torch.equal(view, torch.ones(10))
+    assert used[0] not in used[1:], "somebody reads it"
+    del view
+    again = WeightFetcher()(source)["w"]
+    assert torch.equal(again, torch.full((1000,), 4.0))
+    publisher.close()
+    assert torch.equal(again, torch.full((1000,), 4.0))
+
+
+def test_who_dies_while_it_reads_keeps_no_memory_from_being_written_again() -> None:
+    publisher = SharedTransport()
+    source = publisher.publish({"w": torch.ones(1000)})
+    publisher.commit()
+    mine, theirs = PROCESSES.Pipe()
+    reader = PROCESSES.Process(target=read_until_killed, args=(source, theirs))
+    reader.start()
+    theirs.close()
+    try:
+        assert mine.recv() == 1000.0
+        publisher.publish({"w": torch.zeros(1000)})
+        publisher.commit()
+    finally:
+        reader.kill()
+        reader.join()
+    assert file_of(publisher.publish({"w": torch.zeros(1000)})) == file_of(source)
+    publisher.close()
+
+
+def read_until_killed(source: WeightsSource, pipe: Any) -> None:
+    view = WeightFetcher()(source)["w"]
+    pipe.send(float(view.sum()))
+    pipe.recv()
 
 
 def test_a_tensor_that_cannot_be_copied_is_named() -> None:
@@ -161,22 +234,23 @@ def test_dtypes_that_engines_cast_can_be_published() -> None:
     publisher.close()
 
 
-def test_nobody_can_change_what_was_published() -> None:
+def test_while_it_is_written_nobody_reads_it() -> None:
     publisher = SharedTransport()
-    source = publisher.publish({"w": torch.ones(4)})
-    path = source.address.partition(" ")[0]
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        with pytest.raises(PermissionError):
-            os.write(descriptor, b"others")
-        with pytest.raises(PermissionError):
-            mmap.mmap(descriptor, 16)
-        for size in (8, 8192):
-            with pytest.raises(PermissionError):
-                os.ftruncate(descriptor, size)
-    finally:
-        os.close(descriptor)
-    assert torch.equal(WeightFetcher()(source)["w"], torch.ones(4))
+    first = publisher.publish({"w": torch.ones(4)})
+    publisher.commit()
+    publisher.publish({"w": torch.zeros(4)})
+    publisher.commit()
+    refusals: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        with pytest.raises(WeightUpdateError, match="released for newer ones") as refusal:
+            WeightFetcher()(first)  # into its memory these are written
+        refusals.append(str(refusal.value))
+        yield "w", torch.full((4,), 2.0)
+
+    third = publisher.publish(weights())
+    assert file_of(third) == file_of(first)
+    assert refusals
     publisher.close()
 
 
@@ -192,24 +266,21 @@ def source_at(descriptor: int, name: str) -> Iterator[WeightsSource]:
         os.close(descriptor)
 
 
-def test_memory_that_is_not_sealed_is_refused() -> None:
-    name = "rollout-weights-0123"
-    for seals in (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, 16)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        with (
-            source_at(descriptor, name) as source,
-            pytest.raises(WeightUpdateError, match="not sealed"),
-        ):
-            WeightFetcher()(source)
+def test_memory_of_another_push_is_refused() -> None:
+    descriptor = os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
+    os.write(descriptor, b"0" * 80)
+    with (
+        source_at(descriptor, "1" * 32) as source,
+        pytest.raises(WeightUpdateError, match="released for newer ones"),
+    ):
+        WeightFetcher()(source)
 
 
 def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
     publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4)})
     path, _, name = source.address.partition(" ")
-    for other in ("", "rollout-weights-", name[:-1], name + " (deleted)", f"{name} {name}"):
+    for other in ("", "rollout-weights", name[:-1], name + " (deleted)", f"{name} {name}"):
         with pytest.raises(WeightUpdateError, match="cannot be opened"):
             WeightFetcher()(structs.replace(source, address=f"{path} {other}"))
     ordinary = tmp_path / name
@@ -218,12 +289,12 @@ def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
         WeightFetcher()(structs.replace(source, address=f"{ordinary} {name}"))
     larger = publisher.publish({"w": torch.ones(4), "x": torch.ones(4)})
     manifest = {"w": larger.manifest["w"]}
-    with pytest.raises(WeightUpdateError, match="has 80 bytes, not 16"):
+    with pytest.raises(WeightUpdateError, match="has 144 bytes, not 80"):
         WeightFetcher()(structs.replace(larger, manifest=manifest))
     publisher.close()
 
 
-@pytest.mark.parametrize("name", ["", "pipe", "rollout-weights-0123"])
+@pytest.mark.parametrize("name", ["", "pipe", "0" * 32])
 @pytest.mark.parametrize("by_descriptor", [False, True])
 def test_a_pipe_that_nobody_fills_blocks_no_reader(
     tmp_path: Path, name: str, by_descriptor: bool
@@ -337,14 +408,14 @@ def test_the_full_weights_below_an_adapter_stay_until_the_next_full_ones() -> No
     publisher = SharedTransport()
     full = publisher.publish({"w.weight": torch.ones(4)})
     publisher.commit()
-    for _ in range(3):
+    for num_kept in (2, 3, 3):  # the last ones with a spare
         published = publisher.publish(adapter)
         publisher.commit()
-        assert weight_files() == before + 2
+        assert weight_files() == before + num_kept
     assert torch.equal(WeightFetcher()(full)["w.weight"], torch.ones(4))
     publisher.publish({"w.weight": torch.zeros(4)})
     publisher.commit()
-    assert weight_files() == before + 1
+    assert weight_files() == before + 2
     for gone in (full, published):
         with pytest.raises(WeightUpdateError, match="cannot be opened"):
             WeightFetcher()(gone)
