@@ -12,7 +12,8 @@
 #   make lint             ruff and mypy
 #   make docs             the documentation as a site, in site/
 #   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks
-#   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT
+#   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT;
+#                         PARTS="check profile" runs those: NVIDIA's tools over its kernels
 #   make clean            removes .venv, caches and outputs
 
 PYTHON ?= python3
@@ -25,6 +26,8 @@ PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
+# Of gpu-check, all without any.
+PARTS ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 
@@ -92,7 +95,7 @@ gpu-bundle:
 
 # With that machine's own Python, which has torch for its device: no virtual environment.
 gpu-check:
-	@$(PYTHON) -u scripts/gpu_check.py
+	@$(PYTHON) -u scripts/gpu_check.py $(PARTS)
 
 clean:
 	rm -rf $(VENV) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""W1 and W2 on one device: rollout.LLM against transformers, `generate` and continuous batching."""
+"""W1 to W4 on one device: rollout.LLM against transformers, `generate` and continuous batching."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from benchmarks.contestants import (
 )
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_engines import pool_config
-from benchmarks.gpu_shapes import PoolShape
+from benchmarks.gpu_floors import Floors
+from benchmarks.gpu_shapes import PoolShape, generation_floor_s
+from benchmarks.peers_workloads import Contest
 from benchmarks.workloads import Generated, Workload
 from rollout import LLM
 from rollout.models.spec import ModelSpec
@@ -136,16 +138,18 @@ class ContinuousBatching:
 def measure_contest(
     device: MeasuredDevice,
     spec: ModelSpec,
-    workload: Workload,
+    contest: Contest,
+    floors: Floors | None,
     sizes: ContestSizes,
     *,
     has_time: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Tokens per second of everyone, with the same weights, one after the other.
+    """Tokens per second of everyone, with the same weights, one after the other, and rollout beside
+    what the device's memory and matrix units ask for.
 
     A peer that fails is listed with its error, and one that `has_time` refuses as left out.
     """
-    model = device_model(spec, device.name)
+    model, workload = device_model(spec, device.name), contest.workload
     seconds, errors = {}, {}
     seconds["rollout"] = _run_ours(device, model, spec, workload, sizes)
     for name, run in (
@@ -160,25 +164,39 @@ def measure_contest(
         except Exception as error:  # it is told with the peer; the other peers are measured
             errors[name] = f"{type(error).__name__}: {error}"
         device.give_back_unused()
-    return _judged(workload, seconds, errors)
+    floor_s = None
+    if floors is not None:
+        floor_s = generation_floor_s(
+            spec,
+            workload,
+            bytes_per_s=floors.memory_bytes_per_s,
+            flops_per_s=floors.matmul_flops_per_s,
+        )
+    return _judged(contest, floor_s, seconds, errors)
 
 
 def _judged(
-    workload: Workload, seconds: dict[str, list[float]], errors: dict[str, str]
+    contest: Contest,
+    floor_s: float | None,
+    seconds: dict[str, list[float]],
+    errors: dict[str, str],
 ) -> dict[str, Any]:
     best = {name: min(runs) for name, runs in seconds.items()}
     peers = {name: s for name, s in best.items() if name != "rollout"}
     best_peer = min(peers, key=peers.__getitem__) if peers else None
     return {
-        "workload": workload.name,
-        "summary": workload.summary,
-        "num_tokens": workload.num_tokens,
+        "workload": contest.name,
+        "summary": contest.workload.summary,
+        "num_tokens": contest.num_counted,
+        "counted": contest.counted,
         "transformers": transformers.__version__,
         "seconds": seconds,
-        "tokens_per_s": {name: workload.num_tokens / s for name, s in best.items()},
+        "tokens_per_s": {name: contest.num_counted / s for name, s in best.items()},
         "errors": errors,
         "best_peer": best_peer,
         "ratio": None if best_peer is None else peers[best_peer] / best["rollout"],
+        "floor_s": floor_s,
+        "share_of_floor": None if floor_s is None else floor_s / best["rollout"],
     }
 
 

@@ -25,7 +25,7 @@ from benchmarks.gpu_steps import (
     measure_host,
     measure_prefill,
 )
-from benchmarks.workloads import workloads
+from benchmarks.peers_workloads import Size, contests
 from rollout import DynamicInferenceEngine
 from rollout.models.spec import ModelSpec
 
@@ -125,7 +125,7 @@ class Measurements:
             parts.append(self._suspend(mode, release))
         parts.append(self._contest("W2"))
         parts += [self._host(batch) for batch in plan.host_batches]
-        parts.append(self._contest("W1"))
+        parts += [self._contest(name) for name in ("W1", "W3", "W4")]
         return parts
 
     def _part(self, name: str, kind: str, measure: Callable[[], dict[str, Any]]) -> Part:
@@ -238,14 +238,16 @@ class Measurements:
             from benchmarks.gpu_peers import ContestSizes, measure_contest
 
             self.engines.close()
-            workload = workloads(spec.vocab_size, is_small=plan.has_small_workloads)[name]
+            size: Size = "small" if plan.has_small_workloads else "full"
+            contest = contests(spec.vocab_size, size)[name]
             sizes = ContestSizes(
                 num_runs=plan.num_contest_runs, num_peer_blocks=plan.num_peer_blocks
             )
             figures = measure_contest(
                 self._device,
                 spec,
-                workload,
+                contest,
+                self._floors,
                 sizes,
                 has_time=lambda: self._deadline.left_s() > plan.needs_s["generation"] / 3,
             )

@@ -32,7 +32,7 @@ TITLES = {
     "prefill": "Prefill, beside the matrix units",
     "suspend": "Suspend and resume, beside the bare pinned copy",
     "update": "Weight updates, beside a copy on the device",
-    "generation": "Generation, beside transformers with the same weights",
+    "generation": "Generation, beside transformers with the same weights and beside the floor",
     "host": "Wall and CPU time of a step that leaves the device next to idle",
 }
 COLUMNS: dict[str, list[Column]] = {
@@ -91,6 +91,7 @@ COLUMNS: dict[str, list[Column]] = {
     "generation": [
         ("tokens/s", lambda f: _by_name(f["tokens_per_s"], ".0f")),
         ("ratio to the best peer", _number("ratio", 1, ".2f")),
+        ("share of floor", _number("share_of_floor", 1, ".2f")),
         ("peers without figures", lambda f: "; ".join(f"{n}: {e}" for n, e in f["errors"].items())),
     ],
     "host": [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.workloads import Workload
 from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
@@ -101,6 +102,26 @@ def prefill_flops(spec: ModelSpec, prompt_len: int, num_prompts: int) -> int:
     pairs = prompt_len * (prompt_len + 1) // 2
     attention = 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
     return num_prompts * (layers + head + attention)
+
+
+def generation_bytes(spec: ModelSpec, workload: Workload) -> int:
+    """Bytes that decoding a workload must read if all its samples decode together: the weights once
+    for each step, and for each token the KV of its context.
+    """
+    weights = (max(workload.output_lens) - 1) * weight_bytes_per_step(spec)
+    contexts = 0
+    for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
+        # The first new token comes with the prompt, and has no step of its own.
+        contexts += workload.num_samples * sum(len(prompt) + i for i in range(1, length))
+    return weights + contexts * kv_bytes_per_token(spec)
+
+
+def generation_floor_s(
+    spec: ModelSpec, workload: Workload, *, bytes_per_s: float, flops_per_s: float
+) -> float:
+    """Seconds that physics asks for: each prompt computed once, then its samples all at once."""
+    flops = sum(prefill_flops(spec, len(prompt), 1) for prompt in workload.prompts)
+    return flops / flops_per_s + generation_bytes(spec, workload) / bytes_per_s
 
 
 def context_that_fits(

@@ -1,8 +1,10 @@
 """Test and measure on a CUDA machine with its own Python and the wheels in .gpu/: `make gpu-check`.
 
 Every part is tried, whatever became of those before it, and after each the report is written anew:
-gpu-check.json and gpu-check.md in $OUT, or in benchmarks/results. Exit status: 0 if all parts
-passed, 1 if one did not, 2 if this machine cannot run them at all.
+gpu-check.json and gpu-check.md in $OUT, or in benchmarks/results. `make gpu-check PARTS="check
+profile"` runs the installation and the parts of these names, for which nine minutes may be short
+beside the others. Exit status: 0 if all parts passed, 1 if one did not, 2 if this machine cannot
+run them at all.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ CONTRACTS_S = 150.0
 OTHER_TESTS_S = 110.0
 BENCHMARK_S = 4 * 60.0
 INSTALL_S = 40.0
+KERNELS_S = 120.0
 GRACE_S = 10.0  # from the request to stop, on which pytest sums up, to the kill
 TAIL_LINES = 150
 NO_TESTS_COLLECTED = 5  # pytest's exit status
@@ -177,12 +180,27 @@ def pytest_parts(tests: Path) -> list[Part]:
 
 
 def all_parts(packages: Path) -> list[Part]:
+    """In the order of their weight; the last ones have what time the others leave."""
     benchmark = [sys.executable, "benchmarks/gpu.py"]
+    kernels = [sys.executable, "benchmarks/gpu_kernels.py"]
     return [
         install_part(WHEELS, packages),
         *pytest_parts(ROOT / "tests"),
         Part(name="benchmarks", command=benchmark, limit_s=BENCHMARK_S),
+        Part(name="check", command=[*kernels, "check"], limit_s=KERNELS_S),
+        Part(name="profile", command=[*kernels, "profile"], limit_s=KERNELS_S),
     ]
+
+
+def chosen_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    """The first part, which the others need, and those of these names; all without any.
+
+    Raises SystemExit for a name that no part has.
+    """
+    if odd := set(names) - {part.name for part in parts}:
+        known = ", ".join(repr(part.name) for part in parts)
+        sys.exit(f"gpu-check: there is no part {min(odd)!r}; the parts are {known}")
+    return [part for part in parts if not names or part is parts[0] or part.name in names]
 
 
 def machine() -> dict[str, Any]:
@@ -228,7 +246,8 @@ def run_all(
     return outcomes
 
 
-def main() -> int:
+def main(names: Sequence[str] = ()) -> int:
+    """Run all parts, or those of these names. Returns the exit status."""
     missing = what_is_missing(WHEELS)
     if missing is not None:
         print(f"gpu-check: {missing}", file=sys.stderr)
@@ -239,10 +258,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         packages = Path(folder)
         environment = environment_with(packages, out)
-        outcomes = run_all(all_parts(packages), environment, out, machine())
+        parts = chosen_parts(all_parts(packages), names)
+        outcomes = run_all(parts, environment, out, machine())
     print(f"\n{table(outcomes)}\n\nwritten to {out}", flush=True)
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -22,11 +22,14 @@ from benchmarks.gpu_report import TITLES, as_markdown
 from benchmarks.gpu_shapes import (
     NEAR_NOTHING,
     PoolShape,
+    generation_bytes,
     kv_bytes_per_token,
     prefill_flops,
     weight_bytes,
+    weight_bytes_per_step,
 )
 from benchmarks.gpu_steps import DecodeSizes, PrefillSizes, decode_window
+from benchmarks.workloads import Workload
 from rollout import DynamicInferenceEngine
 from tests.inspected_engine import changed_backends, running_ahead
 
@@ -74,6 +77,8 @@ NAMES = [
     "W2 tiny",
     "host share of a step, batch 2",
     "W1 tiny",
+    "W3 tiny",
+    "W4 tiny",
 ]
 
 
@@ -175,7 +180,7 @@ def test_update_is_of_all_weights(figures: dict[str, Any]) -> None:
     assert f["commit_share_of_floor"] == pytest.approx(f["floor_s"] / f["commit_s"])
 
 
-@pytest.mark.parametrize("name", ["W1", "W2"])
+@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
 def test_ratio_is_to_the_best_run_of_the_best_peer(figures: dict[str, Any], name: str) -> None:
     f = figures[f"{name} tiny"]
     assert f["errors"] == {}
@@ -188,6 +193,23 @@ def test_ratio_is_to_the_best_run_of_the_best_peer(figures: dict[str, Any], name
     own = best.pop("rollout")
     assert f["ratio"] == pytest.approx(min(best.values()) / own)
     assert f["tokens_per_s"][f["best_peer"]] == pytest.approx(f["num_tokens"] / min(best.values()))
+    assert f["share_of_floor"] == pytest.approx(f["floor_s"] / own)
+    assert f["floor_s"] > 0
+
+
+def test_decoding_reads_the_weights_once_a_step_and_each_context_once_a_token() -> None:
+    workload = Workload(
+        name="W",
+        summary="",
+        prompts=[[1] * 10, [2] * 5],
+        output_lens=[3, 1],
+        num_samples=2,
+        wants_logprobs=False,
+    )
+    tokens_read = 2 * (11 + 12)  # the first new token comes with its prompt
+    assert generation_bytes(TINY, workload) == (
+        2 * weight_bytes_per_step(TINY) + tokens_read * kv_bytes_per_token(TINY)
+    )
 
 
 def test_host_share_is_of_one_step(figures: dict[str, Any]) -> None:
@@ -240,7 +262,7 @@ def test_failed_floors_leave_speeds_without_shares(
 
 def test_a_peer_that_fails_is_listed_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import gpu_peers
-    from benchmarks.workloads import workloads
+    from benchmarks.peers_workloads import contests
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("not in this version")
@@ -249,7 +271,8 @@ def test_a_peer_that_fails_is_listed_with_its_error(monkeypatch: pytest.MonkeyPa
     f = gpu_peers.measure_contest(
         MeasuredDevice("cpu"),
         TINY,
-        workloads(TINY.vocab_size, is_small=True)["W2"],
+        contests(TINY.vocab_size, "small")["W2"],
+        None,
         gpu_peers.ContestSizes(num_runs=1, num_peer_blocks=16),
         has_time=lambda: True,
     )

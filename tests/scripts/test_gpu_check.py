@@ -128,8 +128,17 @@ def test_later_parts_get_only_the_time_that_is_left(
 def test_all_parts_together_fit_into_nine_minutes(tmp_path: Path) -> None:
     parts = gpu_check.all_parts(tmp_path)
     assert [part.name for part in parts][:2] == ["install", "contracts"]
-    assert parts[-1].name == "benchmarks"
-    assert sum(part.limit_s for part in parts) <= 9 * 60
+    assert [part.name for part in parts][-3:] == ["benchmarks", "check", "profile"]
+    assert sum(part.limit_s for part in parts[:-2]) <= 9 * 60
+
+
+def test_parts_are_chosen_by_name_and_none_goes_without_the_installation(tmp_path: Path) -> None:
+    parts = gpu_check.all_parts(tmp_path)
+    assert gpu_check.chosen_parts(parts, ()) == parts
+    chosen = gpu_check.chosen_parts(parts, ["profile", "check"])
+    assert [part.name for part in chosen] == ["install", "check", "profile"]
+    with pytest.raises(SystemExit, match="no part 'chek'; the parts are 'install', 'contracts'"):
+        gpu_check.chosen_parts(parts, ["chek"])
 
 
 def test_tests_for_a_gpu_are_found_wherever_they_are(tmp_path: Path) -> None:
