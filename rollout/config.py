@@ -128,7 +128,10 @@ class InferenceConfig:
     tensor_parallel_size: the number of processes that run the engine together, each with a part of
         every layer; the sizes above are those of all of them together. See docs/tensor_parallel.md.
     tensor_parallel_timeout_s: how long these wait for each other before the engine ends.
-    pg_collection: refused; the processes of an engine are its own.
+    tensor_parallel_start_timeout_s: how long they may take to load the model, and, with
+        pg_collection, to come to a verb that another rank has called.
+    pg_collection: has process groups of a trainer, of which `tp` is used: its processes are the
+        ranks of the engine, and each of them makes an LLM and calls the same verbs.
 
     mamba_memory_ratio: refused; models with recurrent states are not served yet.
     mamba_inference_state_config: refused, as above.
@@ -184,6 +187,7 @@ class InferenceConfig:
     use_flashinfer_fused_rope: bool | None = False
     tensor_parallel_size: int = 1
     tensor_parallel_timeout_s: float = 60.0
+    tensor_parallel_start_timeout_s: float = 1800.0
     pg_collection: Any = None
 
     # Hybrid models
@@ -226,10 +230,10 @@ class InferenceConfig:
                 f"unified_memory_level={self.unified_memory_level} must be 0 or 1: higher levels "
                 "do not exist"
             )
-        if not self.tensor_parallel_timeout_s > 0:
-            raise ConfigError(
-                f"tensor_parallel_timeout_s={self.tensor_parallel_timeout_s} must be above 0 (s)"
-            )
+        for name in ("tensor_parallel_timeout_s", "tensor_parallel_start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 (s)")
+        self._check_pg_collection()
         if self.buffer_size_gb is not None and not self.buffer_size_gb > 0:
             raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be above 0 (GiB)")
         if self.paused_buffer_size_gb is not None and self.paused_buffer_size_gb < 0:
@@ -243,6 +247,23 @@ class InferenceConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
         self._check_pairs()
+
+    def _check_pg_collection(self) -> None:
+        """Refuse one whose group `tp` is not the ranks of this engine."""
+        if self.pg_collection is None:
+            return
+        group: Any = getattr(self.pg_collection, "tp", None)
+        if not callable(getattr(group, "size", None)):
+            raise ConfigError(
+                f"pg_collection={self.pg_collection!r} has no process group of torch.distributed "
+                "as its `tp`; give it one, of the processes that share this engine"
+            )
+        size = group.size()
+        if self.tensor_parallel_size not in (1, size):
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} contradicts the {size} ranks of "
+                "pg_collection.tp; leave it out"
+            )
 
     def _check_pairs(self) -> None:
         """Refuse fields that contradict each other, or that would be silently ignored."""
@@ -296,7 +317,6 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
-    "pg_collection": "the processes of an engine are its own (tensor_parallel_size)",
     "request_metadata_types": "what is tracked is DynamicInferenceRequest.get_metadata_types()",
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,6 +342,22 @@ def check_tensor_parallel_timeout_s() -> None:
             engine.weights_checksum()
 
 
+def check_tensor_parallel_start_timeout_s() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"did not start within 1e-06 s"),
+        two_ranks(tensor_parallel_start_timeout_s=1e-6),
+    ):
+        pass
+
+
+def check_pg_collection() -> None:
+    """What several ranks do with it is tested with LLM, tests/apis/test_spmd.py."""
+    with pytest.raises(ConfigError, match=r"pg_collection=.* has no process group"):
+        tiny_engine(model(), pg_collection=object())
+    with pytest.raises(ConfigError, match="pg_collection needs an LLM"):
+        tiny_engine(model(), pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 2)))
+
+
 def check_reject_non_finite_weights() -> None:
     weights = {name: torch.full_like(p, torch.inf) for name, p in model().named_parameters()}
     with pytest.raises(WeightUpdateError, match="reject_non_finite_weights"):
@@ -468,7 +485,6 @@ REFUSED: dict[str, Callable[[str], None]] = {
     "cuda_graph_mixed_prefill_count": refuses(0, None),
     "use_cuda_graphs_for_non_decode_steps": refuses(False),
     "use_flashinfer_fused_rope": refuses(True, None),
-    "pg_collection": refuses(object()),
     "mamba_memory_ratio": refuses(0.5),
     "mamba_inference_state_config": refuses(MAMBA),
     "request_metadata_types": refuses([], [("temperature", torch.float32, True)]),

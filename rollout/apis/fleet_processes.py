@@ -201,7 +201,12 @@ def engine_arguments(
     weights_version: int,
     start_timeout_s: float,
 ) -> dict[str, Any]:
-    """What `run_engine` takes beside an address and keys. Raises ModelError."""
+    """What `run_engine` takes beside an address and keys. Raises ConfigError and ModelError."""
+    if config.pg_collection is not None:
+        raise ConfigError(
+            "pg_collection needs LLM without a coordinator: a fleet starts the processes of its "
+            "engines (tensor_parallel_size)"
+        )
     return {
         "model": without_shards(model, config.dtype),
         "tokenizer": tokenizer,

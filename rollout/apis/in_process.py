@@ -5,13 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from rollout.apis.results import finished_request
-from rollout.config import InferenceConfig
 from rollout.coordinator.client.submission import Prompt
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.state import EngineState
@@ -30,15 +26,8 @@ class InProcessRuntime:
     `abort` and `drop`; verbs that other threads `order` take effect between two steps.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nn.Module | Any,
-        tokenizer: Tokenizer | None,
-        config: InferenceConfig | None,
-        weights_version: int,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.engine = DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)
+    def __init__(self, engine: DynamicInferenceEngine, tokenizer: Tokenizer | None) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
         # Held for each step, and for each command.
         self._turn = TurnLock()
         # Held while an update is staged, which needs the weights in place; always taken first.

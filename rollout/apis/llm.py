@@ -22,6 +22,7 @@ from rollout.apis.engine_host import EngineHost
 from rollout.apis.fleet_runtime import FleetRuntime
 from rollout.apis.groups import Groups, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
+from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.submission import Prompt
 from rollout.engine.build import DynamicInferenceEngine
@@ -50,6 +51,9 @@ class LLM:
     has confirmed. They import what `model` and `tokenizer` are made of: a program that defines such
     a thing itself must guard its start by `if __name__ == "__main__":`.
 
+    With `pg_collection`, the processes of its group `tp` make an LLM each and call the same verbs,
+    which return the same on all of them: see docs/tensor_parallel.md.
+
     One thread generates. Any other may call the control verbs meanwhile: they take effect between
     two steps, and an update is verified and prepared while steps go on.
     """
@@ -67,6 +71,7 @@ class LLM:
         parameters = (*inspect.signature(LLM).parameters, *_OF_FLEET)
         config = config_with(inference_config, options, *parameters)
         self._runtime: InProcessRuntime | FleetRuntime
+        self._ranks: AllRanks | None = None  # of a trainer, which all call the verbs
         if use_coordinator:
             self._runtime = FleetRuntime(
                 lambda: AsyncLLM(
@@ -76,7 +81,7 @@ class LLM:
         else:
             _require_defaults(of_fleet, config)
             own = tokenizer_of(model, tokenizer)
-            self._runtime = InProcessRuntime(model, own, config, weights_version)
+            self._runtime, self._ranks = runtime_of(model, own, config, weights_version)
         self.tokenizer = self._runtime.tokenizer
         self._groups = Groups()
         self._directory = str(model) if isinstance(model, str | Path) else None
@@ -88,14 +93,16 @@ class LLM:
     @property
     def engine(self) -> DynamicInferenceEngine:
         """The engine in this process, to be stepped by hand. Raises ConfigError behind a
-        coordinator.
+        coordinator, and with pg_collection: the ranks do verbs together.
         """
+        require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
             return self._runtime.engine
         raise ConfigError("llm.engine is in other processes; it needs use_coordinator=False")
 
     # ---- generation
 
+    @on_all_ranks
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -119,6 +126,7 @@ class LLM:
             requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
         return requests[0] if is_single and n == 1 else requests
 
+    @on_all_ranks
     def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -132,6 +140,7 @@ class LLM:
         with self._submitted(groups, priority) as group_ids:
             return group_ids
 
+    @on_all_ranks
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
     ) -> list[RolloutGroup]:
@@ -148,6 +157,7 @@ class LLM:
         self._work_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
         return self._groups.take_finished(wanted)
 
+    @on_all_ranks
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         """End groups now, in any state; their requests come back with the tokens they had."""
         group_ids = list(dict.fromkeys(group_ids))
@@ -206,6 +216,7 @@ class LLM:
         control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
         RUNNING or has unfinished requests.
         """
+        require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
         if not blocking:
             self._start_serving(config)
@@ -266,14 +277,17 @@ class LLM:
     def weights_version(self) -> int:
         return self._runtime.weights_version
 
+    @on_all_ranks
     def pause(self) -> None:
         """Stop at the next step edge."""
         self._control.order("pause")
 
+    @on_all_ranks
     def unpause(self) -> None:
         """Let the engine generate again."""
         self._control.order("unpause")
 
+    @on_all_ranks
     def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,
@@ -287,16 +301,19 @@ class LLM:
         report: SuspendReport = self._control.order("suspend", mode, release, discard_weights)
         return report
 
+    @on_all_ranks
     def resume(self, only: str | None = None) -> ResumeReport:
         """Restore all released memory, or that of the owner `only`. Once all is restored the engine
         is paused."""
         report: ResumeReport = self._control.order("resume", only)
         return report
 
+    @on_all_ranks
     def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights. The engine must be paused or suspended."""
         self._control.order("set_generation_epoch", version)
 
+    @on_all_ranks
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
@@ -311,11 +328,13 @@ class LLM:
         )
         return report
 
+    @on_all_ranks
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
         checksum: str = self._control.order("weights_checksum")
         return checksum
 
+    @on_all_ranks
     def stats(self) -> EngineStats:
         """Counters and state of the engine, or of all engines together."""
         stats: EngineStats = self._control.order("stats")

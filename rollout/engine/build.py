@@ -20,6 +20,9 @@ from rollout.engine.pipeline import StepPipeline
 from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.engine.ranks import start_group
 from rollout.engine.reports import EngineCounters
+from rollout.engine.spmd_follower import SpmdFollower
+from rollout.engine.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
+from rollout.engine.spmd_muscle import SpmdMuscle
 from rollout.engine.suspension import Suspension
 from rollout.errors import ConfigError
 from rollout.models.causal_lm import CausalLM
@@ -64,7 +67,36 @@ class DynamicInferenceEngine(Engine):
         """
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
-        loaded, sizes, muscle = _muscle_of(model, config, weights_version)
+        if num_spmd_ranks(config) > 1:
+            raise ConfigError(
+                "pg_collection needs an LLM, whose verbs all ranks call; an engine that rank 0 "
+                "steps by itself would wait for the others"
+            )
+        return cls._made_of(*_muscle_of(model, config, weights_version), config, tokenizer)
+
+    @classmethod
+    def leading(
+        cls,
+        model: str | Path | nn.Module | Any,
+        inference_config: InferenceConfig,
+        tokenizer: Tokenizer | None,
+        weights_version: int,
+    ) -> tuple[DynamicInferenceEngine, SpmdMuscle]:
+        """Return the engine of rank 0 of `pg_collection.tp`, and what tells the other ranks of its
+        verbs. Raises as `join_as_lead` does."""
+        _check_version(weights_version)
+        loaded, sizes, muscle = join_as_lead(model, inference_config, weights_version)
+        return cls._made_of(loaded, sizes, muscle, inference_config, tokenizer), muscle
+
+    @classmethod
+    def _made_of(
+        cls,
+        loaded: LoadedModel,
+        sizes: EngineSizes,
+        muscle: Muscle,
+        config: InferenceConfig,
+        tokenizer: Tokenizer | None,
+    ) -> DynamicInferenceEngine:
         backend, causal_lm = loaded.backend, loaded.model
         routing = _routing_record(causal_lm.spec, sizes) if config.record_routing else None
         scheduler = _scheduler(config, sizes, routing)
@@ -104,6 +136,14 @@ class DynamicInferenceEngine(Engine):
             routing=routing,
         )
         return engine
+
+
+def follower_of(
+    model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
+) -> SpmdFollower:
+    """Return another rank than 0 of `pg_collection.tp`. Raises as `join_as_lead` does."""
+    _check_version(weights_version)
+    return join_as_follower(model, config, weights_version)
 
 
 def _muscle_of(

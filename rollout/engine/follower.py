@@ -1,14 +1,15 @@
-"""follow: the main loop of a rank that does what rank 0 says."""
+"""What a rank without a brain does: the orders of rank 0, in a loop or one by one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rollout.engine.lead_muscle import digest, joined
 from rollout.engine.muscle import Muscle
+from rollout.engine.rank import EngineSizes, LoadedModel, runner_of
 from rollout.errors import LockstepError, WeightUpdateError
 from rollout.models.lora import LoraAdapter
 from rollout.parallel.channel import FollowerChannel
@@ -26,12 +27,23 @@ def follow(
 ) -> None:
     """Do each order of rank 0 and answer it, until rank 0 ends. Orders to stage weights are done in
     a thread of their own, beside steps.
-
-    What an order raises is its answer; the others, which may wait in a sum, are told first.
     """
     staged: dict[int, StagedWeights] = {}
+    verbs = verbs_of(muscle, collectives, staged)
+    staging_verbs = staging_verbs_of(muscle, staging, staged)
+    thread = threading.Thread(
+        target=_serve, args=(staging, staging_verbs), name="weight-staging", daemon=True
+    )
+    thread.start()
+    _serve(channel, verbs, on_error=collectives.abort)
+
+
+def verbs_of(
+    muscle: Muscle, collectives: Collectives, staged: Mapping[int, StagedWeights]
+) -> Verbs:
+    """What rank 0 may order of `muscle`, but for staging. `staged`: by the keys of rank 0."""
     steps = _Steps(muscle)
-    verbs: Verbs = {
+    return {
         "launch": steps.launch,
         "reset": partial(_reset, steps, collectives),
         "commit_weights": lambda key, version: muscle.commit_weights(staged[key], version),
@@ -41,16 +53,16 @@ def follow(
         "fingerprint_share": lambda: muscle.weights.fingerprint_share(),
         **{name: getattr(muscle, name) for name in _PLAIN_VERBS},
     }
-    stager = _Stager(muscle, staging, staged)
-    staging_verbs: Verbs = {
-        "stage": stager.stage,
+
+
+def staging_verbs_of(
+    muscle: Muscle, channel: FollowerChannel, staged: dict[int, StagedWeights]
+) -> Verbs:
+    """What rank 0 may order of updates that are to come; they lie in `staged`."""
+    return {
+        "stage": _Stager(muscle, channel, staged).stage,
         "drop": lambda key: staged.pop(key, None) and None,
     }
-    thread = threading.Thread(
-        target=_serve, args=(staging, staging_verbs), name="weight-staging", daemon=True
-    )
-    thread.start()
-    _serve(channel, verbs, on_error=collectives.abort)
 
 
 _PLAIN_VERBS = (
@@ -69,14 +81,22 @@ def _serve(
         except LockstepError:
             return
         try:
-            answer = verbs[verb](*arguments)
-        except Exception as error:  # whatever it is, it is the order's answer
-            on_error()
-            answer = error
-        try:
-            channel.answer(answer)
+            channel.answer(answer_to(verb, arguments, verbs, on_error))
         except LockstepError:
             return
+
+
+def answer_to(
+    verb: str, arguments: Sequence[Any], verbs: Verbs, on_error: Callable[[], object]
+) -> Any:
+    """Do an order. What it raises is its answer; the others, which may wait in a sum, are told
+    first, by `on_error`.
+    """
+    try:
+        return verbs[verb](*arguments)
+    except Exception as error:
+        on_error()
+        return error
 
 
 class _Steps:
@@ -136,3 +156,50 @@ def _reset(steps: _Steps, collectives: Collectives) -> None:
 def _undo(muscle: Muscle, staged: StagedWeights) -> None:
     if staged.is_spent:
         muscle.weights.undo(staged)
+
+
+# ---- the start
+
+
+def prepared_muscle(
+    channel: FollowerChannel, loaded: LoadedModel, timeout_s: float | None = None
+) -> Muscle:
+    """Prepare the model and its memory as `prepare_ranks` of rank 0 says. Returns the muscle.
+
+    `timeout_s`: for each order. Raises what fails here, when rank 0 has been told.
+    """
+    answer_next(channel, lambda choices: _prepare(loaded, choices), timeout_s=timeout_s)
+    muscle: Muscle = answer_next(
+        channel, lambda sizes: _begin(loaded, sizes), tells=False, timeout_s=timeout_s
+    )
+    return muscle
+
+
+def _prepare(loaded: LoadedModel, choices: Any) -> int:
+    """Prepare the model as rank 0 did. Returns the blocks that fit here."""
+    loaded.backend.ops.take_choices(choices)
+    loaded.model.prepare(loaded.backend)
+    return loaded.sizes.num_blocks
+
+
+def _begin(loaded: LoadedModel, sizes: EngineSizes) -> Muscle:
+    return Muscle(*runner_of(loaded, sizes), loaded.weights)
+
+
+def answer_next(
+    channel: FollowerChannel,
+    work: Callable[..., Any],
+    *,
+    tells: bool = True,
+    timeout_s: float | None = None,
+) -> Any:
+    """Do the next order, and answer it with what it gives if it `tells` that, or with its error,
+    which is raised here, too."""
+    _, arguments = channel.order(timeout_s)
+    try:
+        result = work(*arguments)
+    except Exception as error:  # rank 0 waits for it
+        channel.answer(error)
+        raise
+    channel.answer(result if tells else None)
+    return result

@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn
@@ -149,7 +149,7 @@ class LeadMuscle(Muscle):
         votes have what each has hashed, of which rank 0 makes the verdict.
         """
         self.weights.require_resident("stage an update")
-        with self._staging_turn, _shared(named_tensors) as (tensors, sent):
+        with self._staging_turn, self._shared(named_tensors) as (tensors, sent):
             self._num_staged += 1
             key = self._num_staged
             order = self._staging_order("stage", key, *sent, source_checksum)
@@ -165,6 +165,12 @@ class LeadMuscle(Muscle):
         staged.elsewhere = _Elsewhere(key, self._drop)
         self._send_drops()
         return staged
+
+    def _shared(
+        self, named_tensors: NamedTensors
+    ) -> AbstractContextManager[tuple[NamedTensors, tuple[Any, ...]]]:
+        """See `in_shared_memory`."""
+        return in_shared_memory(named_tensors)
 
     def _drop(self, key: int) -> None:
         """Have the others drop what they staged. Whatever thread frees the last reference."""
@@ -306,7 +312,7 @@ class _Elsewhere:
 
 
 @contextmanager
-def _shared(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[Any, ...]]]:
+def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[Any, ...]]]:
     """The tensors of a source in shared memory, and what tells the other ranks where they are.
 
     They are copied there, unless they lie in such memory already. Raises WeightUpdateError.
@@ -318,11 +324,23 @@ def _shared(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[A
     stream = streamed(named_tensors)
     try:
         with blaming("copying the weights for the other ranks"):
-            shared = write_shared(chain(stream, _base_of(adapter)))
+            tensors = write_shared(chain(stream, _base_of(adapter)))
         shell = None if adapter is None else replace(adapter, tensors={}, base=None)
-        yield joined(shared, shell), (shared.address, shared.places, shell)
+        yield joined(tensors, shell), (tensors.address, tensors.places, shell)
     finally:
         stream.drain()  # other ranks of a trainer, which gather as well, must not wait
+
+
+def read_along(named_tensors: NamedTensors) -> None:
+    """Read a source as rank 0 does in `in_shared_memory`, which may be a collective, and keep
+    nothing of it. Raises WeightUpdateError."""
+    adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
+    stream = streamed(named_tensors)
+    try:
+        with blaming("reading the weights along with rank 0"):
+            deque(chain(stream, _base_of(adapter)), maxlen=0)
+    finally:
+        stream.drain()
 
 
 def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,6 @@ from rollout.parallel.wire import SocketWire
 logger = logging.getLogger(__name__)
 
 _MODULE = "rollout.engine.follower_process"
-_START_S = 1800.0  # to load a model
 
 
 def start_group(
@@ -39,6 +38,7 @@ def start_group(
     """
     config = _config_of_rank(config)
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
+    start_s = config.tensor_parallel_start_timeout_s
     children = [ChildProcess(_MODULE) for _ in range(1, size)]
     with contextlib.ExitStack() as undo:
         undo.callback(end_processes, children)
@@ -56,14 +56,14 @@ def start_group(
         collectives = meeting.collectives(0, timeout_s=timeout_s, check=lambda: channel.check())
         loaded = load_model(model, config, weights_version, collectives)
         for child in children:
-            child.receive(_START_S)
+            child.receive(start_s)
         meeting.close()
         wires = {name: _wire_to(child) for name, child in names.items()}
         channel = LeadChannel({n: w for n, (w, _) in wires.items()}, timeout_s=timeout_s)
         staging = LeadChannel({n: w for n, (_, w) in wires.items()}, timeout_s=timeout_s)
-        sizes = _prepare(loaded, channel)
+        sizes = prepare_ranks(loaded, channel)
         runner, kv = runner_of(loaded, sizes)
-        raise_first(channel.answers(timeout_s=_START_S))
+        raise_first(channel.answers(timeout_s=start_s))
         muscle = LeadMuscle(
             *(runner, kv, loaded.weights),
             collectives=collectives,
@@ -76,12 +76,13 @@ def start_group(
     return loaded, sizes, muscle
 
 
-def _prepare(loaded: LoadedModel, channel: LeadChannel) -> EngineSizes:
+def prepare_ranks(loaded: LoadedModel, channel: LeadChannel) -> EngineSizes:
     """Prepare the model on all ranks, with the products that rank 0 chooses: what all ranks compute
-    alike must have the same bits. Returns the sizes that fit all ranks."""
+    alike must have the same bits. Returns the sizes that fit all ranks, which answer the last order
+    when they have memory of these sizes."""
     loaded.model.prepare(loaded.backend)
     channel.send("prepare", loaded.backend.ops.choices())
-    answers = channel.answers(timeout_s=_START_S)
+    answers = channel.answers(timeout_s=loaded.config.tensor_parallel_start_timeout_s)
     raise_first(answers)
     sizes, num_blocks = loaded.sizes, min(loaded.sizes.num_blocks, *answers)
     if num_blocks < sizes.num_blocks:

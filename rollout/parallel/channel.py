@@ -2,7 +2,7 @@
 
 Rank 0 sends orders, a verb with arguments, and each other rank answers each order once, in their
 order: with a value, or with the error that it raised. Orders and answers are pickled: both ends are
-processes of one engine, over sockets that nobody else can open.
+processes of one engine, over sockets that nobody else can open. Whoever leaves first may say why.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollout.errors import LockstepError, RolloutError, decode_error, encode_error
 from rollout.parallel.wire import Wire, WireLostError
+
+_ENDED = "ended"  # the last order of rank 0, which nobody answers
+_LAST_WORD_S = 1.0
 
 
 class LeadChannel:
@@ -29,6 +33,7 @@ class LeadChannel:
         self._wires, self.timeout_s = dict(wires), timeout_s
         self._num_sent = 0
         self._num_answered = dict.fromkeys(self._wires, 0)
+        self._cut_off: set[str] = set()  # ranks that may have half of an order
         self._lost: LockstepError | None = None
 
     def send(self, verb: str, *arguments: Any) -> int:
@@ -37,39 +42,57 @@ class LeadChannel:
         message = pickle.dumps((verb, arguments), protocol=pickle.HIGHEST_PROTOCOL)
         self._num_sent += 1
         for name, wire in self._wires.items():
+            self._cut_off.add(name)
             try:
                 wire.send(message, self.timeout_s)
             except TimeoutError:
                 raise self.lose(f"{name} took no order ({verb}) for {self.timeout_s:g} s") from None
             except WireLostError as error:
-                raise self.lose(f"{name} is lost ({error}) before {verb!r}") from error
+                why = self._last_word(wire) or str(error)
+                raise self.lose(f"{name} is lost ({why}) before {verb!r}") from error
             except BaseException as error:  # Ctrl-C: half of an order may be on its way
                 self.lose(f"{verb!r} was cut off by {error!r}")
                 raise
+            self._cut_off.discard(name)
         return self._num_sent
 
-    def answers(self, order: int | None = None, timeout_s: float | None = None) -> list[Any]:
+    def _last_word(self, wire: Wire) -> str:
+        """What a rank that has gone has said of it, "" for nothing."""
+        with suppress(TimeoutError, WireLostError):
+            while True:
+                answer = pickle.loads(wire.receive(0.0))
+                if isinstance(answer, LockstepError):
+                    return str(answer)
+        return ""
+
+    def answers(
+        self, order: int | None = None, timeout_s: float | None = None, what: str = "answer"
+    ) -> list[Any]:
         """Wait for the answers to an order, None for the latest: one of each rank, in their order,
         where an answer that is a RolloutError is what the rank raised. Answers to orders before it
         that nobody has waited for are dropped, and one that was waited for is None. Raises
-        LockstepError at the deadline, of this call if `timeout_s` is given.
+        LockstepError at the deadline, of this call if `timeout_s` is given; it says `what` the rank
+        did not do.
         """
         self.require()
         order = self._num_sent if order is None else order
-        deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        return [self._answer(name, order, deadline) for name in self._wires]
+        timeout_s = timeout_s or self.timeout_s
+        late, deadline = f"did not {what} in time ({timeout_s:g} s)", time.monotonic() + timeout_s
+        return [self._answer(name, order, deadline, late) for name in self._wires]
 
-    def _answer(self, name: str, order: int, deadline: float) -> Any:
+    def _answer(self, name: str, order: int, deadline: float, late: str) -> Any:
         answer = None
         while self._num_answered[name] < order:
             try:
                 left_s = max(0.0, deadline - time.monotonic())
                 answer = pickle.loads(self._wires[name].receive(left_s))
             except TimeoutError:
-                raise self.lose(f"{name} did not answer in time ({self.timeout_s:g} s)") from None
+                raise self.lose(f"{name} {late}") from None
             except WireLostError as error:
                 raise self.lose(f"{name} is lost ({error})") from error
             self._num_answered[name] += 1
+            if isinstance(answer, LockstepError):
+                raise self.lose(f"{name} is lost ({answer})")
         return answer
 
     def check(self) -> None:
@@ -90,6 +113,14 @@ class LeadChannel:
             self._lost = LockstepError(f"{reason}; the engine must be made anew")
         return self._lost
 
+    def end(self, error: BaseException) -> None:
+        """Let the other ranks raise `error` instead of waiting for an order, and close this."""
+        word = pickle.dumps((_ENDED, (encode_error(error),)), protocol=pickle.HIGHEST_PROTOCOL)
+        for name in self._wires.keys() - self._cut_off:
+            with suppress(TimeoutError, WireLostError):
+                self._wires[name].send(word, _LAST_WORD_S)
+        self.close()
+
     def close(self) -> None:
         """The other ranks end. A second call does nothing."""
         self.lose("the engine is shut down")
@@ -104,12 +135,23 @@ class FollowerChannel:
         self._rank, self._wire = rank, wire
 
     def order(self, timeout_s: float | None = None) -> tuple[str, Sequence[Any]]:
-        """Wait for the next order: verb and arguments. Raises LockstepError if rank 0 is gone."""
+        """Wait for the next order: verb and arguments. Raises LockstepError if rank 0 is gone or
+        gives none in time, and the error that rank 0 has ended with.
+        """
         try:
             verb, arguments = pickle.loads(self._wire.receive(timeout_s))
+        except TimeoutError:
+            raise LockstepError(f"rank 0 gave no order for {timeout_s:g} s") from None
         except WireLostError as error:
             raise LockstepError(f"rank 0 is lost ({error})") from error
+        if verb == _ENDED:
+            raise decode_error(*arguments)
         return verb, arguments
+
+    def check(self) -> None:
+        """Raise LockstepError if rank 0 is gone."""
+        if self._wire.is_lost():
+            raise LockstepError("rank 0 is lost")
 
     @property
     def has_order(self) -> bool:
@@ -124,8 +166,16 @@ class FollowerChannel:
             value = decode_error(encoded)
         try:
             self._wire.send(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None)
-        except WireLostError as error:
-            raise LockstepError(f"rank 0 is lost ({error})") from error
+        except WireLostError:
+            while True:
+                self.order(0.0)  # raises what rank 0 has said at its end, or that it is lost
+
+    def leave(self, reason: str) -> None:
+        """Tell rank 0 that this rank answers nothing any more, and why. A second call does
+        nothing."""
+        with suppress(TimeoutError, WireLostError):
+            self._wire.send(pickle.dumps(LockstepError(reason)), _LAST_WORD_S)
+        self._wire.close()
 
 
 def raise_first(answers: Sequence[Any]) -> None:

@@ -49,8 +49,8 @@ class SocketWire:
         self._received = bytearray()  # kept if `receive` is interrupted, as by Ctrl-C
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
-        self._socket.settimeout(timeout_s)
         try:
+            self._socket.settimeout(timeout_s)
             self._socket.sendall(_HEADER.pack(len(message)) + message)
         except TimeoutError:
             raise
@@ -60,8 +60,8 @@ class SocketWire:
     def receive(self, timeout_s: float | None) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (end := self._end_of_message()) is None:
-            self._socket.settimeout(deadline and max(1e-3, deadline - time.monotonic()))
             try:
+                self._socket.settimeout(deadline and max(1e-3, deadline - time.monotonic()))
                 received = self._socket.recv(_RECEIVED_AT_ONCE)
             except TimeoutError:
                 if deadline is not None and time.monotonic() >= deadline:

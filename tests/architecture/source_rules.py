@@ -28,6 +28,7 @@ MAY_NAME_WHOLE_CONFIG = (
     "rollout/engine/rank.py",
     "rollout/engine/ranks.py",
     "rollout/engine/follower_process.py",
+    "rollout/engine/spmd_group.py",
     "rollout/backends/select.py",
     "rollout/apis/",
     "rollout/cli/",

@@ -1,4 +1,4 @@
-"""The two minimal programs learn, in each setting, and stand in their pages as they are."""
+"""The minimal programs learn, in each setting, and stand in their pages as they are."""
 
 from __future__ import annotations
 
@@ -55,9 +55,28 @@ def test_the_asynchronous_program_learns(
     check_learned(capsys.readouterr().out)
 
 
+@pytest.mark.slow
+def test_two_ranks_of_a_trainer_learn_under_torchrun() -> None:
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 examples/ranks_minimal.py"
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    check_learned(done.stdout)
+
+
 @pytest.mark.parametrize(
     ("program", "page"),
-    [("grpo_minimal.py", "README.md"), ("async_minimal.py", "docs/producer.md")],
+    [
+        ("grpo_minimal.py", "README.md"),
+        ("async_minimal.py", "docs/producer.md"),
+        ("ranks_minimal.py", "docs/tensor_parallel.md"),
+    ],
 )
 def test_a_page_quotes_the_program_whole(program: str, page: str) -> None:
     source = (ROOT / "examples" / program).read_text(encoding="utf-8")

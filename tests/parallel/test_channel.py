@@ -137,3 +137,59 @@ def test_a_message_cut_off_by_an_interrupt_is_read_on() -> None:
     assert wire.is_lost()
     with pytest.raises(WireLostError):
         wire.receive(1.0)
+
+
+# ---- last words
+
+
+@contextmanager
+def both_ends(timeout_s: float = 60.0) -> Iterator[tuple[LeadChannel, FollowerChannel]]:
+    """Of two ranks in this process."""
+    ours, theirs = socket.socketpair()
+    lead = LeadChannel({"rank 1": SocketWire(ours)}, timeout_s=timeout_s)
+    follower = FollowerChannel(1, SocketWire(theirs))
+    try:
+        yield lead, follower
+    finally:
+        lead.close()
+        follower.leave("the test is over")
+
+
+def test_rank_0_says_at_its_end_what_the_others_raise() -> None:
+    with both_ends() as (lead, follower):
+        lead.send("echo", 1)
+        lead.end(WeightUpdateError("no such tensor"))
+        assert follower.order() == ("echo", (1,))
+        with pytest.raises(WeightUpdateError, match="no such tensor"):
+            follower.answer(1)
+        with pytest.raises(LockstepError, match="rank 0 is lost"):
+            follower.order()
+        with pytest.raises(LockstepError, match="must be made anew"):
+            lead.send("echo", 2)
+
+
+def test_a_rank_that_leaves_says_why_to_an_order_before_and_after() -> None:
+    with both_ends() as (lead, follower):
+        lead.send("echo", 1)
+        follower.leave("it has shut down")
+        with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
+            lead.answers()
+    with both_ends() as (lead, follower):
+        follower.leave("it has shut down")
+        with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
+            lead.send("echo", 1)
+
+
+def test_an_order_that_does_not_come_is_given_up_at_the_deadline() -> None:
+    with (
+        both_ends() as (_, follower),
+        pytest.raises(LockstepError, match=r"rank 0 gave no order for 0\.01 s"),
+    ):
+        follower.order(0.01)
+
+
+def test_an_answer_that_does_not_come_is_given_up_at_the_deadline_of_its_call() -> None:
+    with both_ends() as (lead, _):
+        lead.send("verb")
+        with pytest.raises(LockstepError, match=r"rank 1 did not call generate in time \(0\.01 s"):
+            lead.answers(timeout_s=0.01, what="call generate")

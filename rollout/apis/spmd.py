@@ -1,0 +1,169 @@
+"""The verbs of an LLM whose ranks are processes of a trainer: all of them call each verb."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import nn
+
+from rollout.apis.in_process import InProcessRuntime
+from rollout.child_process import pickled
+from rollout.config import InferenceConfig
+from rollout.engine.build import DynamicInferenceEngine, follower_of
+from rollout.engine.spmd_follower import SpmdFollower
+from rollout.engine.spmd_group import num_spmd_ranks
+from rollout.engine.spmd_muscle import SpmdMuscle, VerbCall, VerbOutcome
+from rollout.engine.state import EngineState
+from rollout.errors import ConfigError, EngineStateError, encode_error
+from rollout.runner.weight_update import NamedTensors
+from rollout.text import Tokenizer
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_SOURCE = "named_tensors"
+# Each rank has its own; of the weights, the names and values of rank 0 count.
+_OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
+
+
+class AllRanks(Protocol):
+    """Does a verb that all ranks call."""
+
+    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+        """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
+        `work` returns, on all ranks; so it is with errors."""
+        ...
+
+
+def runtime_of(
+    model: str | Path | nn.Module | Any,
+    tokenizer: Tokenizer | None,
+    config: InferenceConfig,
+    weights_version: int,
+) -> tuple[Any, AllRanks | None]:
+    """The runtime of an engine in this process, or of this rank's part of one; and, for the latter,
+    what does its verbs."""
+    if num_spmd_ranks(config) == 1:
+        make = DynamicInferenceEngine.from_model
+        return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
+    if config.pg_collection.tp.rank():
+        follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
+        return follower, follower
+    engine, muscle = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
+    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, muscle)
+
+
+def on_all_ranks(method: Method) -> Method:
+    """A verb of LLM, which all ranks do together where a trainer's processes are the ranks."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def verb(self: Any, *arguments: Any, **named: Any) -> Any:
+        ranks: AllRanks | None = self._ranks
+        work = functools.partial(method, self, *arguments, **named)
+        if ranks is None:
+            return work()
+        given = signature.bind(self, *arguments, **named)
+        given.apply_defaults()
+        source = given.arguments.get(_SOURCE, ())
+        return ranks.run(_call_of(method.__name__, given.arguments), source, work)
+
+    return cast(Method, verb)
+
+
+def require_one_process(ranks: AllRanks | None, what: str) -> None:
+    """Raise ConfigError for what an engine of several ranks of a trainer has not."""
+    if ranks is not None:
+        raise ConfigError(f"{what} is not there with pg_collection, whose ranks call verbs of LLM")
+
+
+class _LeadRank:
+    """Rank 0, which has the engine."""
+
+    def __init__(self, engine: DynamicInferenceEngine, muscle: SpmdMuscle) -> None:
+        self._engine, self._muscle, self._turn = engine, muscle, threading.Lock()
+
+    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+        with _one_verb(self._turn, call):
+            self._muscle.begin_verb(call)
+            try:
+                result = work()
+                told = pickled(result, f"the result of {call.verb}")
+            except BaseException as error:  # Ctrl-C, too: the others would wait
+                self._muscle.end_verb(self._outcome(error=_told(error)))
+                raise
+            self._muscle.end_verb(self._outcome(result=told))
+            return result
+
+    def _outcome(self, **what: Any) -> VerbOutcome:
+        engine = self._engine
+        return VerbOutcome(state=engine.state.value, weights_version=engine.weights_version, **what)
+
+
+class FollowerRuntime:
+    """Another rank: what an LLM has there in place of an engine."""
+
+    def __init__(self, rank: SpmdFollower, tokenizer: Tokenizer | None) -> None:
+        self._rank, self.tokenizer, self._turn = rank, tokenizer, threading.Lock()
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's, at the end of the last verb."""
+        return self._rank.state
+
+    @property
+    def weights_version(self) -> int:
+        """The engine's, at the end of the last verb."""
+        return self._rank.weights_version
+
+    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+        with _one_verb(self._turn, call):
+            return self._rank.run(call, source)
+
+    def shutdown(self) -> None:
+        self._rank.shutdown()
+
+
+@contextmanager
+def _one_verb(turn: threading.Lock, call: VerbCall) -> Iterator[None]:
+    if not turn.acquire(blocking=False):
+        raise EngineStateError(
+            f"cannot {call.verb} while another thread is in a verb: with pg_collection all ranks "
+            "call verbs in one order, one at a time"
+        )
+    try:
+        yield
+    finally:
+        turn.release()
+
+
+def _told(error: BaseException) -> Mapping[str, Any]:
+    encoded = encode_error(error)
+    if not str(encoded["message"]).startswith("rank "):  # another one was at fault
+        encoded["message"] = f"rank 0: {encoded['message']}"
+    return encoded
+
+
+def _call_of(verb: str, arguments: Mapping[str, Any]) -> VerbCall:
+    shared = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
+    digests = {
+        name: hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).hexdigest()
+        for name, value in shared.items()
+    }
+    return VerbCall(verb=verb, digests=digests)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in a form whose text is the same on all ranks. An iterator is left alone."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    has_text = value is None or isinstance(value, str | int | float) or is_dataclass(value)
+    return value if has_text else type(value).__name__
