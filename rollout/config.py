@@ -121,8 +121,10 @@ class InferenceConfig:
     device: auto, cpu, cuda or cuda:N.
     dtype: of weights and KV: auto, float32, bfloat16 or float16.
     num_threads: of torch and the compiled kernels. None: as torch has it.
-    num_cuda_graphs: how many sizes of decode steps are captured; 0 captures none. None: 32.
-    cuda_graph_mixed_prefill_count: the same for steps that also prefill. None: as many.
+    num_cuda_graphs: how many shapes of steps are captured at most, up to half of them for steps
+        that also prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows
+        apart.
+    cuda_graph_mixed_prefill_count: how many of steps that also prefill. None: 16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
     use_flashinfer_fused_rope: refused off False; the engine has a fused kernel of its own.
     tensor_parallel_size: the number of processes that run the engine together, each with a part of

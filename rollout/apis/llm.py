@@ -288,6 +288,19 @@ class LLM:
         self._control.order("unpause")
 
     @on_all_ranks
+    def warm_up(self) -> int:
+        """Capture ahead the steps that would be captured when they first come. Returns how many, 0
+        on a CPU. Raises ConfigError for engines in other processes, and while one is served.
+        """
+        if not isinstance(self._control, InProcessRuntime):
+            raise ConfigError(
+                "warm_up() needs the engine in this process, before serve(); others capture a step "
+                "when it first comes"
+            )
+        num_captured: int = self._control.order("warm_up")
+        return num_captured
+
+    @on_all_ranks
     def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,

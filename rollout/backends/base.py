@@ -283,8 +283,18 @@ class Executor(Protocol):
     overlaps: bool
     num_captures: int
 
-    def prepare(self, max_blocks: int) -> None:
-        """Called once, before the first launch: no row's block table ever has more blocks."""
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Bytes of the device that it keeps, by what they are."""
+        ...
+
+    def prepare(self, max_blocks: int, vocab_size: int) -> None:
+        """Called once, before the first launch: no row's block table ever has more blocks, and
+        logits are of `vocab_size` ids."""
+        ...
+
+    def warm_up(self, program: Program) -> int:
+        """Capture ahead what steps would capture when they first need it. Returns how many."""
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:

@@ -28,12 +28,13 @@ _MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] =
 def cuda_backend(
     memory_kind: str,
     *,
-    num_graphs: int,
+    num_graphs: int | None,
     max_mixed_graphs: int,
     max_rows: int,
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
-    """A Backend on the current CUDA device; no graphs at all with `num_graphs` 0.
+    """A Backend on the current CUDA device; `num_graphs` and `max_mixed_graphs` as
+    `make_ladder` takes them; no graphs at all with `num_graphs` 0.
 
     Raises ConfigError where there is no device, or where the memory kind cannot work.
     """
@@ -41,7 +42,7 @@ def cuda_backend(
     device = runtime.device
     memory: MemoryBackend = _MEMORY[memory_kind](runtime)
     executor: Executor = EagerExecutor(device)
-    if num_graphs:
+    if num_graphs != 0:
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
         executor = GraphExecutor(device, CudaGraphs(device), ladder, collectives)
     properties = torch.cuda.get_device_properties(device)

@@ -21,7 +21,7 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NUM_GRAPHS = 32
+DEFAULT_NUM_MIXED_GRAPHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,7 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str, collectives: Collec
             f"device='cuda' needs Triton ({error}): pip install triton, or use device='cpu'"
         ) from error
     num_graphs, max_mixed = config.num_cuda_graphs, config.cuda_graph_mixed_prefill_count
-    num_graphs = DEFAULT_NUM_GRAPHS if num_graphs is None else num_graphs
-    max_mixed = num_graphs if max_mixed is None else max_mixed
+    max_mixed = DEFAULT_NUM_MIXED_GRAPHS if max_mixed is None else max_mixed
     return cuda_backend(
         memory_kind,
         num_graphs=num_graphs,

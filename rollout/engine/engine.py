@@ -245,6 +245,13 @@ class Engine:
                 self._weights.require_values("unpause")
                 self._suspension.resume()  # what a failed suspend may have left
 
+    def warm_up(self) -> int:
+        """Capture ahead the steps that would be captured when they first come. Returns how many, 0
+        on a CPU. Legal in RUNNING and PAUSED."""
+        self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="warm up")
+        self._pipeline.commit_all()
+        return self._muscle.warm_up()
+
     def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,

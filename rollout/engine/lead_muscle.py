@@ -117,6 +117,10 @@ class LeadMuscle(Muscle):
             raise_first(answers)
         raise error
 
+    def warm_up(self) -> int:
+        num_captured: int = self._together("warm_up", super().warm_up)[0]
+        return num_captured
+
     def after_resume(self) -> int:
         num_lost: int = self._together("after_resume", super().after_resume)[0]
         return num_lost

@@ -57,6 +57,10 @@ class Muscle:
         """Start a step; the function returned waits for its result. See ModelRunner.launch."""
         return self._runner.launch(plan)
 
+    def warm_up(self) -> int:
+        """Capture ahead what steps would capture when they first need it. Returns how many."""
+        return self._runner.warm_up()
+
     def after_resume(self) -> int:
         """All memory is here again. Returns how many captured steps are lost."""
         return self._runner.after_resume()

@@ -175,7 +175,7 @@ def runner_of(loaded: LoadedModel, sizes: EngineSizes) -> tuple[ModelRunner, KVC
     if backend.device.type == "cpu":
         num_positions = min(num_positions, _NUM_CPU_POSITIONS)
     model.reserve_positions(num_positions)
-    backend.executor.prepare(sizes.max_blocks_per_row)
+    backend.executor.prepare(sizes.max_blocks_per_row, model.spec.vocab_size)
     kv = KVCache(backend, model.cache_spec(sizes.block_size), sizes.num_blocks)
     builder = BatchBuilder(
         num_rows=sizes.num_rows,

@@ -75,6 +75,15 @@ class ModelRunner:
             return fetch
         return lambda: replace(fetch(), slots=inputs.slots_T)
 
+    def warm_up(self) -> int:
+        """Capture ahead what steps would capture when they first need it. Returns how many.
+
+        No step may be outstanding.
+        """
+        assert self._kv.layers, "the KV cache is released"
+        with self._inference_mode:
+            return self._backend.executor.warm_up(self._compute)
+
     def after_resume(self) -> int:
         """Memory was released and is here again, perhaps at other addresses.
 

@@ -322,3 +322,10 @@ def test_shutdown_twice_and_from_running() -> None:
     llm.shutdown()
     llm.shutdown()
     assert llm.state is EngineState.STOPPED
+
+
+def test_a_cpu_has_nothing_to_capture_ahead() -> None:
+    with llm_of() as llm:
+        assert llm.warm_up() == 0
+        assert len(llm.generate([1, 2, 3], PARAMS).generated_tokens) == 6
+        assert llm.stats().num_graph_captures == 0

@@ -17,21 +17,28 @@ from rollout import DynamicInferenceEngine
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.base import AttentionBackend, MemoryBackend, Ops
 from rollout.backends.cpu import cpu_backend
+from rollout.backends.executors.cuda_graph import CudaGraphs
 from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput
+from tests.backends.fake_graphs import FakeTorchCuda
 from tests.tiny_models import tiny_engine
 
 CPU = torch.device("cpu")
 
 
 class RepeatingDevice:
-    """A replay runs the captured program again: whatever of it the host had fixed stays fixed."""
+    """A replay runs the captured program again: whatever of it the host had fixed stays fixed.
 
-    def __init__(self) -> None:
+    Captures obey the rules of torch's pools of graphs.
+    """
+
+    def __init__(self, cuda: FakeTorchCuda | None = None) -> None:
+        self.cuda = cuda or FakeTorchCuda()
+        self._graphs = CudaGraphs(CPU, self.cuda)
         self.num_replays = 0
         self._results: list[StepOutput[Tensor]] = []
         self._num_lost = 0
@@ -49,11 +56,16 @@ class RepeatingDevice:
     def capture(
         self, program: Callable[[], StepOutput[Tensor]]
     ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
-        program()
-        static, number = program(), len(self._results)
+        def captured() -> StepOutput[Tensor]:
+            self.cuda.product()
+            return program()
+
+        replay_nothing, static = self._graphs.capture(captured)
+        number = len(self._results)
         self._results.append(static)
 
         def replay() -> None:
+            replay_nothing()
             self.num_replays += 1
             if number < self._num_lost:
                 return
@@ -63,6 +75,13 @@ class RepeatingDevice:
                     getattr(static, field.name).copy_(getattr(again, field.name))
 
         return replay, static
+
+    @property
+    def num_bytes(self) -> int:
+        return self._graphs.num_bytes
+
+    def forget(self) -> None:
+        self._graphs.forget()
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
         """A copy, for the next replay overwrites the result."""

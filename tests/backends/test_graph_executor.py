@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from rollout import SamplingParams
 from rollout.backends.base import MemoryBackend
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph import GraphExecutor
-from rollout.backends.executors.graph_shapes import Ladder, make_ladder
+from rollout.backends.executors.graph_shapes import (
+    MAX_LOGIT_BYTES,
+    PREFILL_TOKENS,
+    Ladder,
+    make_ladder,
+)
 from rollout.backends.memory.device import DeviceMemory
 from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.step_tensors import (
@@ -28,6 +34,7 @@ from rollout.backends.step_tensors import (
     StepInputs,
     StepLayout,
 )
+from rollout.errors import EngineStateError
 from rollout.step.output import StepOutput
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
 from tests.tiny_mixtures import own_routing, tiny_mixture
@@ -42,9 +49,11 @@ from tests.tiny_models import (
     tokens_of,
 )
 
-MAX_BLOCKS, BLOCK_SIZE = 6, 4
+MAX_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 6, 4, 100
 PER_SAMPLE = ("sample_rows_S", "temperature_S", "top_k_S", "top_p_S", "mode_S")
 MODES = ("persist", "offload", "recompute")
+LADDER = make_ladder(12, 24, 6)  # of graph_engine
+SHAPES = (*LADDER.decode, *LADDER.mixed)
 
 
 # ---- padding
@@ -132,7 +141,7 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
 ) -> None:
     ladder = make_ladder(num_graphs, 16, num_graphs)
     executor = GraphExecutor(CPU, RepeatingDevice(), ladder)
-    executor.prepare(MAX_BLOCKS)
+    executor.prepare(MAX_BLOCKS, VOCAB_SIZE)
     fetches = []
     for inputs in data:
         expected = EagerExecutor(CPU).launch(fingerprint, inputs)()
@@ -151,12 +160,43 @@ def test_a_ladder_reaches_the_largest_step_within_its_number_of_graphs(
     ladder = make_ladder(num_graphs, max_rows, max_mixed)
     assert len(ladder.decode) + len(ladder.mixed) <= num_graphs
     assert len(ladder.mixed) <= max_mixed
+    sizes = [shape.num_decode_rows for shape in ladder.decode]
+    assert sizes == sorted(set(sizes))
+    costs = [shape.num_tokens for shape in ladder.mixed]
+    assert costs == sorted(costs)
     for shapes in (ladder.decode, ladder.mixed):
-        sizes = [shape.num_decode_rows for shape in shapes]
-        assert sizes == sorted(set(sizes))
-        assert not sizes or sizes[-1] == max_rows
+        assert not shapes or max(shape.num_decode_rows for shape in shapes) == max_rows
+    if ladder.mixed:
+        assert ladder.mixed[-1].num_prefill_tokens == PREFILL_TOKENS[-1]
+        assert ladder.mixed[-1].num_decode_rows == max_rows
     if num_graphs > 2:
         assert ladder.decode[0].num_decode_rows == 1
+
+
+@given(max_rows=st.integers(1, 2000))
+def test_a_decode_step_above_64_rows_computes_less_than_16_rows_of_padding(max_rows: int) -> None:
+    sizes = [shape.num_decode_rows for shape in make_ladder(None, max_rows, 16).decode]
+    for num_rows in range(1, max_rows + 1):
+        padding = next(size for size in sizes if size >= num_rows) - num_rows
+        assert padding <= min(15, num_rows)
+
+
+def test_mixed_steps_of_few_prompt_tokens_have_shapes_of_their_own() -> None:
+    ladder = make_ladder(None, 256, 16)
+    assert {shape.num_prefill_tokens for shape in ladder.mixed} == {64, 128, 256, 512}
+    assert len(ladder.mixed) == 16
+    for num_tokens in PREFILL_TOKENS:
+        rows = [s.num_decode_rows for s in ladder.mixed if s.num_prefill_tokens == num_tokens]
+        assert (rows[0], rows[-1]) == (1, 256)
+
+
+def test_shapes_with_more_logits_than_the_bound_are_left_to_eager_steps() -> None:
+    ladder = make_ladder(None, 1024, 16).within(MAX_LOGIT_BYTES, 152_064)
+    assert ladder.decode[-1].num_decode_rows == 1024
+    assert max(shape.num_decode_rows for shape in ladder.mixed) < 1024
+    for shape in (*ladder.decode, *ladder.mixed):
+        in_float32 = 4 * 152_064 * shape.num_rows
+        assert in_float32 < shape.logit_bytes(152_064) <= MAX_LOGIT_BYTES
 
 
 @given(inputs=steps())
@@ -233,6 +273,40 @@ def test_forks_are_drawn_within_a_graph(monkeypatch: pytest.MonkeyPatch) -> None
     assert executor.num_captures > 1
 
 
+def test_warming_up_captures_all_shapes_and_steps_then_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, executor, device = graph_engine(monkeypatch, model())
+    assert engine.warm_up() == len(SHAPES) == executor.num_captures
+    assert engine.warm_up() == 0
+    margins = Margins()
+    for request in generate_all(engine, jobs()):
+        margins.compare_with_oracle(model(), request)
+    margins.check()
+    assert executor.num_captures == len(SHAPES)
+    assert device.num_replays > 5
+
+
+def test_an_engine_warms_up_between_two_steps_but_not_while_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = [request.generated_tokens for request in generate_all(tiny_engine(model()), jobs())]
+    engine, _, _ = graph_engine(monkeypatch, model())
+    for i, (prompt, params) in enumerate(jobs()):
+        engine.add_request(prompt, params, request_id=i)
+    engine.step()
+    engine.warm_up()
+    engine.pause()
+    assert engine.warm_up() == 0
+    engine.suspend("offload")
+    with pytest.raises(EngineStateError, match="warm up"):
+        engine.warm_up()
+    engine.resume()
+    engine.unpause()
+    finished = drain(engine)
+    assert [finished[i].generated_tokens for i in range(len(expected))] == expected
+
+
 class WanderingMemory(DeviceMemory):
     """Never comes back to where it was."""
 
@@ -250,12 +324,13 @@ def captures_over_cycles(
 ) -> list[int]:
     """Captures before each of the cycles of suspend, update and resume, and at the end."""
     trained = tiny_model("qwen3", seed=8)
-    engine, executor, _ = graph_engine(
+    engine, executor, device = graph_engine(
         monkeypatch, trained, memory=memory, kv_cache_management_mode=mode
     )
     params = SamplingParams(num_tokens_to_generate=5 * num_cycles + 10, ignore_eos=True)
     for seed in range(3):
         engine.add_request(prompt_of(9, seed=seed), params)
+    engine.warm_up()  # steps that prefill again what was dropped have ever other shapes
     captures = []
     for cycle in range(num_cycles):
         for _ in range(4):
@@ -270,6 +345,7 @@ def captures_over_cycles(
         assert (report.graphs_recaptured > 0) == (not memory.has_stable_addresses)
         engine.unpause()
     finished = drain(engine).values()
+    assert device.cuda.fatal == []
     assert [len(request.generated_tokens) for request in finished] == [5 * num_cycles + 10] * 3
     return [*captures, executor.num_captures]
 
@@ -279,14 +355,16 @@ def test_graphs_outlive_20_suspends_where_addresses_stay(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     captures = captures_over_cycles(monkeypatch, ReservedMemory(), mode, 20)
-    assert 0 < captures[0] == captures[-1]
+    assert captures == [len(SHAPES)] * 21
 
 
 def test_graphs_are_made_anew_where_memory_came_back_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captures = captures_over_cycles(monkeypatch, WanderingMemory(), "offload", 3)
-    assert captures == sorted(set(captures))
+    assert captures[0] == len(SHAPES)
+    # Steps after a move capture what they need, each shape once.
+    assert all(0 < after - before <= len(SHAPES) for before, after in pairwise(captures))
 
 
 def test_an_unnoticed_move_is_found_by_the_first_step_after_a_resume(

@@ -118,7 +118,7 @@ def test_auto_is_cuda_where_there_is_a_device(
     assert asked_of_cuda == [
         {
             "memory_kind": "device",
-            "num_graphs": 32,
+            "num_graphs": None,
             "max_mixed_graphs": 16,
             "max_rows": 50,
             "collectives": ONE_RANK,
@@ -132,7 +132,7 @@ def test_auto_is_cuda_where_there_is_a_device(
         ({"num_cuda_graphs": 0}, {"num_graphs": 0}),
         ({"num_cuda_graphs": 9, "max_requests": 8}, {"num_graphs": 9, "max_rows": 8}),
         ({"cuda_graph_mixed_prefill_count": 3}, {"max_mixed_graphs": 3}),
-        ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 32}),
+        ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 16}),
         ({"use_cuda_graphs_for_non_decode_steps": False}, {"max_mixed_graphs": 0}),
         ({"unified_memory_level": 1}, {"memory_kind": "unified"}),
         ({"memory_kind": "unified"}, {"memory_kind": "unified"}),

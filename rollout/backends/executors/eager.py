@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ class EagerExecutor:
     """Implements `Executor`. On a CPU the work is done when `launch` returns."""
 
     num_captures = 0
+    num_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,8 +24,12 @@ class EagerExecutor:
         self._layout: tuple[StepLayout[HostArray], StepLayout[Tensor]] | None = None
         self.overlaps = device.type != "cpu"
 
-    def prepare(self, max_blocks: int) -> None:
+    def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Nothing to prepare."""
+
+    def warm_up(self, program: Program) -> int:
+        """Nothing to capture."""
+        return 0
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs); what it returns is queued on its way to the host."""

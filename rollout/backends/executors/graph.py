@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.executors.eager import EagerExecutor
-from rollout.backends.executors.graph_shapes import GraphShape, Ladder
+from rollout.backends.executors.graph_shapes import MAX_LOGIT_BYTES, GraphShape, Ladder
 from rollout.backends.executors.static_inputs import StaticInputs
 from rollout.backends.executors.transfer import first_samples, without_padding
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
@@ -25,7 +25,10 @@ _LOGPROB_TOLERANCE = 1e-2
 
 
 class GraphDevice(Protocol):
-    """What capturing asks of a device."""
+    """What capturing asks of a device. `num_bytes`: what captured graphs take of it."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory that the device copies from by itself, flat uint8."""
@@ -35,6 +38,10 @@ class GraphDevice(Protocol):
         self, program: Callable[[], StepOutput[Tensor]]
     ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         """(how to run `program` again, the tensors its result is in each time)."""
+        ...
+
+    def forget(self) -> None:
+        """All graphs are dropped: give their memory back."""
         ...
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
@@ -51,7 +58,8 @@ class _Captured:
 class GraphExecutor:
     """Implements `Executor`. A graph holds the whole step, from token ids to sampled tokens.
 
-    A shape is captured when a step first needs it. Steps that fit none run eagerly.
+    A shape is captured when a step first needs it, or by `warm_up`. Steps that fit none, and those
+    with more logits than MAX_LOGIT_BYTES, run eagerly.
     """
 
     overlaps = True
@@ -72,8 +80,14 @@ class GraphExecutor:
         self._is_doubtful = False
         self.num_captures = 0
 
-    def prepare(self, max_blocks: int) -> None:
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Bytes of the device that captured steps take."""
+        return {"graphs": self._graphs.num_bytes, "static_inputs": self._static.num_bytes}
+
+    def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""
+        self._ladder = self._ladder.within(MAX_LOGIT_BYTES, vocab_size)
         shapes = (*self._ladder.decode, *self._ladder.mixed)
         self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
@@ -94,6 +108,16 @@ class GraphExecutor:
             result = replace(result, logprobs=None)
         return self._graphs.download(result)
 
+    def warm_up(self, program: Program) -> int:
+        """Capture all shapes that are not yet. Returns their number.
+
+        The largest comes first: the others then find room in the memory that it has left.
+        """
+        shapes = {*self._ladder.decode, *self._ladder.mixed} - self._captured.keys()
+        for shape in sorted(shapes, key=_size, reverse=True):
+            self._capture(program, shape)
+        return len(shapes)
+
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop the graphs if what they point to is elsewhere; else check one before a step.
 
@@ -101,7 +125,7 @@ class GraphExecutor:
         """
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
-            self._captured.clear()
+            self._drop_graphs()
         self._is_doubtful = bool(self._captured)
         return num_dropped
 
@@ -121,17 +145,24 @@ class GraphExecutor:
         graphs are dropped then.
         """
         self._is_doubtful = False
-        shape = min(self._captured, key=lambda shape: shape.num_tokens)
+        shape = min(self._captured, key=_size)
         on_host = self._static.load(shape, None)
-        graph = self._captured[shape]
-        graph.replay()
-        replayed = self._graphs.download(graph.result)()
+        self._captured[shape].replay()
+        replayed = self._graphs.download(self._captured[shape].result)()
         expected = self._graphs.download(program(on_host, self._static.on_device(shape)))()
         is_wrong = not _agree(replayed, expected)
         # All ranks replay, or all capture anew: a graph holds their sums, too.
         if any_rank(self._collectives, is_wrong, self._device):
             logger.warning("replayed steps went wrong after a resume: all graphs are made anew")
-            self._captured.clear()
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        self._captured.clear()
+        self._graphs.forget()
+
+
+def _size(shape: GraphShape) -> tuple[int, int, int]:
+    return shape.num_tokens, shape.num_rows, shape.num_samples
 
 
 def _agree(left: StepOutput, right: StepOutput) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.backends.step_tensors import HostArray, StepInputs
 
 # A mixed step with more than this is bound by arithmetic: launching its kernels one by one is
 # hidden behind them.
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = (64, 128, 256, 512)
 PREFILL_ROWS = 16
+# Of the logits that a captured step makes: they stay reserved as long as graphs do.
+MAX_LOGIT_BYTES = 1 << 30
 _SAMPLES_PER_PREFILL_ROW = 8  # a prompt's forks are sampled with it
 
 
@@ -33,6 +36,12 @@ class GraphShape:
     @property
     def num_samples(self) -> int:
         return self.num_decode_rows + _SAMPLES_PER_PREFILL_ROW * self.num_prefill_rows
+
+    def logit_bytes(self, vocab_size: int) -> int:
+        """Bytes of a step's logits: products in 16 bits, float32, and a copy of those that several
+        samples share."""
+        num_copied = self.num_samples if self.num_prefill_rows else 0
+        return vocab_size * (6 * self.num_rows + 4 * num_copied)
 
     def fits(self, inputs: StepInputs[HostArray]) -> bool:
         """Whether all of the step finds room."""
@@ -64,24 +73,45 @@ class Ladder:
         shapes = self.decode if layout.only_decodes else self.mixed
         return next((shape for shape in shapes if shape.fits(inputs)), None)
 
+    def within(self, max_logit_bytes: int, vocab_size: int) -> Ladder:
+        """Those shapes whose logits take no more than that."""
 
-def make_ladder(num_graphs: int, max_rows: int, max_mixed: int) -> Ladder:
-    """At most `num_graphs` shapes, up to half of them, and up to `max_mixed`, for mixed steps."""
-    num_mixed = min(max_mixed, num_graphs // 2)
+        def kept(shapes: tuple[GraphShape, ...]) -> tuple[GraphShape, ...]:
+            return tuple(s for s in shapes if s.logit_bytes(vocab_size) <= max_logit_bytes)
+
+        return Ladder(decode=kept(self.decode), mixed=kept(self.mixed))
+
+
+def make_ladder(num_graphs: int | None, max_rows: int, max_mixed: int) -> Ladder:
+    """At most `num_graphs` shapes, up to half of them, and up to `max_mixed`, for mixed steps.
+
+    None: every size of decode steps, and `max_mixed` mixed shapes beside them.
+    """
+    sizes = _sizes(max_rows)
+    num_mixed = max_mixed if num_graphs is None else min(max_mixed, num_graphs // 2)
+    num_decode = len(sizes) if num_graphs is None else num_graphs - num_mixed
     mixed = (
         GraphShape(
-            num_decode_rows=size, num_prefill_rows=PREFILL_ROWS, num_prefill_tokens=PREFILL_TOKENS
+            num_decode_rows=rows, num_prefill_rows=PREFILL_ROWS, num_prefill_tokens=num_tokens
         )
-        for size in _sizes(num_mixed, max_rows)
+        for num_tokens in _spread(PREFILL_TOKENS, num_mixed)
+        for rows in _spread(sizes, max(1, num_mixed // len(PREFILL_TOKENS)))
     )
-    decode = (GraphShape(num_decode_rows=n) for n in _sizes(num_graphs - num_mixed, max_rows))
-    return Ladder(decode=tuple(decode), mixed=tuple(mixed))
+    return Ladder(
+        decode=tuple(GraphShape(num_decode_rows=rows) for rows in _spread(sizes, num_decode)),
+        mixed=tuple(sorted(mixed, key=lambda shape: (shape.num_tokens, shape.num_rows))),
+    )
 
 
-def _sizes(count: int, largest: int) -> list[int]:
-    """At most `count` sizes up to `largest`, in equal ratios; those above 8 are multiples of 8."""
+def _sizes(largest: int) -> list[int]:
+    """Rows of decode steps: a step computes at most 16 rows of padding, or as many as it has."""
+    steps = (1, 2, 4, *range(8, 64, 8), *range(64, largest, 16))
+    return sorted({size for size in steps if size < largest} | {largest})
+
+
+def _spread(values: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the sorted values, evenly: with the last, and of several the first."""
     if count <= 1:
-        return [largest] * count
-    ratios = (largest ** (step / (count - 1)) for step in range(count))
-    rounded = (round(size) if size <= 8 else -(-round(size) // 8) * 8 for size in ratios)
-    return sorted({min(size, largest) for size in rounded})
+        return [*values[-1:]] * count
+    last = len(values) - 1
+    return sorted({values[round(step * last / (count - 1))] for step in range(count)})

@@ -59,6 +59,11 @@ class StaticInputs:
         self._turn = 0
         self._divided: dict[tuple[GraphShape, int], dict[str, HostArray]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the place on the device."""
+        return self._device_place.nbytes
+
     def on_device(self, shape: GraphShape) -> StepInputs[Tensor]:
         """Views of the device's place, as captured graphs read them."""
         return _step(shape, self._divide(self._device_place, shape))
