@@ -75,7 +75,7 @@ FULL = Plan(
     update_shape="4B",
     num_updates=3,
     suspend_shape="4B",
-    suspend_memory_kind="torch_memory_saver",
+    suspend_memory_kind="vmm",
     suspend_pool=PoolShape(num_rows=64, context_len=1024),
     num_cycles=3,
     host_spec=NEAR_NOTHING,

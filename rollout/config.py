@@ -60,8 +60,8 @@ class MambaInferenceStateConfig:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-MEMORY_KINDS = ("auto", "device", "reserved", "torch_memory_saver", "unified")
-STABLE_MEMORY_KINDS = ("reserved", "torch_memory_saver", "unified")
+MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
+STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
 
@@ -95,8 +95,12 @@ class InferenceConfig:
         for, or as the KV pool holds if that is less.
     kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
     static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
-    memory_kind: how the pool is reserved: auto, device, reserved, torch_memory_saver or unified.
-    unified_memory_level: 1 puts the pool into CUDA unified memory, 0 does not.
+    memory_kind: how KV and weights are reserved. On a CPU: device, or reserved, which keeps
+        addresses. On CUDA: device; vmm, which keeps addresses; or torch_memory_saver, the package,
+        which ends the process where CUDA refuses memory. auto: vmm where suspends release the KV,
+        reserved where its addresses must stay, else device.
+    unified_memory_level: 1 puts KV and weights into CUDA's unified memory. While released they lie
+        in host memory, which must have room for all of them, and are copied out and back.
     max_kv_staleness_versions: requests whose oldest KV is more versions behind are prefilled again
         after an update, and such blocks of the prefix index are not used. None: no bound.
 

@@ -323,7 +323,8 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back; its contents are lost. Returns bytes released.
+        """Give the buffer's memory back; its contents are lost. Returns bytes released, which the
+        system has after `trim`.
 
         On an exception they may be lost, too; `restore` is legal then.
         """
@@ -331,6 +332,10 @@ class MemoryBackend(Protocol):
 
     def restore(self, name: str) -> Tensor:
         """The buffer again, contents undefined; at the same address if `has_stable_addresses`."""
+        ...
+
+    def trim(self) -> None:
+        """Give the system what allocators keep for later, released buffers among it."""
         ...
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rollout.backends.attention.triton_paged import TritonPagedAttention
@@ -15,11 +17,13 @@ from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.memory.vmm import VirtualMemory
 from rollout.backends.ops.triton_ops import TritonOps
 from rollout.parallel.collectives import ONE_RANK, Collectives
 
-_MEMORY: dict[str, type[CudaDeviceMemory | MemorySaverMemory | UnifiedMemory]] = {
+_MEMORY: dict[str, Callable[[CudaRuntime], MemoryBackend]] = {
     "device": CudaDeviceMemory,
+    "vmm": VirtualMemory,
     "torch_memory_saver": MemorySaverMemory,
     "unified": UnifiedMemory,
 }

@@ -22,17 +22,20 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_MIXED_GRAPHS = 16
+UNIFIED = "unified"  # what unified_memory_level=1 stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Honoured:
-    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses.
+    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses, the
+    default where suspends release the KV if the device `prefers_stable`.
     `block_size_tokens` is the size of a KV block unless a config gives another one.
     """
 
     block_size_tokens: int
     memory_kinds: tuple[str, ...]
     stable_kind: str
+    prefers_stable: bool
     fields_without_effect: tuple[str, ...]
 
 
@@ -42,6 +45,7 @@ _DEVICES = {
         block_size_tokens=64,
         memory_kinds=("device", "reserved"),
         stable_kind="reserved",
+        prefers_stable=False,
         fields_without_effect=(
             "unified_memory_level",
             "num_cuda_graphs",
@@ -52,8 +56,10 @@ _DEVICES = {
     ),
     "cuda": _Honoured(
         block_size_tokens=256,
-        memory_kinds=("device", "torch_memory_saver", "unified"),
-        stable_kind="torch_memory_saver",
+        memory_kinds=("device", "vmm", "torch_memory_saver"),
+        stable_kind="vmm",
+        # Captured graphs stay valid.
+        prefers_stable=True,
         # Rotary embedding is always fused, by a kernel of our own.
         fields_without_effect=("use_flashinfer_fused_rope",),
     ),
@@ -154,16 +160,16 @@ def _memory_kind(config: InferenceConfig, device: str) -> str:
     """The legal memory kind `config` names, or the one that "auto" stands for."""
     honoured, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
-        if kind not in ("auto", "unified"):
+        if kind != "auto":
             raise ConfigError(
                 f"unified_memory_level={config.unified_memory_level} contradicts "
-                f"memory_kind={kind!r}; use memory_kind='auto' or 'unified', or level 0"
+                f"memory_kind={kind!r}; use memory_kind='auto', or level 0"
             )
-        return "unified"
+        return UNIFIED
     if kind == "auto":
         keeps_bytes = config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
-        must_stay = config.static_kv_memory_pointers and not keeps_bytes
-        return honoured.stable_kind if must_stay else "device"
+        is_stable = config.static_kv_memory_pointers or honoured.prefers_stable
+        return honoured.stable_kind if is_stable and not keeps_bytes else "device"
     if kind not in honoured.memory_kinds:
         raise ConfigError(
             f"memory_kind={kind!r} does not exist on {device.upper()}; "

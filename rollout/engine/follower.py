@@ -67,7 +67,7 @@ def staging_verbs_of(
 
 _PLAIN_VERBS = (
     *("after_resume", "offload_kv", "onload_kv", "discard_kv", "release_kv", "restore_kv"),
-    *("set_version", "restore_weights", "memory_use", "warm_up"),
+    *("set_version", "restore_weights", "memory_use", "warm_up", "after_suspend"),
 )
 
 

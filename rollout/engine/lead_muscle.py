@@ -121,6 +121,10 @@ class LeadMuscle(Muscle):
         num_captured: int = self._together("warm_up", super().warm_up)[0]
         return num_captured
 
+    def after_suspend(self) -> dict[str, int]:
+        kept: list[dict[str, int]] = self._together("after_suspend", super().after_suspend)
+        return {name: sum(rank[name] for rank in kept) for name in kept[0]}
+
     def after_resume(self) -> int:
         num_lost: int = self._together("after_resume", super().after_resume)[0]
         return num_lost

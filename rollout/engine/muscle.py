@@ -61,6 +61,10 @@ class Muscle:
         """Capture ahead what steps would capture when they first need it. Returns how many."""
         return self._runner.warm_up()
 
+    def after_suspend(self) -> dict[str, int]:
+        """Memory was released. Returns bytes that stay beside the KV and the weights, by name."""
+        return self._runner.after_suspend()
+
     def after_resume(self) -> int:
         """All memory is here again. Returns how many captured steps are lost."""
         return self._runner.after_resume()

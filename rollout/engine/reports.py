@@ -24,8 +24,9 @@ class SuspendReport:
     mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
     resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
     written to take none. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
-    resume. *_by_owner: the same bytes for "kv_cache" and "weights". num_requests_requeued: requests
-    that lost their KV by this call.
+    resume. *_by_owner: the same bytes for "kv_cache" and "weights". kept_beside: bytes of neither
+    that stay: captured "graphs", their "inputs", "tables" and buffers of the model, the "rows" of
+    requests. num_requests_requeued: requests that lost their KV by this call.
     """
 
     mode: str
@@ -36,6 +37,7 @@ class SuspendReport:
     bytes_on_host: int = 0
     released_by_owner: Mapping[str, int] = field(default_factory=dict)
     kept_by_owner: Mapping[str, int] = field(default_factory=dict)
+    kept_beside: Mapping[str, int] = field(default_factory=dict)
     num_requests_requeued: int = 0
 
 

@@ -80,7 +80,7 @@ class Suspension:
                 num_resident += self._muscle.num_resident_bytes(of_weights=False)
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
-        status = self.status()
+        kept, status = self._muscle.after_suspend(), self.status()
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
@@ -90,6 +90,7 @@ class Suspension:
             bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,
             kept_by_owner=status.resident_bytes,
+            kept_beside=kept,
             num_requests_requeued=self._num_requeued - num_requeued,
         )
 
@@ -192,7 +193,8 @@ class Suspension:
         if self._keeps_addresses and chosen is not _Mode.PERSIST:
             raise ConfigError(
                 f"mode={chosen.value!r} would move the KV, but static_kv_memory_pointers=True and "
-                "this memory_kind has no stable addresses; use memory_kind='reserved'"
+                "this memory_kind has no stable addresses; use memory_kind='reserved' on a CPU, "
+                "'vmm' on CUDA"
             )
         return chosen
 

@@ -207,6 +207,12 @@ class CausalLM(nn.Module):
             if not isinstance(tensor, nn.Parameter)
         }
 
+    @property
+    def num_table_bytes(self) -> int:
+        """Bytes of all that the model keeps beside its parameters: rotary tables, buffers."""
+        modules = (self, *self.rotary)
+        return sum(buffer.nbytes for module in modules for buffer in module.buffers())
+
     def refresh(self, staged: Sequence[Any] | None = None) -> None:
         """Let packed copies of the weights follow an in-place change.
 

@@ -84,6 +84,16 @@ class ModelRunner:
         with self._inference_mode:
             return self._backend.executor.warm_up(self._compute)
 
+    def after_suspend(self) -> dict[str, int]:
+        """Memory was released: have allocators give it back. Returns the bytes of the device that
+        stay beside the KV and the weights, by what they are."""
+        self._backend.memory.trim()
+        return {
+            **self._backend.executor.num_bytes,
+            "tables": self._model.num_table_bytes,
+            "rows": self._last_tokens.nbytes + self._histories.num_bytes,
+        }
+
     def after_resume(self) -> int:
         """Memory was released and is here again, perhaps at other addresses.
 

@@ -18,6 +18,11 @@ class TokenHistories:
     def __init__(self, device: torch.device) -> None:
         self._ids = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device."""
+        return self._ids.nbytes
+
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
         """Write the known tokens of new histories. Returns the tokens of the Q samples' histories,
         int32 [Q, P].

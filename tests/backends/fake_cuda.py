@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.backends.memory.cuda_driver import CudaDriver
 from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
 from rollout.backends.memory.cudart import Cudart, Location
-
-OUT_OF_MEMORY, INVALID_VALUE = 2, 1
+from tests.backends.fake_driver import INVALID_VALUE, FakeDriverLibrary
 
 
 class FakeFunction:
@@ -103,15 +104,17 @@ def plain(argument: Any) -> Any:
 
 
 class FakeRuntime(CudaRuntime):
-    """CudaRuntime over a FakeCudart; `free` and `reserved` are what the device would report."""
+    """CudaRuntime over a FakeCudart; `free` and `allocated` are what would be reported."""
 
     def __init__(self, library: FakeCudart | None = None) -> None:
         self.library = library or FakeCudart()
         self._cudart = Cudart(self.library)
         self.device = torch.device("cpu", 0)
         self.free = 1 << 40
-        self.reserved: Iterator[int] = iter(())
+        self.allocated: Iterator[int] = itertools.count(0, -(1 << 40))  # as if all went back
         self.in_cache = 0  # bytes that emptying the cache frees
+        self.driver_library = FakeDriverLibrary(self)
+        self.driver = CudaDriver(self.driver_library)
 
     def as_current(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -119,8 +122,8 @@ class FakeRuntime(CudaRuntime):
     def free_bytes(self) -> int:
         return self.free
 
-    def reserved_bytes(self) -> int:
-        return next(self.reserved)
+    def allocated_bytes(self) -> int:
+        return next(self.allocated)
 
     def empty_cache(self) -> None:
         self.library.calls.append(("empty_cache",))

@@ -58,6 +58,7 @@ class RepeatingDevice:
     ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
         def captured() -> StepOutput[Tensor]:
             self.cuda.product()
+            self.cuda.allocate_for_a_moment(1 << 20)
             return program()
 
         replay_nothing, static = self._graphs.capture(captured)

@@ -22,19 +22,21 @@ def runtime() -> FakeRuntime:
 def test_a_dropped_device_buffer_reports_what_the_device_has_back(
     runtime: FakeRuntime, before: int, after: int, reported: int
 ) -> None:
-    runtime.reserved = iter((before, after))
+    runtime.allocated = iter((before, after))
     memory = CudaDeviceMemory(runtime)
     memory.allocate("a", 700)
     assert memory.release("a") == reported
-    assert runtime.library.names() == ["empty_cache", "empty_cache"]
     assert memory.release("a") == 0
+    assert runtime.library.names() == []
+    memory.trim()
+    assert runtime.library.names() == ["empty_cache"]
 
 
 def test_a_full_device_is_a_config_error_with_both_figures(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = CudaDeviceMemory(runtime)
-    runtime.free, runtime.reserved = 55, iter((0, 0))
+    runtime.free, runtime.allocated = 55, iter((0, 0))
     memory.allocate("kv_cache", 700)
     memory.release("kv_cache")
     with monkeypatch.context() as patch:

@@ -12,7 +12,8 @@ from torch import Tensor
 from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
 from rollout.backends.memory.cudart import HOST, Cudart
 from rollout.errors import ConfigError
-from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeCudart, FakeRuntime
+from tests.backends.fake_cuda import FakeCudart, FakeRuntime
+from tests.backends.fake_driver import OUT_OF_MEMORY
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.errors import ConfigError
-from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeRuntime
+from tests.backends.fake_cuda import FakeRuntime
+from tests.backends.fake_driver import OUT_OF_MEMORY
 
 
 @pytest.fixture

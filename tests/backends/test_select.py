@@ -69,7 +69,7 @@ def test_a_named_memory_kind_is_taken(name: str, kind: type) -> None:
     assert isinstance(create_backend(InferenceConfig(memory_kind=name)).memory, kind)
 
 
-@pytest.mark.parametrize("kind", ["torch_memory_saver", "unified"])
+@pytest.mark.parametrize("kind", ["torch_memory_saver", "vmm"])
 def test_memory_kinds_of_gpus_are_refused_with_the_legal_ones(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"memory_kind='{kind}'.*'device', 'reserved'"):
         create_backend(InferenceConfig(memory_kind=kind))
@@ -135,11 +135,13 @@ def test_auto_is_cuda_where_there_is_a_device(
         ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 16}),
         ({"use_cuda_graphs_for_non_decode_steps": False}, {"max_mixed_graphs": 0}),
         ({"unified_memory_level": 1}, {"memory_kind": "unified"}),
-        ({"memory_kind": "unified"}, {"memory_kind": "unified"}),
+        ({"memory_kind": "vmm"}, {"memory_kind": "vmm"}),
         ({"memory_kind": "torch_memory_saver"}, {"memory_kind": "torch_memory_saver"}),
+        ({"kv_cache_management_mode": "offload"}, {"memory_kind": "vmm"}),
+        ({"kv_cache_management_mode": "recompute"}, {"memory_kind": "vmm"}),
         (
             {"static_kv_memory_pointers": True, "kv_cache_management_mode": "offload"},
-            {"memory_kind": "torch_memory_saver"},
+            {"memory_kind": "vmm"},
         ),
         ({"static_kv_memory_pointers": True}, {"memory_kind": "device"}),
     ],
@@ -201,5 +203,5 @@ def test_num_threads_sets_torchs_threads() -> None:
 def test_a_refused_config_changes_no_thread_count() -> None:
     before = torch.get_num_threads()
     with pytest.raises(ConfigError):
-        create_backend(InferenceConfig(num_threads=before + 1, memory_kind="unified"))
+        create_backend(InferenceConfig(num_threads=before + 1, memory_kind="vmm"))
     assert torch.get_num_threads() == before

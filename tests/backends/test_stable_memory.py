@@ -16,13 +16,14 @@ from rollout.backends.base import MemoryBackend
 from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.memory.vmm import VirtualMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("kind", [UnifiedMemory, MemorySaverMemory])
+@pytest.mark.parametrize("kind", [VirtualMemory, UnifiedMemory, MemorySaverMemory])
 def test_a_stable_buffer_is_the_same_after_any_history(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +51,7 @@ def test_a_stable_buffer_is_the_same_after_any_history(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [UnifiedMemory, MemorySaverMemory])
+@pytest.mark.parametrize("kind", [VirtualMemory, UnifiedMemory, MemorySaverMemory])
 def test_a_captured_graph_writes_to_a_buffer_that_went_and_came_back(kind: type) -> None:
     memory: MemoryBackend = kind(CudaRuntime(torch.device("cuda")))
     buffer = memory.allocate("a", 64 * MIB)

@@ -11,7 +11,8 @@ import torch
 from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.unified import UnifiedMemory
 from rollout.errors import ConfigError
-from tests.backends.fake_cuda import OUT_OF_MEMORY, FakeRuntime
+from tests.backends.fake_cuda import FakeRuntime
+from tests.backends.fake_driver import OUT_OF_MEMORY
 
 DEVICE, HOST_PLACE = (1, 0), (2, 0)  # cudaMemLocation of device 0, and of the host
 

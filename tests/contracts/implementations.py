@@ -21,6 +21,7 @@ from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.memory.vmm import VirtualMemory
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
@@ -92,10 +93,11 @@ MEMORY: dict[str, Callable[[], MemoryBackend]] = {
     "device": DeviceMemory,
     "reserved": ReservedMemory,
     "cuda_device": lambda: CudaDeviceMemory(cuda_runtime()),
+    "vmm": lambda: VirtualMemory(cuda_runtime()),
     "torch_memory_saver": lambda: MemorySaverMemory(cuda_runtime()),
     "unified": lambda: UnifiedMemory(cuda_runtime()),
 }
-GPU_MEMORY = ("cuda_device", "torch_memory_saver", "unified")
+GPU_MEMORY = ("cuda_device", "vmm", "torch_memory_saver", "unified")
 HOST_ARENAS: dict[str, Callable[[], HostArena]] = {
     "mapped": MappedHostArena,
     "pinned": lambda: PinnedHostArena(cuda_runtime()),

@@ -35,11 +35,12 @@ KINDS = [
     ("cpu", "reserved"),
     *(
         pytest.param("cuda", kind, marks=pytest.mark.gpu)
-        for kind in ("device", "torch_memory_saver", "unified")
+        for kind in ("device", "vmm", "torch_memory_saver", "unified")
     ),
 ]
 STABLE_KINDS = [
     ("cpu", "reserved"),
+    pytest.param("cuda", "vmm", marks=pytest.mark.gpu),
     pytest.param("cuda", "torch_memory_saver", marks=pytest.mark.gpu),
     pytest.param("cuda", "unified", marks=pytest.mark.gpu),
 ]
@@ -49,6 +50,11 @@ PROMPT_LENGTHS = (1, 2, 7, 8, 9, 33, 128, 300)
 @cache
 def model() -> Any:
     return tiny_model("qwen3", seed=12, head_dim=16)
+
+
+def memory(kind: str) -> dict[str, Any]:
+    """The fields that ask for it."""
+    return {"unified_memory_level": 1} if kind == "unified" else {"memory_kind": kind}
 
 
 def params(seed: int, num_tokens: int = 24, **changes: Any) -> SamplingParams:
@@ -123,7 +129,7 @@ def assert_oracles(finished: dict[int, DynamicInferenceRequest]) -> None:
 @pytest.mark.parametrize(("device", "kind"), KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_suspend_and_resume_change_no_token(device: str, kind: str, mode: str) -> None:
-    engine = tiny_engine(model(), device=device, memory_kind=kind)
+    engine = tiny_engine(model(), device=device, **memory(kind))
 
     def cycle() -> None:
         engine.pause()
@@ -163,7 +169,7 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
     engine = tiny_engine(
         trained,
         device=device,
-        memory_kind=kind,
+        **memory(kind),
         kv_cache_management_mode=mode,
         static_kv_memory_pointers=True,
     )
@@ -189,11 +195,11 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["device", "torch_memory_saver", "unified"])
+@pytest.mark.parametrize("kind", ["device", "vmm", "torch_memory_saver", "unified"])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_the_driver_gets_what_the_report_says(kind: str, mode: str) -> None:
     """Within 5%, at suspend and at resume, of a pool of 512 MiB."""
-    engine = tiny_engine(model(), device="cuda", memory_kind=kind, buffer_size_gb=0.5)
+    engine = tiny_engine(model(), device="cuda", **memory(kind), buffer_size_gb=0.5)
     request_id = engine.add_request(prompt_of(30), params(0, 20))
     engine.step()
     engine.pause()

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from rollout.backends.executors.transfer import download, upload, upload_layout
-from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
+from rollout.backends.step_tensors import (
+    LAYOUT_TYPES,
+    Fetch,
+    HostArray,
+    Program,
+    StepInputs,
+    StepLayout,
+)
 
 
 class EagerExecutor:
     """Implements `Executor`. On a CPU the work is done when `launch` returns."""
 
     num_captures = 0
-    num_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # That of the latest step, on the host and on the device.
         self._layout: tuple[StepLayout[HostArray], StepLayout[Tensor]] | None = None
         self.overlaps = device.type != "cpu"
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Bytes of the latest step's layout."""
+        if self._layout is None:
+            return {"inputs": 0}
+        on_device = self._layout[1]
+        return {"inputs": sum(getattr(on_device, name).nbytes for name in LAYOUT_TYPES)}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Nothing to prepare."""

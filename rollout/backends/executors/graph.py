@@ -83,7 +83,8 @@ class GraphExecutor:
     @property
     def num_bytes(self) -> Mapping[str, int]:
         """Bytes of the device that captured steps take."""
-        return {"graphs": self._graphs.num_bytes, "static_inputs": self._static.num_bytes}
+        num_inputs = self._static.num_bytes + self._eager.num_bytes["inputs"]
+        return {"graphs": self._graphs.num_bytes, "inputs": num_inputs}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""

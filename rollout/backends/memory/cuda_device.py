@@ -29,17 +29,19 @@ class CudaDeviceMemory:
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns how many of its bytes the device really has back.
+        """Drop the buffer. Returns its bytes, which the device has back after `trim`.
 
         That is 0 while a view of it is alive, and if it was released already.
         """
         if name not in self._tensors:
             return 0
-        self._runtime.empty_cache()  # what goes back after this is the buffer
-        before = self._runtime.reserved_bytes()
+        before = self._runtime.allocated_bytes()
         del self._tensors[name]
+        return min(self._num_bytes[name], before - self._runtime.allocated_bytes())
+
+    def trim(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
         self._runtime.empty_cache()
-        return min(self._num_bytes[name], before - self._runtime.reserved_bytes())
 
     def restore(self, name: str) -> Tensor:
         """The buffer, allocated anew if it was released; its address may differ.

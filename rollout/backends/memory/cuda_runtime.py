@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.backends.memory.cuda_driver import CudaDriver
 from rollout.backends.memory.cudart import HOST, Cudart
 from rollout.errors import ConfigError
 
@@ -51,9 +52,9 @@ class CudaRuntime:
         """Bytes that any process may still take of the device."""
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def reserved_bytes(self) -> int:
-        """Bytes that torch's own allocator holds, in use or cached."""
-        return torch.cuda.memory_reserved(self.device)
+    def allocated_bytes(self) -> int:
+        """Bytes of torch's own allocator that tensors use."""
+        return torch.cuda.memory_allocated(self.device)
 
     def empty_cache(self) -> None:
         """Give back what torch's own allocator keeps for later."""
@@ -64,6 +65,15 @@ class CudaRuntime:
         """Wait until the device has done all that was queued."""
         torch.cuda.synchronize(self.device)
 
+    def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
+        """A flat uint8 tensor of memory at this address; `free` is called with the last view."""
+        owned = OwnedBytes(pointer, num_bytes, free)
+        try:
+            return self._as_tensor(owned)
+        except BaseException:
+            owned.free()
+            raise
+
     def managed_tensor(self, num_bytes: int) -> Tensor:
         """A flat uint8 tensor of managed memory, freed with its last view; contents undefined.
 
@@ -71,12 +81,7 @@ class CudaRuntime:
         """
         with self.as_current():
             pointer = self._cudart.malloc_managed(num_bytes)
-            managed = OwnedBytes(pointer, num_bytes, self._cudart.free)
-            try:
-                return self._as_tensor(managed)
-            except BaseException:
-                managed.free()
-                raise
+            return self.tensor_at(pointer, num_bytes, self._cudart.free)
 
     def exported_tensor(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """A flat uint8 tensor of device memory, and the handle by which other processes open it.
@@ -99,12 +104,7 @@ class CudaRuntime:
         """
         with self.as_current():
             pointer = self._cudart.ipc_open(handle)
-            owned = OwnedBytes(pointer, num_bytes, self._cudart.ipc_close)
-            try:
-                return self._as_tensor(owned)
-            except BaseException:
-                owned.free()
-                raise
+            return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
 
     def move_to_device(self, tensor: Tensor) -> None:
         """Have all pages of a managed tensor on the device, and keep them there."""
@@ -135,6 +135,16 @@ class CudaRuntime:
         tensor = torch.as_tensor(owned, device=self.device)
         assert tensor.data_ptr() == owned.pointer, "torch has copied the memory"
         return tensor
+
+    @cached_property
+    def driver(self) -> CudaDriver:
+        """CUDA's virtual memory management. Raises ConfigError without the driver's library."""
+        try:
+            return CudaDriver(ctypes.CDLL("libcuda.so.1"))
+        except OSError as error:
+            raise ConfigError(
+                f"memory_kind='vmm' needs libcuda.so.1 ({error}); use memory_kind='device'"
+            ) from error
 
     @cached_property
     def _cudart(self) -> Cudart:

@@ -33,6 +33,9 @@ class DeviceMemory:
         trim_heap()
         return self._num_bytes[name]
 
+    def trim(self) -> None:
+        """Nothing: `release` has done it."""
+
     def restore(self, name: str) -> Tensor:
         """The buffer, allocated anew if it was released; its address may differ."""
         if name not in self._tensors:

@@ -26,6 +26,9 @@ class MemorySaverMemory:
     The package hooks into torch's allocator by itself, so that nothing need be preloaded; in a
     process that was started with its library in LD_PRELOAD it uses that.
 
+    Where CUDA refuses memory the package ends the process, with exit(1). The free memory is looked
+    at first, but another process may take it meanwhile: VirtualMemory has no such end.
+
     It keeps its memory for the life of the process: release what should go before dropping this.
     """
 
@@ -60,6 +63,10 @@ class MemorySaverMemory:
         self._released.add(name)
         return self._tensors[name].numel()
 
+    def trim(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
+        self._runtime.empty_cache()
+
     def restore(self, name: str) -> Tensor:
         """The same tensor, at the same address. Raises ConfigError if the device has less free."""
         tensor = self._tensors[name]
@@ -80,7 +87,7 @@ def _saver() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"memory_kind='torch_memory_saver' needs the package torch-memory-saver ({error}): "
-            "pip install torch-memory-saver, or use memory_kind='unified' or 'device'"
+            "pip install torch-memory-saver, or use memory_kind='vmm' or 'device'"
         ) from error
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
         with contextlib.suppress(AttributeError):  # it has been used before: the mode stands
@@ -97,7 +104,7 @@ def _refuse_expandable_segments() -> None:
         if "expandable_segments:true" in settings.lower().replace(" ", ""):
             raise ConfigError(
                 f"{variable}={settings!r} rules memory_kind='torch_memory_saver' out: take "
-                "expandable_segments out of it, or use memory_kind='unified' or 'device'"
+                "expandable_segments out of it, or use memory_kind='vmm' or 'device'"
             )
 
 

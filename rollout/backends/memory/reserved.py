@@ -45,6 +45,9 @@ class ReservedMemory:
         trim_heap()
         return num_bytes
 
+    def trim(self) -> None:
+        """Nothing: `release` has done it."""
+
     def restore(self, name: str) -> Tensor:
         """The same tensor; its pages appear as they are touched."""
         return self._mappings[name].tensor

@@ -14,7 +14,7 @@ class UnifiedMemory:
     While released, a buffer lies in host memory, so `release` costs as much of that as it frees on
     the device, and a copy each way. CUDA has no call that takes both places' pages away and leaves
     the address valid: discarded pages stay until the driver wants them, and madvise does not reach
-    the driver's pages. Where host memory is short, use MemorySaverMemory.
+    the driver's pages. Where host memory is short, use VirtualMemory.
     """
 
     has_stable_addresses = True
@@ -49,6 +49,10 @@ class UnifiedMemory:
         self._moved_out.add(name)
         self._runtime.move_to_host(tensor)
         return tensor.numel()
+
+    def trim(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
+        self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
         """The same tensor, on the device. Raises ConfigError if the device has less free."""

@@ -1,0 +1,76 @@
+"""Suspends of an engine whose graphs and memory obey CUDA's rules: what is captured, what is kept.
+
+Steps are computed on the host. `tests/walks/test_on_a_device.py` does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rollout import SamplingParams
+from rollout.backends.base import MemoryBackend
+from rollout.backends.executors.graph_shapes import make_ladder
+from rollout.backends.memory.cuda_device import CudaDeviceMemory
+from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.memory.vmm import VirtualMemory
+from tests.backends.fake_cuda import FakeRuntime, FakeSaver
+from tests.backends.repeating_device import graph_engine
+from tests.tiny_models import Margins, drain, prompt_of, tiny_model
+
+KINDS: dict[str, Callable[[FakeRuntime], MemoryBackend]] = {
+    "device": CudaDeviceMemory,
+    "vmm": VirtualMemory,
+    "torch_memory_saver": MemorySaverMemory,
+    "unified": UnifiedMemory,
+}
+PARAMS = SamplingParams(num_tokens_to_generate=8, ignore_eos=True)
+NUM_CYCLES = 3
+LADDER = make_ladder(4, 4, 2)
+
+
+@cache
+def model() -> Any:
+    return tiny_model("qwen3", seed=8)
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_suspends_capture_again_only_what_has_moved(
+    monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", FakeSaver().as_module())
+    runtime = FakeRuntime()
+    memory = KINDS[kind](runtime)
+    engine, executor, device = graph_engine(
+        monkeypatch, model(), memory=memory, kv_cache_management_mode=mode, ladder=LADDER
+    )
+    num_shapes = num_captured = engine.warm_up()
+    for seed in range(3):
+        engine.add_request(prompt_of(9, seed=seed), PARAMS, request_id=seed)
+    for _ in range(NUM_CYCLES):
+        engine.step()
+        engine.pause()
+        before = engine.kv_data_ptrs(), engine.weight_data_ptrs()
+        runtime.library.calls.clear()
+        suspended = engine.suspend(release=("kv_cache", "weights"))
+        assert runtime.library.names().count("empty_cache") == 1
+        assert suspended.kept_beside["graphs"] == device.num_bytes == 1 << 20
+        assert all(suspended.kept_beside.values()), suspended
+        report = engine.resume()
+        has_moved = before != (engine.kv_data_ptrs(), engine.weight_data_ptrs())
+        assert not (has_moved and memory.has_stable_addresses)
+        assert report.graphs_recaptured == (num_shapes if has_moved else 0)
+        num_captured += engine.warm_up()
+        engine.unpause()
+    assert executor.num_captures == num_captured
+    assert device.cuda.fatal == []
+    margins = Margins()
+    for request in drain(engine).values():
+        margins.compare_with_oracle(model(), request)
+    margins.check()
