@@ -163,8 +163,10 @@ class FakeMuscle:
         sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
         assert len(targets) == len(set(targets)), "two copies into one block"
         assert not set(sources) & set(targets), "the copies depend on their order"
-        for source, target in zip(sources, targets, strict=True):
-            self._blocks[target] = list(self._blocks[source])
+        columns = zip(sources, targets, plan.copy_lengths.tolist(), strict=True)
+        for source, target, length in columns:
+            unwritten = [None] * (self.block_size - length)
+            self._blocks[target] = [*self._blocks[source][:length], *unwritten]
 
     def _write(self, plan: StepPlan, starts: list[int]) -> list[list[Entry]]:
         """Write the KV of all tokens, then read the context of each token back."""

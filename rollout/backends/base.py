@@ -426,6 +426,28 @@ class DecoderParts:
     share: DecoderShare | None  # None: this process has all of it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strips:
+    """A block of the KV cache as bytes: in each of its strips, one after the other, a part of each
+    of its tokens. A strip is all that one layer has of a head, or more, and begins with token 0.
+    """
+
+    num_strips: int
+    num_tokens: int
+    bytes_per_token: int
+
+
+class CopyTokens(Protocol):
+    """Copies the first tokens of some blocks of a KV cache to others."""
+
+    def __call__(
+        self, pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
+    ) -> None:
+        """`pool_BN`: bytes of B blocks. Copy `length_K` tokens of blocks `source_K` to `target_K`,
+        int64 on its device; no block is both."""
+        ...
+
+
 class FusedDecoder(Protocol):
     """A decoder's forward pass as one operation of the device."""
 
@@ -451,4 +473,5 @@ class Backend:
     create_host_arena: Callable[[], HostArena]
     # Of a model that has no such parts, and of one that cannot be fused: None.
     fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None
+    copy_tokens: CopyTokens | None = None  # None: torch copies whole blocks
     collectives: Collectives = ONE_RANK  # of the ranks that share the model

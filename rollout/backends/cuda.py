@@ -18,6 +18,7 @@ from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.pinned_host import PinnedHostArena
 from rollout.backends.memory.unified import UnifiedMemory
 from rollout.backends.memory.vmm import VirtualMemory
+from rollout.backends.ops.triton_copy import copy_tokens
 from rollout.backends.ops.triton_ops import TritonOps
 from rollout.parallel.collectives import ONE_RANK, Collectives
 
@@ -57,6 +58,7 @@ def cuda_backend(
         attention=TritonPagedAttention(num_multiprocessors=properties.multi_processor_count),
         executor=executor,
         memory=memory,
+        copy_tokens=copy_tokens,
         create_host_arena=lambda: PinnedHostArena(runtime),
         collectives=collectives,
     )

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from rollout.backends.base import Backend, CacheSpec
 from rollout.backends.memory.residency import resident_bytes
-from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block
+from rollout.kv.layout import NUM_SCRATCH_BLOCKS, bytes_per_block, strips_of
 
 BlockIds = Sequence[int] | NDArray[np.integer]
 
 _BUFFER = "kv_cache"
+MAX_COPIED_BYTES = 256 << 20  # of a temporary that blocks are copied through
 
 
 class KVCache:
@@ -35,6 +36,8 @@ class KVCache:
         self._arena = backend.create_host_arena()
         self._spec = spec
         self._shape = backend.attention.cache_shape(spec, num_blocks + NUM_SCRATCH_BLOCKS)
+        self._strips = strips_of(backend.attention, spec)
+        self._copy_tokens = backend.copy_tokens
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
         self._buffer: Tensor | None = None
@@ -129,13 +132,21 @@ class KVCache:
             self._arena.release()
         return num_freed
 
-    def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Copy whole blocks; all sources are read before any target is written."""
-        source_ids, target_ids = (
-            torch.as_tensor(ids, dtype=torch.int64, device=self._pool.device)
-            for ids in (sources, targets)
-        )
-        self._pool.index_copy_(0, target_ids, self._pool.index_select(0, source_ids))
+    def copy_tokens(self, sources: BlockIds, targets: BlockIds, lengths: BlockIds) -> None:
+        """Copy the first tokens of blocks, `lengths` of each, in all layers, to other blocks.
+
+        No block is both a source and a target. What lies behind these tokens in a target is
+        undefined then.
+        """
+        ids = np.array([sources, targets, lengths], dtype=np.int64)
+        source_K, target_K, length_K = torch.from_numpy(ids).to(self._pool.device).unbind()
+        if self._copy_tokens is not None:
+            self._copy_tokens(self._pool, source_K, target_K, length_K, self._strips)
+            return
+        # Whole blocks, and not all of them through one temporary.
+        count = max(1, MAX_COPIED_BYTES // self.bytes_per_block)
+        for source_P, target_P in zip(source_K.split(count), target_K.split(count), strict=True):
+            self._pool.index_copy_(0, target_P, self._pool.index_select(0, source_P))
 
     @property
     def _pool(self) -> Tensor:

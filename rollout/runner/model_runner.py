@@ -68,7 +68,7 @@ class ModelRunner:
         assert self._kv.layers, "the KV cache is released"
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
-            self._kv.copy_blocks(plan.copy_sources, plan.copy_targets)
+            self._kv.copy_tokens(plan.copy_sources, plan.copy_targets, plan.copy_lengths)
         with self._inference_mode:
             fetch = self._backend.executor.launch(self._compute, inputs)
         if not self._records_routing:

@@ -56,6 +56,7 @@ class PlannedStep:
         self._table_blocks: list[int] = []
         self._copy_sources: list[int] = []
         self._copy_targets: list[int] = []
+        self._copy_lengths: list[int] = []
         self._sample_sources: list[int] = []
         self._sample_rows: list[int] = []
         self._sample_positions: list[int] = []
@@ -69,11 +70,15 @@ class PlannedStep:
 
     # ---- planning
 
-    def add_copies(self, copies: list[tuple[int, int]], sequence: Sequence) -> None:
-        """Copy blocks from source to target before the step; `sequence` goes on in the copies."""
-        for source, target in copies:
+    def add_copies(
+        self, copies: list[tuple[int, int]], num_written: list[int], sequence: Sequence
+    ) -> None:
+        """Copy blocks from source to target before the step, each as many tokens as were written;
+        `sequence` goes on in the copies."""
+        for (source, target), count in zip(copies, num_written, strict=True):
             self._copy_sources.append(source)
             self._copy_targets.append(target)
+            self._copy_lengths.append(count)
         self.copied.append(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
@@ -182,6 +187,7 @@ class PlannedStep:
             "table_blocks": self._table_blocks,
             "copy_sources": self._copy_sources,
             "copy_targets": self._copy_targets,
+            "copy_lengths": self._copy_lengths,
             "sample_sources": self._sample_sources,
             "sample_rows": self._sample_rows,
             "sample_positions": self._sample_positions,

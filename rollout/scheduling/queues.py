@@ -218,7 +218,9 @@ class RunningRequests:
         if copies:
             first = start // self._kv.block_size
             sequence.num_blocks_sent = min(sequence.num_blocks_sent, first)
-            step.add_copies(copies, sequence)
+            size, blocks = self._kv.block_size, sequence.table.blocks
+            places = [blocks.index(target, first) for _, target in copies]
+            step.add_copies(copies, [max(0, start - index * size) for index in places], sequence)
         sequence.writable_end = len(sequence.table.blocks) * self._kv.block_size
         self._forecast.observe_length(sequence)
         return True

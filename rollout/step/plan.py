@@ -56,7 +56,8 @@ class StepPlan:
     prefill_token_ids: ids of the tokens of all rows that do not decode.
     table_rows, table_indices, table_blocks: [C] the row whose block table changes, the index of the
         entry, and its new block.
-    copy_sources, copy_targets: [K] blocks that are copied before the forward pass.
+    copy_sources, copy_targets, copy_lengths: [K] blocks that are copied before the forward pass,
+        and how many of their first tokens. No block is both a source and a target.
     sample_sources, sample_rows, sample_positions: [S] the token of this step whose logits are drawn
         from, the row that gets the drawn token, and the absolute position of that.
     score_sources, score_targets: [P] the token of this step whose logits score a prompt token, and
@@ -78,6 +79,7 @@ class StepPlan:
     table_blocks: IntArray = field(default_factory=_empty)
     copy_sources: IntArray = field(default_factory=_empty)
     copy_targets: IntArray = field(default_factory=_empty)
+    copy_lengths: IntArray = field(default_factory=_empty)
     sample_sources: IntArray = field(default_factory=_empty)
     sample_rows: IntArray = field(default_factory=_empty)
     sample_positions: IntArray = field(default_factory=_empty)

@@ -13,6 +13,7 @@ from torch import Tensor
 from rollout.backends.base import CacheSpec
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.kv import cache as kv_cache
 from rollout.kv.cache import KVCache
 from tests.contracts.residency import process_resident_bytes
 
@@ -131,13 +132,17 @@ def test_release_and_restore_twice_do_nothing_more(cache: KVCache) -> None:
     assert cache.is_resident
 
 
-def test_blocks_are_copied_in_every_layer_and_read_before_any_is_written(cache: KVCache) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 1 << 30])
+def test_tokens_are_copied_in_every_layer_in_pieces(
+    cache: KVCache, max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "MAX_COPIED_BYTES", max_bytes)
     before = snapshot(cache)
-    cache.copy_blocks([3, 7], [5, 3])
+    cache.copy_tokens([3, 7, 3], [5, 4, 9], [2, 16, 7])
     for layer, old in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer[5], old[3])
-        assert torch.equal(layer[3], old[7])
-        untouched = [block for block in range(10) if block not in (3, 5)]
+        for source, target, length in ((3, 5, 2), (7, 4, 16), (3, 9, 7)):
+            assert torch.equal(layer[target, :length], old[source, :length])
+        untouched = [block for block in range(10) if block not in (5, 4, 9)]
         assert torch.equal(layer[untouched], old[untouched])
 
 

@@ -1,0 +1,57 @@
+"""copy_tokens: the written tokens of KV blocks to other blocks, in one kernel and in place.
+
+Shape letters: B blocks, N bytes or words of a block, K copies; in the kernel C words of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.backends.base import Strips
+
+WORDS_PER_CHUNK = 1024  # 16-byte loads keep four warps busy
+NUM_WARPS = 4
+_WORD_BYTES = 4
+
+
+def copy_tokens(
+    pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
+) -> None:
+    """Implements `CopyTokens`. `copy_tokens_reference` says what is done."""
+    per_token = strips.bytes_per_token // _WORD_BYTES  # heads have an even number of dims
+    copy_tokens_kernel[(strips.num_strips, len(source_K))](
+        *(pool_BN.view(torch.int32), source_K, target_K, length_K),
+        *(pool_BN.shape[1] // _WORD_BYTES, strips.num_tokens * per_token, per_token),
+        BLOCK_C=WORDS_PER_CHUNK,
+        num_warps=NUM_WARPS,
+    )
+
+
+def copy_tokens_reference(
+    pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
+) -> None:
+    """What `copy_tokens` does, in plain torch."""
+    pool_BSTD = pool_BN.view(-1, strips.num_strips, strips.num_tokens, strips.bytes_per_token)
+    for source, target, length in zip(source_K, target_K, length_K, strict=True):
+        pool_BSTD[target, :, :length] = pool_BSTD[source, :, :length]
+
+
+@triton.jit
+def copy_tokens_kernel(
+    pool, sources, targets, lengths,
+    words_per_block, words_per_strip, words_per_token,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A program copies one strip of one block."""
+    copy = tl.program_id(1)
+    strip = tl.program_id(0).to(tl.int64) * words_per_strip
+    source = pool + tl.load(sources + copy) * words_per_block + strip
+    target = pool + tl.load(targets + copy) * words_per_block + strip
+    num_words = tl.load(lengths + copy) * words_per_token
+    for start in range(0, num_words, BLOCK_C):
+        word_C = start + tl.arange(0, BLOCK_C)
+        fits_C = word_C < num_words
+        tl.store(target + word_C, tl.load(source + word_C, mask=fits_C), mask=fits_C)
