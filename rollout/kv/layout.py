@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rollout.backends.base import AttentionBackend, CacheSpec, Strips
+from rollout.backends.base import AttentionBackend, CacheSpec
+from rollout.backends.block_copy import Strips
 from rollout.errors import ConfigError
 
 GIB = 2**30

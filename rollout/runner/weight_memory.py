@@ -27,9 +27,19 @@ class WeightMemory:
         self._places = dict(_layout(model))
         self.num_bytes = max(end for _, end in self._places.values())
         self.is_resident, self._has_copy = True, False
-        buffer = self._memory.allocate(_BUFFER, self.num_bytes)
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._place_parameters(buffer, keeps_values=keeps_values)
+        if backend.device.type == "cpu":
+            # Pages of a host take memory only once they are written to.
+            buffer = self._memory.allocate(_BUFFER, self.num_bytes)
+            self._place_parameters(buffer, keeps_values=keeps_values)
+            return
+        # A device has no room for the weights twice.
+        values = self._taken_from_parameters(keeps_values=keeps_values)
+        self._memory.trim()
+        self._place_parameters(self._memory.allocate(_BUFFER, self.num_bytes))
+        for name, parameter in model.named_parameters():
+            if keeps_values:
+                parameter.data.copy_(values.pop(name))
 
     @property
     def num_resident_bytes(self) -> int:
@@ -72,6 +82,15 @@ class WeightMemory:
         num_copied = self.num_bytes_on_host
         self.is_resident, self._has_copy = True, False
         return num_copied
+
+    def _taken_from_parameters(self, *, keeps_values: bool) -> dict[str, Tensor]:
+        """Leave the parameters without memory. Returns their values on the host, if wanted."""
+        values = {}
+        for name, parameter in self._model.named_parameters():
+            if keeps_values:
+                values[name] = parameter.data.cpu()
+            parameter.data = parameter.data.new_empty(0)
+        return values
 
     def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
         """Make each parameter a view of its part of the buffer, one after the other.

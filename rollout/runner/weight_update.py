@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def next_version(current: int, version: int | None) -> int:
 def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     """Return the tensors of a source by name, unchanged.
 
-    What an iterator yields is copied, unless it is a parameter, which lasts. Raises
+    What an iterator yields is copied to the host, unless it is a parameter, which lasts. Raises
     WeightUpdateError where reading the source fails, or if a name comes twice.
     """
     if isinstance(named_tensors, nn.Module):
@@ -98,7 +98,7 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     source: dict[str, Tensor] = {}
     for name, tensor in _BlamedPairs(named_tensors):
         with blaming(f"copying {name!r}"):
-            held = lasting(tensor) if copies else tensor
+            held = _on_host(lasting, tensor) if copies else tensor
         if source.setdefault(name, held) is not held:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
     return source
@@ -160,6 +160,15 @@ def lasting(tensor: Tensor) -> Tensor:
     return tensor if is_kept else tensor.detach().clone()
 
 
+def _on_host(read: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what `read` makes of a tensor, on the host if that is new memory.
+
+    A device has no room for a second copy of all weights.
+    """
+    made = read(tensor)
+    return made if made is tensor or refusal(made) is not None else made.cpu()
+
+
 class _BlamedPairs(Iterator[tuple[str, Tensor]]):
     """The pairs of a source, none of which it holds.
 
@@ -194,7 +203,7 @@ def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str,
     full: dict[str, Tensor] = {}
     for name in sorted(source):
         with blaming(f"gathering {name!r}"):
-            full[name] = full_tensor(source[name])
+            full[name] = _on_host(full_tensor, source[name])
     return {name: full[name] for name in source}
 
 

@@ -23,7 +23,7 @@ from rollout.runner.lora_merge import (
     check_targets,
     gathered,
 )
-from rollout.runner.staged_weights import Replaced, StagedWeights, WeightBackup
+from rollout.runner.staged_weights import BackupKeeper, Replaced, StagedWeights
 from rollout.runner.weight_memory import WeightMemory
 from rollout.runner.weight_shares import (
     PartHasher,
@@ -80,7 +80,7 @@ class ServedWeights:
         self._hasher = PartHasher(backend.ops, model.spec.shard)
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
-        self._num_writes = 0
+        self._backups, self._num_writes = BackupKeeper(model, backend), 0
         self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
         self.version, self.has_values = version, True
         if fill is not None:
@@ -171,7 +171,7 @@ class ServedWeights:
             packed=self._pack(
                 {slots[n].address: source.pieces[origin] for n, origin in origins.items()}, check
             ),
-            backup=WeightBackup(self._model),
+            backup=self._backups.backup(num_writes),
             num_writes=num_writes,
             num_bytes=sum(values.numel() * slots[n].dtype.itemsize for n, values in chosen.items()),
             bases=adapted.bases,
@@ -224,7 +224,7 @@ class ServedWeights:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
-        backup = staged.backup if is_current else WeightBackup(self._model)
+        backup = staged.backup if is_current else self._backups.backup(self._num_writes)
         backup.keep_packed(staged.packed)
         try:
             staged.is_spent = True

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.base import Backend, CacheSpec, Strips
+from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.block_copy import Strips
 from rollout.backends.cpu import cpu_backend
 from rollout.kv.cache import MAX_COPIED_BYTES, KVCache
 from rollout.kv.layout import strips_of
+from tests.device_bytes import DeviceBytes
 
 pytest.importorskip("triton")
 
@@ -68,27 +68,6 @@ def test_token_major_blocks_have_a_strip_in_each_layer() -> None:
     assert strips == Strips(num_strips=36, num_tokens=256, bytes_per_token=2 * 8 * 128 * 2)
 
 
-class AllocatedBytes(TorchDispatchMode):
-    """Counts the largest new tensor, and all of them together: nothing is freed meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in filter(is_tensor, tree_leaves(result)):
-            if tensor.untyped_storage()._cdata not in given:
-                self.largest = max(self.largest, tensor.nbytes)
-                self.total += tensor.nbytes
-        return result
-
-
-def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 class MetaMemory:
     """Buffers without memory."""
 
@@ -122,11 +101,11 @@ def test_forking_64_prompts_of_200_tokens_8_times_takes_no_memory_but_a_bounded_
     )
     sources = [1 + prompt for prompt in range(64) for _ in range(7)]
     targets = list(range(65, 65 + len(sources)))
-    with AllocatedBytes() as allocated:
+    with DeviceBytes() as device:
         cache.copy_tokens(sources, targets, [200] * len(sources))
     whole_blocks = len(sources) * cache.bytes_per_block
     assert whole_blocks > 15 * 2**30
-    assert allocated.largest <= MAX_COPIED_BYTES
+    num_index_bytes = 3 * 8 * len(sources)
+    assert device.peak <= num_index_bytes + (0 if has_kernel else MAX_COPIED_BYTES)
     if has_kernel:
-        assert allocated.total < 1 << 20
         assert copied == [whole_blocks // 256]
