@@ -18,9 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.spawn import get_preparation_data, prepare
+from types import MappingProxyType
 from typing import Any
 
 from rollout.errors import ConfigError, decode_error, encode_error
@@ -28,6 +29,7 @@ from rollout.errors import ConfigError, decode_error, encode_error
 CHILD_FLAG = "--child"
 _PATH = "PYTHONPATH"
 _PARENT_CHECK_S, _END_S = 0.2, 5.0
+_NO_CHANGES: Mapping[str, str] = MappingProxyType({})
 
 
 def pickled(value: Any, what: str) -> bytes:
@@ -42,13 +44,14 @@ class ChildProcess:
     """A child process, started by the constructor. `pipe` leads to it; `send` gives it its
     arguments, and `receive` returns its first answer."""
 
-    def __init__(self, module: str) -> None:
-        """Raises RuntimeError in a child whose parent's main module has no guard."""
+    def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
+        """`environment`: variables that differ from this process's. Raises RuntimeError in a
+        child whose parent's main module has no guard."""
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
         self.pipe, theirs = Pipe()
         # The child must find what this process finds; it puts the variable back.
-        environment = os.environ | {_PATH: os.pathsep.join(sys.path)}
+        environment = {**os.environ, **environment, _PATH: os.pathsep.join(sys.path)}
         with theirs, _no_interrupt():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, CHILD_FLAG], stdin=theirs.fileno(), env=environment

@@ -122,7 +122,8 @@ class InferenceConfig:
         registered policy, or "package.module:Class".
     prefix_reuse_across_versions: a prefix written under older weights may be used.
 
-    device: auto, cpu, cuda or cuda:N.
+    device: auto, cpu, cuda or cuda:N. With auto and cuda, engines of a fleet get a device each of
+        those that are visible; with cuda:N all get that one.
     dtype: of weights and KV: auto, float32, bfloat16 or float16.
     num_threads: of torch and the compiled kernels. None: as torch has it.
     num_cuda_graphs: how many shapes of steps are captured at most, up to half of them for steps

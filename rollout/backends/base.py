@@ -8,6 +8,7 @@ expert size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -324,11 +325,8 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back; its contents are lost. Returns bytes released, which the
-        system has after `trim`.
-
-        On an exception they may be lost, too; `restore` is legal then.
-        """
+        """Give the buffer's memory back; contents are lost, also if this raises: `restore` it then.
+        Returns bytes released, which the system has after `trim`."""
         ...
 
     def restore(self, name: str) -> Tensor:
@@ -453,4 +451,6 @@ class Backend:
     # Of a model that has no such parts, and of one that cannot be fused: None.
     fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None
     copy_tokens: CopyTokens | None = None  # None: torch copies whole blocks
+    # While entered, the device is the one that a thread's launches are for.
+    as_current: Callable[[], AbstractContextManager[object]] = nullcontext
     collectives: Collectives = ONE_RANK  # of the ranks that share the model

@@ -33,17 +33,18 @@ _MEMORY: dict[str, Callable[[CudaRuntime], MemoryBackend]] = {
 def cuda_backend(
     memory_kind: str,
     *,
+    index: int | None = None,
     num_graphs: int | None,
     max_mixed_graphs: int,
     max_rows: int,
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
-    """A Backend on the current CUDA device; `num_graphs` and `max_mixed_graphs` as
-    `make_ladder` takes them; no graphs at all with `num_graphs` 0.
+    """A Backend on the CUDA device of that index, None: the current one.
 
+    `num_graphs` and `max_mixed_graphs` as `make_ladder` takes them; no graphs at all with 0.
     Raises ConfigError where there is no device, or where the memory kind cannot work.
     """
-    runtime = CudaRuntime(torch.device("cuda"))
+    runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device
     memory: MemoryBackend = _MEMORY[memory_kind](runtime)
     executor: Executor = EagerExecutor(device)
@@ -59,6 +60,7 @@ def cuda_backend(
         executor=executor,
         memory=memory,
         copy_tokens=copy_tokens,
+        as_current=runtime.as_current,
         create_host_arena=lambda: PinnedHostArena(runtime),
         collectives=collectives,
     )

@@ -9,6 +9,7 @@ import torch
 
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
+from rollout.backends.devices import parse_device, require_device
 from rollout.backends.forks import prepare_for_forks
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
@@ -73,7 +74,7 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
     Raises ConfigError, naming field, value and remedy, for a device that is not there and for
     fields that the device cannot honour.
     """
-    device = _device(config)
+    device, index = require_device(config.device)
     _refuse_without_effect(config, device)
     memory_kind = _memory_kind(config, device)
     prepare_for_forks()
@@ -84,7 +85,9 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
             memory_kind, deterministic=config.deterministic, collectives=collectives
         )
     else:
-        backend = _cuda_backend(config, memory_kind, collectives)
+        # A rank's number beside the index; without one its process uses the current device.
+        index = None if index is None else index + collectives.rank
+        backend = _cuda_backend(config, index, memory_kind, collectives)
     logger.info(
         "backend: device=%s, memory_kind=%s, threads=%d",
         *(backend.device, memory_kind, torch.get_num_threads()),
@@ -93,9 +96,11 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
 
 
 def needs_gpu(config: InferenceConfig) -> bool:
-    """Return whether engines of `config` compute on a GPU; "auto" says what is here. A named one
-    need not be there."""
-    return (_device(config) if config.device == "auto" else config.device) == "cuda"
+    """Return whether engines of `config` want a GPU of their own; "auto" says what is here.
+
+    A named one need not be there, and one with an index is what all engines get.
+    """
+    return parse_device(config.device) == ("cuda", None)
 
 
 def block_size_of(config: InferenceConfig) -> int:
@@ -105,38 +110,26 @@ def block_size_of(config: InferenceConfig) -> int:
     """
     if config.block_size_tokens is not None:
         return config.block_size_tokens
-    device = config.device if config.device in _DEVICES else _device(config)
-    return _DEVICES[device].block_size_tokens
+    kind, _ = parse_device(config.device)
+    return _DEVICES[kind].block_size_tokens
 
 
 def device_of(config: InferenceConfig) -> str:
     """Return the kind of device of `config`: "cpu" or "cuda". Raises ConfigError."""
-    return _device(config)
+    return require_device(config.device)[0]
 
 
 def use_device(config: InferenceConfig, rank: int) -> None:
     """Let this process, of a rank of an engine, use the device of that number, if `config` asks for
-    devices that have one."""
-    if _device(config) == "cuda":
-        torch.cuda.set_device(rank)
+    devices that have one: from the one on that `config` names."""
+    kind, index = require_device(config.device)
+    if kind == "cuda":
+        torch.cuda.set_device((index or 0) + rank)
 
 
-def _device(config: InferenceConfig) -> str:
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.device not in _DEVICES:
-        raise ConfigError(
-            f"device={config.device!r} does not exist; use 'auto', 'cpu', or 'cuda' for the "
-            "current CUDA device, which CUDA_VISIBLE_DEVICES or torch.cuda.set_device chooses"
-        )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda' is not available: torch sees no CUDA device; use device='cpu' or 'auto'"
-        )
-    return config.device
-
-
-def _cuda_backend(config: InferenceConfig, memory_kind: str, collectives: Collectives) -> Backend:
+def _cuda_backend(
+    config: InferenceConfig, index: int | None, memory_kind: str, collectives: Collectives
+) -> Backend:
     try:
         from rollout.backends.cuda import cuda_backend
     except ImportError as error:
@@ -147,6 +140,7 @@ def _cuda_backend(config: InferenceConfig, memory_kind: str, collectives: Collec
     max_mixed = DEFAULT_NUM_MIXED_GRAPHS if max_mixed is None else max_mixed
     return cuda_backend(
         memory_kind,
+        index=index,
         num_graphs=num_graphs,
         max_mixed_graphs=max_mixed if config.use_cuda_graphs_for_non_decode_steps else 0,
         max_rows=min(

@@ -55,11 +55,13 @@ class Muscle:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step; the function returned waits for its result. See ModelRunner.launch."""
-        return self._runner.launch(plan)
+        with self._runner.as_current():
+            return self._runner.launch(plan)
 
     def warm_up(self) -> int:
         """Capture ahead what steps would capture when they first need it. Returns how many."""
-        return self._runner.warm_up()
+        with self._runner.as_current():
+            return self._runner.warm_up()
 
     def after_suspend(self) -> dict[str, int]:
         """Memory was released. Returns bytes that stay beside the KV and the weights, by name."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from rollout.backends.devices import environment_of
 from rollout.backends.limits import num_usable_cpus
 from rollout.child_process import ChildProcess, end_of, pickled
 from rollout.launch.launcher import EngineJob
@@ -12,7 +13,8 @@ from rollout.launch.supervised_process import SupervisedProcess
 
 
 class LocalLauncher:
-    """Starts engines here. They share the processors, and end with this process.
+    """Starts engines here. They share the processors, and end with this process. Those that want
+    GPUs see their own alone.
 
     One that fails is started again, so often in a row.
     """
@@ -33,8 +35,9 @@ class LocalLauncher:
         # All at once: most of a start is imports, which need no address.
         engines: list[SupervisedProcess] = []
         try:
-            for name in (f"engine {number}" for number in range(num_engines)):
-                engines.append(_process(name, job, begin))
+            for number in range(num_engines):
+                environment = environment_of(number, job.num_gpus)
+                engines.append(_process(f"engine {number}", job, begin, environment))
         except BaseException:  # after Ctrl-C, too, nobody else knows the processes
             for engine in engines:
                 engine.end_restarts()
@@ -47,7 +50,10 @@ class LocalLauncher:
 
 
 def _process(
-    name: str, job: EngineJob, begin: Callable[[ChildProcess], object]
+    name: str,
+    job: EngineJob,
+    begin: Callable[[ChildProcess], object],
+    environment: Mapping[str, str],
 ) -> SupervisedProcess:
     tell = job.on_end
     return SupervisedProcess(
@@ -56,5 +62,6 @@ def _process(
         begin,
         start_timeout_s=job.start_timeout_s,
         max_restarts=job.max_restarts,
+        environment=environment,
         on_end=lambda exit_code: tell(name, end_of(exit_code) if exit_code else None),
     )

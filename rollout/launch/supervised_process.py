@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
+from types import MappingProxyType
 from typing import Any
 
 from rollout.child_process import ChildProcess, end_of
@@ -34,10 +35,12 @@ class SupervisedProcess:
         *,
         start_timeout_s: float,
         max_restarts: int = 0,
+        environment: Mapping[str, str] = MappingProxyType({}),
         on_end: Callable[[int], object] = lambda exit_code: None,
     ) -> None:
         """`begin` sends a child its arguments. `on_end` gets the last exit code once the process
-        is given up, if it had been ready. The supervising thread calls both.
+        is given up, if it had been ready. The supervising thread calls both. `environment`:
+        variables that differ from this process's.
         """
         self.name, self._module, self._begin = name, module, begin
         self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
@@ -45,7 +48,8 @@ class SupervisedProcess:
         self.started: futures.Future[Any] = futures.Future()
         self._is_ending = threading.Event()
         self._turn = threading.Lock()  # held to start a child, so that none is after the end
-        self._child = ChildProcess(module)
+        self._environment = environment
+        self._child = ChildProcess(module, environment)
         self._thread = threading.Thread(target=self._supervise, name=f"{name} watch", daemon=True)
         self._thread.start()
 
@@ -129,6 +133,6 @@ class SupervisedProcess:
             return False
         with self._turn:
             if not self._is_ending.is_set():
-                self._child = ChildProcess(self._module)
+                self._child = ChildProcess(self._module, self._environment)
                 return True
         return False

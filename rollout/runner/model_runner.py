@@ -7,6 +7,7 @@ the layers with experts and K the experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,10 @@ class ModelRunner:
         self._histories = TokenHistories(backend.device)
         self._addresses = self._addresses_now()
         self._inference_mode = torch.inference_mode()
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """Make the model's device the one that this thread's launches are for."""
+        return self._backend.as_current()
 
     @property
     def overlaps(self) -> bool:

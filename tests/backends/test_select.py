@@ -118,6 +118,7 @@ def test_auto_is_cuda_where_there_is_a_device(
     assert asked_of_cuda == [
         {
             "memory_kind": "device",
+            "index": None,
             "num_graphs": None,
             "max_mixed_graphs": 16,
             "max_rows": 50,
