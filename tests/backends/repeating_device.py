@@ -81,6 +81,12 @@ class RepeatingDevice:
     def num_bytes(self) -> int:
         return self._graphs.num_bytes
 
+    @property
+    def num_result_bytes(self) -> int:
+        """Bytes of the tensors that captured steps leave their results in."""
+        tensors = [getattr(r, field.name) for r in self._results for field in fields(r)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def forget(self) -> None:
         self._graphs.forget()
 

@@ -5,8 +5,10 @@ Steps are computed on the host. `tests/walks/test_on_a_device.py` does the same 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +23,7 @@ from rollout.backends.memory.unified import UnifiedMemory
 from rollout.backends.memory.vmm import VirtualMemory
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 from tests.backends.repeating_device import graph_engine
+from tests.device_bytes import DeviceBytes
 from tests.tiny_models import Margins, drain, prompt_of, tiny_model
 
 KINDS: dict[str, Callable[[FakeRuntime], MemoryBackend]] = {
@@ -74,3 +77,32 @@ def test_three_suspends_capture_again_only_what_has_moved(
     for request in drain(engine).values():
         margins.compare_with_oracle(model(), request)
     margins.check()
+
+
+def test_a_suspend_leaves_nothing_but_what_its_report_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KV and weights are the fake driver's, all else is counted as it is allocated."""
+    runtime = FakeRuntime()
+    total = runtime.free
+    with DeviceBytes("cpu") as device_bytes:
+        engine, executor, device = graph_engine(
+            monkeypatch, model(), memory=VirtualMemory(runtime), ladder=LADDER
+        )
+        engine.warm_up()
+        for seed, penalty in enumerate((1.0, 1.3)):
+            params = replace(PARAMS, repetition_penalty=penalty)
+            engine.add_request(prompt_of(9, seed=seed), params, request_id=seed)
+        for _ in range(4):
+            engine.step()
+        engine.pause()
+        assert runtime.free < total
+        report = engine.suspend("offload", release=("kv_cache", "weights"))
+        gc.collect()
+        assert runtime.free == total
+        listed = sum(report.kept_beside.values()) - report.kept_beside["graphs"]
+        # Static inputs come from two places in page-locked host memory; results are the pool's.
+        on_host = 2 * report.kept_beside["inputs"]
+        assert listed < device_bytes.alive <= listed + on_host + device.num_result_bytes
+        assert report.kept_beside["graphs"] == device.num_bytes > device.num_result_bytes
+    assert executor.num_captures > 0
