@@ -8,7 +8,8 @@ import torch
 
 from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.base import AttentionBackend, Backend, MemoryBackend, Ops
+from rollout.backends.base import AttentionBackend, Backend, Ops
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.limits import memory_limit_bytes
 from rollout.backends.memory.device import DeviceMemory

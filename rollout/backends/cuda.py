@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from rollout.backends.attention.triton_paged import TritonPagedAttention
-from rollout.backends.base import Backend, Executor, MemoryBackend
+from rollout.backends.base import Backend, Executor
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.executors.cuda_graph import CudaGraphs
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph import GraphExecutor

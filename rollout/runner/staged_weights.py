@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.base import Backend, HostArena
+from rollout.backends.base import Backend
+from rollout.backends.buffers import HostArena
 from rollout.models.causal_lm import CausalLM
 from rollout.runner.weight_shares import WeightShare
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rollout import DynamicInferenceEngine
 from rollout.backends.attention.reference import ReferenceAttention
-from rollout.backends.base import AttentionBackend, MemoryBackend, Ops
+from rollout.backends.base import AttentionBackend, Ops
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.executors.cuda_graph import CudaGraphs
 from rollout.backends.executors.graph import GraphExecutor

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout import SamplingParams
-from rollout.backends.base import MemoryBackend
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import (

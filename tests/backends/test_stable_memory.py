@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.backends.base import MemoryBackend
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.unified import UnifiedMemory

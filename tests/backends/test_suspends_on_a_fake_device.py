@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
-from rollout.backends.base import MemoryBackend
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.executors.graph_shapes import make_ladder
 from rollout.backends.memory.cuda_device import CudaDeviceMemory
 from rollout.backends.memory.memory_saver import MemorySaverMemory

@@ -12,7 +12,8 @@ from torch import Tensor
 from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.base import AttentionBackend, HostArena, MemoryBackend, Ops
+from rollout.backends.base import AttentionBackend, Ops
+from rollout.backends.buffers import HostArena, MemoryBackend
 from rollout.backends.memory.cuda_device import CudaDeviceMemory
 from rollout.backends.memory.cuda_runtime import CudaRuntime
 from rollout.backends.memory.device import DeviceMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.backends.base import HostArena
+from rollout.backends.buffers import HostArena
 from tests.contracts.implementations import GPU_HOST_ARENAS, HOST_ARENAS, marked
 from tests.contracts.residency import Meter, host_meter, host_meter_beside_a_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.backends.base import MemoryBackend
+from rollout.backends.buffers import MemoryBackend
 from rollout.backends.memory import residency
 from rollout.errors import ConfigError
 from tests.contracts.implementations import GPU_MEMORY, MEMORY, marked
