@@ -1,11 +1,11 @@
-"""What an engine reports about itself: SchedulerCounts, StepStats, and the MetricsWriter that gets
-them.
+"""What an engine reports about itself: SchedulerCounts, StepStats, RankUse, and the MetricsWriter
+that gets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
 
@@ -49,3 +49,39 @@ class StepStats(SchedulerCounts):
     def as_metrics(self, prefix: str = "engine/last_step/") -> dict[str, float]:
         """Return the numbers under flat names, as a MetricsWriter takes them."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """What one rank of an engine uses: bytes as of now, and seconds since its start.
+
+    engine: its number in the fleet. kv_bytes, weights_bytes: reserved, 0 while released.
+    *_on_host_bytes: copies that wait for resume. lora_base_bytes: on the host, what adapted weights
+    are without their adapter. rss_bytes: memory that the process takes, whatever for; 0 where the
+    system does not say. cpu_seconds: of all its threads. wait_seconds: for other ranks to come to a
+    sum; of a group of torch.distributed, the sums as well; on a device nothing waits.
+    """
+
+    engine: int = 0
+    rank: int = 0
+    kv_bytes: int
+    weights_bytes: int
+    kv_on_host_bytes: int
+    weights_on_host_bytes: int
+    lora_base_bytes: int
+    rss_bytes: int
+    cpu_seconds: float
+    wait_seconds: float
+
+    @property
+    def label(self) -> str:
+        """Its engine and its rank in that."""
+        return f"{self.engine}.{self.rank}"
+
+
+RANK_FIELDS = tuple(f.name for f in fields(RankUse) if f.name not in ("engine", "rank"))
+
+
+def sum_of_ranks(ranks: Sequence[RankUse], name: str) -> float:
+    """The sum of one of RANK_FIELDS, each of which may be added."""
+    return float(sum(getattr(rank, name) for rank in ranks))

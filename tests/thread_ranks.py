@@ -30,7 +30,7 @@ class ThreadCollectives:
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
-        self.num_calls = 0
+        self.num_calls, self.wait_seconds = 0, 0.0
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()

@@ -21,6 +21,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.sampling_params import SamplingParams
+from rollout.telemetry import RankUse
 from rollout.text import Tokenizer
 
 # {"state", "weights_version", "weights_checksum", "ranks": {rank: report}, "lost_ranks"}, as a
@@ -111,12 +112,13 @@ def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport
 
 
 def engine_stats(results: Results) -> EngineStats:
-    """Sums over the engines; state and version are those of the fleet."""
-    reports = _of_ranks(results)
+    """Sums over the engines; state and version are those of the fleet, and ranks those of all."""
+    reports, each = _of_ranks(results), stats_by_engine(results).values()
     values: dict[str, Any] = {
         "state": CoordinatorState[results["state"]].engine_state,
         "weights_version": results["weights_version"],
         "max_sequence_length": min((r["max_sequence_length"] for r in reports), default=0),
+        "ranks": tuple(rank for stats in each for rank in stats.ranks),
     }
     for name in HISTOGRAMS:
         values[name] = tuple(map(sum, zip(*(report[name] for report in reports), strict=True)))
@@ -132,7 +134,9 @@ def stats_by_engine(results: Results) -> dict[int, EngineStats]:
     for rank, report in ranks:
         histograms = {name: tuple(report[name]) for name in HISTOGRAMS}
         state = EngineState[report["state"]]
-        engines[rank] = EngineStats(**{**report, **histograms, "state": state})
+        uses = tuple(RankUse(**{**use, "engine": rank}) for use in report["ranks"])
+        changed = {**histograms, "state": state, "ranks": uses}
+        engines[rank] = EngineStats(**{**report, **changed})
     return engines
 
 

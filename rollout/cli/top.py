@@ -115,6 +115,10 @@ def view_of(snapshot: FleetSnapshot) -> RenderableType:
         (f"{rate:,.0f} tokens/s", "bold"),
         f"   prefill {snapshot.total('prefill_tokens_per_s'):,.0f} tokens/s",
     )
+    refused = [(name, count) for name, count in snapshot.refused.items() if count]
+    if refused:
+        words = ", ".join(f"{count:,} {_reason(name)}" for name, count in refused)
+        headline.append(f"\nrefused: {words}", style="bold red")
     table = Table(box=None, pad_edge=False)
     for name in ("engine", "state", "version", "waiting", "running", "paused", "KV blocks", ""):
         table.add_column(name, justify="left" if name in ("state", "KV blocks") else "right")
@@ -123,6 +127,11 @@ def view_of(snapshot: FleetSnapshot) -> RenderableType:
     for engine in snapshot.engines:
         table.add_row(*_cells(engine))
     return Group(headline, "", table)
+
+
+def _reason(name: str) -> str:
+    """`num_unknown_keys` as words."""
+    return name.removeprefix("num_").replace("_", " ")
 
 
 def _cells(engine: dict[str, Any]) -> list[str]:

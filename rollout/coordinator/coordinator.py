@@ -11,6 +11,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -117,6 +118,7 @@ class DataParallelInferenceCoordinator:
                 block_size_tokens=_routed_block_size(block_size_tokens, enable_prefix_caching),
                 deterministic_mode=deterministic_mode,
                 recorder=self._recorder,
+                refused=lambda: asdict(self.refusals),
             )
             if pipe_connection is not None:
                 pipe_connection.send(self.address)

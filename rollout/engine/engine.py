@@ -424,13 +424,16 @@ class Engine:
         `step` only with async scheduling."""
         return self._pipeline.num_in_flight
 
-    def stats(self) -> EngineStats:
-        """Return requests by phase and blocks as of now, and counters since the start."""
+    def stats(self, *, of_ranks: bool = True) -> EngineStats:
+        """Return requests by phase and blocks as of now, and counters since the start.
+
+        The thread that steps calls it; without `of_ranks`, which leaves them out, any may.
+        """
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
-            lora_base_bytes=self._weights.num_base_bytes,
+            ranks=self._muscle.rank_uses() if of_ranks else (),
             routing_bytes=self._scheduler.num_routing_bytes,
         )
 

@@ -67,7 +67,7 @@ def staging_verbs_of(
 
 _PLAIN_VERBS = (
     *("after_resume", "offload_kv", "onload_kv", "discard_kv", "release_kv", "restore_kv"),
-    *("set_version", "restore_weights", "memory_use", "warm_up", "after_suspend"),
+    *("set_version", "restore_weights", "memory_use", "rank_use", "warm_up", "after_suspend"),
 )
 
 
@@ -183,7 +183,7 @@ def _prepare(loaded: LoadedModel, choices: Any) -> int:
 
 
 def _begin(loaded: LoadedModel, sizes: EngineSizes) -> Muscle:
-    return Muscle(*runner_of(loaded, sizes), loaded.weights)
+    return Muscle(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
 
 
 def answer_next(

@@ -29,6 +29,7 @@ from rollout.runner.weight_update import NamedTensors, blaming, next_version, st
 from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
+from rollout.telemetry import RankUse
 
 _BASE = "base: "  # before the names of the weights that an adapter belongs to
 
@@ -56,8 +57,8 @@ class LeadMuscle(Muscle):
         followers: Sequence[ChildProcess],
     ) -> None:
         """`followers`: the other ranks, in their order. They end with this."""
-        super().__init__(runner, kv, weights)
-        self._collectives, self._channel, self._staging = collectives, channel, staging
+        super().__init__(runner, kv, weights, collectives)
+        self._channel, self._staging = channel, staging
         self._followers = followers
         weakref.finalize(self, end_processes, followers)  # if nobody calls `close`
         self._staging_turn = threading.Lock()
@@ -256,6 +257,10 @@ class LeadMuscle(Muscle):
     def memory_use(self) -> MemoryUse:
         uses: list[MemoryUse] = self._together("memory_use", super().memory_use)
         return sum(uses[1:], start=uses[0])
+
+    def rank_uses(self) -> tuple[RankUse, ...]:
+        """() once the engine is shut down: the others have ended."""
+        return () if self._is_closed else (*self._together("rank_use", super().rank_use),)
 
     def close(self) -> None:
         self._channel.close()

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
 from rollout.kv.cache import BlockIds, KVCache
+from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.staged_weights import StagedWeights
 from rollout.runner.weight_update import NamedTensors
 from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
+from rollout.telemetry import RankUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes of the KV cache and of the weights.
 
-    kv, weights: reserved, 0 while released. *_on_host: copies that wait for resume.
+    kv, weights: reserved, 0 while released. *_on_host: copies that wait for resume. lora_base: on
+    the host, what adapted weights are without their adapter.
     """
 
     kv: int
     weights: int
     kv_on_host: int
     weights_on_host: int
+    lora_base: int
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
         sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
@@ -38,8 +45,15 @@ class Muscle:
     each verb as well.
     """
 
-    def __init__(self, runner: ModelRunner, kv: KVCache, weights: ServedWeights) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv: KVCache,
+        weights: ServedWeights,
+        collectives: Collectives = ONE_RANK,
+    ) -> None:
         self._runner, self.kv, self.weights = runner, kv, weights
+        self._collectives = collectives
 
     # ---- steps
 
@@ -139,7 +153,27 @@ class Muscle:
             weights=weights.num_bytes if weights.is_resident else 0,
             kv_on_host=kv.num_offloaded_bytes,
             weights_on_host=weights.num_bytes_on_host,
+            lora_base=weights.num_base_bytes,
         )
+
+    def rank_use(self) -> RankUse:
+        """What this rank uses."""
+        use = Muscle.memory_use(self)  # not that of all ranks
+        return RankUse(
+            rank=self._collectives.rank,
+            kv_bytes=use.kv,
+            weights_bytes=use.weights,
+            kv_on_host_bytes=use.kv_on_host,
+            weights_on_host_bytes=use.weights_on_host,
+            lora_base_bytes=use.lora_base,
+            rss_bytes=process_bytes(),
+            cpu_seconds=time.process_time(),
+            wait_seconds=self._collectives.wait_seconds,
+        )
+
+    def rank_uses(self) -> tuple[RankUse, ...]:
+        """What all ranks of the engine use, in their order."""
+        return (self.rank_use(),)
 
     def close(self) -> None:
         """Give up the KV cache, on the device and on the host. May be tried again."""
@@ -147,3 +181,12 @@ class Muscle:
             self.kv.discard(self.kv.offloaded_blocks)
         finally:
             self.kv.release()
+
+
+def process_bytes() -> int:
+    """Bytes of memory that this process takes; 0 where the system does not say."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,14 @@ from rollout.engine.state import EngineState
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.step.plan import StepPlan
-from rollout.telemetry import MetricsWriter, SchedulerCounts, StepStats
+from rollout.telemetry import (
+    RANK_FIELDS,
+    MetricsWriter,
+    RankUse,
+    SchedulerCounts,
+    StepStats,
+    sum_of_ranks,
+)
 from rollout.version_spans import VersionSpans
 
 HISTOGRAMS = ("policy_staleness", "kv_staleness")
@@ -123,13 +130,14 @@ class EngineStats(SchedulerCounts):
     num_prompt_tokens: of the requests that have ended. policy_staleness, kv_staleness: how many of
     their generated tokens were 0, 1, ... versions old when the request ended, by the version that
     sampled them, and by the one that wrote their KV; the last number counts all that were older.
+    ranks: what each process of the engine uses.
     """
 
     state: EngineState
     weights_version: int
     max_sequence_length: int  # of a fleet: the least of its engines
     num_graph_captures: int  # 0 where steps run eagerly
-    lora_base_bytes: int  # on the host: what adapted weights are without their adapter
+    lora_base_bytes: int  # on the hosts of all ranks: adapted weights without their adapter
     routing_bytes: int  # on the host: the experts of all KV entries, if they are recorded
     num_steps: int
     num_failed_steps: int  # forward passes that raised
@@ -154,10 +162,16 @@ class EngineStats(SchedulerCounts):
     resumed_bytes: int
     policy_staleness: tuple[int, ...]
     kv_staleness: tuple[int, ...]
+    ranks: tuple[RankUse, ...]
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
-        """Return the numbers under flat names, as a MetricsWriter takes them."""
+        """Return the numbers under flat names, as a MetricsWriter takes them: those of `ranks` as
+        sums, and, where there are several, of each by its engine and rank."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: sum_of_ranks(self.ranks, name) for name in RANK_FIELDS}
+        if len(self.ranks) > 1:
+            for rank in self.ranks:
+                values |= {f"rank_{rank.label}/{n}": getattr(rank, n) for n in RANK_FIELDS}
         return {f"{prefix}{n}": v for n, v in values.items() if isinstance(v, (int, float))}
 
 
@@ -228,7 +242,7 @@ class EngineCounters:
         counts: SchedulerCounts,
         num_graph_captures: int,
         max_sequence_length: int,
-        lora_base_bytes: int,
+        ranks: tuple[RankUse, ...],
         routing_bytes: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
@@ -240,8 +254,9 @@ class EngineCounters:
             weights_version=weights_version,
             num_graph_captures=num_graph_captures,
             max_sequence_length=max_sequence_length,
-            lora_base_bytes=lora_base_bytes,
+            lora_base_bytes=sum(rank.lora_base_bytes for rank in ranks),
             routing_bytes=routing_bytes,
+            ranks=ranks,
             **asdict(counts),
             **asdict(self.steps),
             **others,

@@ -27,6 +27,7 @@ from rollout.engine.spmd_follower import SpmdFollower
 from rollout.engine.spmd_muscle import SpmdMuscle
 from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
 from rollout.parallel.channel import FollowerChannel, LeadChannel, raise_first
+from rollout.parallel.collectives import Collectives
 from rollout.parallel.rank_sockets import RankListener, exchanged, this_machine, wire_to_lead
 
 Model = str | Path | nn.Module | Any
@@ -73,10 +74,13 @@ def join_as_lead(
         names = [f"rank {rank} (process {facts[rank].pid})" for rank in range(1, size)]
         wires = dict(zip(names, listener.wires(size, start_s), strict=True))
         channel = LeadChannel(wires, timeout_s=config.tensor_parallel_timeout_s)
-        collectives = meeting.collectives(
-            0, timeout_s=config.tensor_parallel_timeout_s, check=channel.check
-        )
         with _ended_by_errors(channel):
+            channel.send("meet")
+            collectives = meeting.collectives(
+                0, timeout_s=config.tensor_parallel_timeout_s, check=channel.check
+            )
+            # The place where they meet is there until all have come, whatever fails then.
+            raise_first(channel.answers(timeout_s=start_s))
             channel.send("load")
             loaded = load_model(model, config, weights_version, collectives)
             raise_first(channel.answers(timeout_s=start_s))
@@ -100,9 +104,15 @@ def join_as_follower(model: Model, config: InferenceConfig, weights_version: int
     wire = wire_to_lead(lead.address, rank, start_s)
     channel = FollowerChannel(rank, wire)
     try:
-        collectives = Meeting(
-            device_of(config), config.tensor_parallel_size, lead.place
-        ).collectives(rank, timeout_s=config.tensor_parallel_timeout_s, check=channel.check)
+        meeting = Meeting(device_of(config), config.tensor_parallel_size, lead.place)
+        collectives: Collectives = answer_next(
+            channel,
+            lambda: meeting.collectives(
+                rank, timeout_s=config.tensor_parallel_timeout_s, check=channel.check
+            ),
+            tells=False,
+            timeout_s=start_s,
+        )
         loaded: LoadedModel = answer_next(
             channel,
             lambda: load_model(model, config, weights_version, collectives),

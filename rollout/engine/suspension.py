@@ -143,7 +143,7 @@ class Suspension:
             released=tuple(owner for owner in OWNERS if owner in self._released),
             to_restore=tuple(self._to_restore),
             has_weights=weights.has_values,
-            lora_base_bytes=weights.num_base_bytes,
+            lora_base_bytes=use.lora_base,
             routing_bytes=self._scheduler.num_routing_bytes,
         )
 

@@ -18,6 +18,7 @@ from rollout.parallel.wire import Wire, WireLostError
 
 _ENDED = "ended"  # the last order of rank 0, which nobody answers
 _LAST_WORD_S = 1.0
+_NUM_KEPT = 16  # orders; steps in flight are fewer
 
 
 class LeadChannel:
@@ -33,6 +34,7 @@ class LeadChannel:
         self._wires, self.timeout_s = dict(wires), timeout_s
         self._num_sent = 0
         self._num_answered = dict.fromkeys(self._wires, 0)
+        self._early_errors: dict[tuple[str, int], RolloutError] = {}
         self._cut_off: set[str] = set()  # ranks that may have half of an order
         self._lost: LockstepError | None = None
 
@@ -69,8 +71,9 @@ class LeadChannel:
         self, order: int | None = None, timeout_s: float | None = None, what: str = "answer"
     ) -> list[Any]:
         """Wait for the answers to an order, None for the latest: one of each rank, in their order,
-        where an answer that is a RolloutError is what the rank raised. Answers to orders before it
-        that nobody has waited for are dropped, and one that was waited for is None. Raises
+        where an answer that is a RolloutError is what the rank raised. Of orders before it, whose
+        answers come first, errors are kept for those who ask for them, and answers are dropped:
+        None is returned then, as it is for an order that was waited for. Raises
         LockstepError at the deadline, of this call if `timeout_s` is given; it says `what` the rank
         did not do.
         """
@@ -81,7 +84,7 @@ class LeadChannel:
         return [self._answer(name, order, deadline, late) for name in self._wires]
 
     def _answer(self, name: str, order: int, deadline: float, late: str) -> Any:
-        answer = None
+        answer = self._early_errors.pop((name, order), None)
         while self._num_answered[name] < order:
             try:
                 left_s = max(0.0, deadline - time.monotonic())
@@ -93,7 +96,16 @@ class LeadChannel:
             self._num_answered[name] += 1
             if isinstance(answer, LockstepError):
                 raise self.lose(f"{name} is lost ({answer})")
+            if isinstance(answer, RolloutError) and self._num_answered[name] < order:
+                self._keep(name, answer)
         return answer
+
+    def _keep(self, name: str, error: RolloutError) -> None:
+        """Keep an error that comes before the answer that is waited for, unless it is old."""
+        now = self._num_answered[name]
+        for key in [key for key in self._early_errors if key[1] < now - _NUM_KEPT]:
+            del self._early_errors[key]
+        self._early_errors[name, now] = error
 
     def check(self) -> None:
         """Raise LockstepError if a rank is gone."""

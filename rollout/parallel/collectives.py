@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,6 +33,11 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def wait_seconds(self) -> float:
+        """How long this rank has waited for the others, as far as its host waits."""
+        ...
+
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Put the sum of `x`, contiguous, over all ranks in its place; returns it. The same bits on
         all ranks."""
@@ -60,7 +66,7 @@ class Collectives(Protocol):
 class OneRank:
     """Implements `Collectives` where there is nobody else."""
 
-    rank, size = 0, 1
+    rank, size, wait_seconds = 0, 1, 0.0
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x
@@ -103,6 +109,7 @@ class GroupCollectives:
         # Gloo lacks sums of half types on some machines.
         self._sums_halves = group.name() != "gloo"
         self._is_aborted = False
+        self.wait_seconds = 0.0
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         if x.dtype in HALF_TYPES and not self._sums_halves:
@@ -118,6 +125,7 @@ class GroupCollectives:
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
         if self._is_aborted:
             raise CollectiveAbortedError
+        start = time.perf_counter()
         try:
             work = begin()
             if self._group.name() == "gloo":
@@ -130,6 +138,7 @@ class GroupCollectives:
                 f"rank {self.rank} could not {what} over {self.size} ranks within "
                 f"{self._timeout.total_seconds():g} s ({error}); make the engine anew"
             ) from error
+        self.wait_seconds += time.perf_counter() - start
 
     def abort(self) -> None:
         self._is_aborted = True

@@ -56,6 +56,7 @@ class SharedCollectives:
         """
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
+        self.wait_seconds = 0.0
         flag_N, semaphores_N, slots_N = memory_N.split(_parts_of(size))
         self._is_aborted = flag_N.numpy()[:1]
         # Semaphore [i, j] is where rank i waits for rank j.
@@ -109,9 +110,11 @@ class SharedCollectives:
     def _meet(self) -> None:
         """Return when all ranks have come here."""
         self._semaphores.post(self._posts)
+        start = time.perf_counter()
         for index, other in self._waits:
             if not self._semaphores.wait(index, _LOOK_S):
                 self._wait_long(index, other)
+        self.wait_seconds += time.perf_counter() - start
         if self._is_aborted[0]:
             raise CollectiveAbortedError
 

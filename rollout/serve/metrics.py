@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from rollout.engine.reports import HISTOGRAMS, NUM_AGES, EngineStats
 from rollout.serve.state import STATE, Route, ServerState
-from rollout.telemetry import SchedulerCounts
+from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
 # Numbers of EngineStats that say how it is now; the others only grow.
@@ -60,12 +60,26 @@ class _Present(Collector):
                 states = GaugeMetricFamily(name, "1 for the state of the fleet", labels=["state"])
                 states.add_metric([value.name], 1.0)
                 yield states
+            elif field.name == "ranks":
+                yield from _by_rank(value)
             elif field.name in HISTOGRAMS:
                 yield _by_age(name, value)
             elif field.name in _GAUGES:
                 yield GaugeMetricFamily(name, "Of all engines, as of now", value=value)
             else:
                 yield CounterMetricFamily(name, "Of all engines, since their start", value=value)
+
+
+def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
+    """Yield what each rank of each engine uses; the sums are left to whoever asks for them."""
+    for name in RANK_FIELDS:
+        is_gauge = name.endswith("_bytes")
+        kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+        text = "Of one process, " + ("as of now" if is_gauge else "since its start")
+        family = kind(f"rollout_rank_{name}", text, labels=["engine", "rank"])
+        for use in ranks:
+            family.add_metric([str(use.engine), str(use.rank)], getattr(use, name))
+        yield family
 
 
 def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:

@@ -30,6 +30,9 @@ def test_a_rank_of_an_engine_that_is_killed_moves_its_requests_and_the_engine_co
         async with AsyncLLM(directory(), None, CONFIG, **sizes) as llm:
             await llm.update_weights(weights(1).state_dict(), in_flight=True)
             assert await llm.weights_checksum() == checksum
+            ranks = (await llm.stats()).ranks
+            assert [rank.label for rank in ranks] == ["0.0", "0.1", "1.0", "1.1"]
+            assert all(rank.weights_bytes and rank.cpu_seconds for rank in ranks)
             engine = fleet_pids()[1]
             (rank,) = children_of(engine)
             tasks = await frozen_amid_work(llm, jobs, rank)

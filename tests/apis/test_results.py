@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rollout.apis.results import engine_stats, stats_by_engine
@@ -11,7 +12,7 @@ from tests.tiny_models import tiny_engine, tiny_model
 def report(**changes: Any) -> dict[str, Any]:
     """An engine's answer, as it arrives: tuples are lists."""
     stats = tiny_engine(tiny_model()).stats()
-    values = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+    values = asdict(stats)
     values |= {"state": "RUNNING", "policy_staleness": [0] * 9, "kv_staleness": [0] * 9}
     return values | changes
 
@@ -25,6 +26,7 @@ def test_stats_of_a_fleet_are_sums_and_the_least_longest_sequence() -> None:
     assert (stats.num_finished, stats.max_sequence_length) == (7, 40)
     assert stats.policy_staleness == (7, 1, 1, 1, 1, 1, 1, 1, 1)
     assert stats.kv_staleness == (0,) * 9
+    assert [use.label for use in stats.ranks] == ["0.0", "1.0"]
 
 
 def test_a_fleet_without_engines_has_stats_of_nothing() -> None:

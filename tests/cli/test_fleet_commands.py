@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollout import AsyncLLM
 from rollout.cli.main import main
 from rollout.cli.top import view_of
-from rollout.serve.page.fleet import FleetView
+from rollout.serve.page.fleet import FleetSnapshot, FleetView
 from tests.apis.fleets import Load, directory, with_fleet
 
 pytestmark = pytest.mark.distributed
@@ -106,4 +108,16 @@ def test_rates_are_differences_over_time_and_never_negative() -> None:
     rates = [engine["generated_tokens_per_s"] for engine in snapshot.engines]
     assert rates == [0.0, 15.0], "rank 9 was started again"
     assert snapshot.total("generated_tokens_per_s") == 15.0
-    assert view_of(snapshot)
+    assert "refused" not in shown(snapshot)
+
+
+def test_who_was_refused_is_shown_by_reason() -> None:
+    refused = {"num_unknown_keys": 1_200, "num_malformed": 0, "num_strangers": 1}
+    snapshot = FleetView().snapshot({**results_of(r0=report_of()), "refused": refused})
+    assert "refused: 1,200 unknown keys, 1 strangers" in shown(snapshot)
+
+
+def shown(snapshot: FleetSnapshot) -> str:
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(view_of(snapshot))
+    return console.export_text()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,13 @@ def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
         until(lambda: insider.peer.seen, insider, *outsiders)
         assert not any(outsider.peer.seen for outsider in outsiders)
         assert coordinator.counters.num_frames == 1
+        insider.send(insider.peer.command(Headers.STATS))
+        until(lambda: any(isinstance(m, Ack) for m in insider.peer.seen), insider, *outsiders)
+        (answer,) = (m for m in insider.peer.seen if isinstance(m, Ack))
+        refused = coordinator.refusals
+        assert refused.num_unknown_keys >= 1
+        assert answer.result["refused"].keys() == {*asdict(refused), "num_strangers"}
+        assert answer.result["refused"]["num_unknown_keys"] >= 1
     finally:
         context.destroy()
         coordinator.stop()

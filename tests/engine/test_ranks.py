@@ -28,6 +28,7 @@ from tests.engine.random_engines import VOCAB
 from tests.engine.trace import trace_decisions
 from tests.fakes import values_of
 from tests.inspected_engine import InspectedEngine
+from tests.lora_adapters import random_adapter
 from tests.run_seed import run_seed
 from tests.tiny_mixtures import MIXTURES
 from tests.tiny_models import (
@@ -42,6 +43,7 @@ from tests.tiny_models import (
 
 NUM_SCHEDULES = 50 if IS_LONG else 3
 LOGPROB_TOLERANCE = 1e-4
+PROJECTION = "model.layers.0.mlp.down_proj"
 # Heads that are cut and heads that all ranks have, experts, a norm over all heads, a tied head.
 FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"num_key_value_heads": 1}),
@@ -139,6 +141,38 @@ def test_a_pool_is_as_large_as_the_rank_with_the_least_room(
 def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="tensor_parallel_size=3"), engine_of(model_of(0, 0), 3):
         pass
+
+
+def test_what_each_rank_uses_is_told_by_its_number_and_adds_up() -> None:
+    adapter = random_adapter(dict(model_of(0, 0).named_parameters()), [PROJECTION])
+    with engine_of(model_of(0, 0), 1) as alone:
+        alone.update_weights(adapter, in_flight=True)
+        (whole,) = alone.stats().ranks
+    with engine_of(model_of(0, 0)) as engine:
+        add_requests(engine)
+        engine.step()
+        engine.update_weights(adapter, in_flight=True)
+        engine.pause()
+        engine.suspend("offload")
+        stats, memory = engine.stats(), engine.memory_status()
+        assert [use.rank for use in stats.ranks] == [0, 1]
+        assert all(use.rss_bytes > 0 < use.cpu_seconds for use in stats.ranks)
+        assert sum(use.wait_seconds for use in stats.ranks) > 0
+        assert stats.lora_base_bytes == memory.lora_base_bytes == whole.lora_base_bytes > 0
+        metrics = stats.as_metrics()
+        for name, expected in (
+            ("weights_bytes", memory.resident_bytes["weights"]),
+            ("kv_bytes", memory.resident_bytes["kv_cache"]),
+            ("kv_on_host_bytes", memory.bytes_on_host["kv_cache"]),
+            ("lora_base_bytes", memory.lora_base_bytes),
+        ):
+            of_ranks = [getattr(use, name) for use in stats.ranks]
+            assert sum(of_ranks) == metrics[f"engine/{name}"] == expected
+            assert [metrics[f"engine/rank_0.{rank}/{name}"] for rank in (0, 1)] == of_ranks
+        assert memory.bytes_on_host["kv_cache"] > 0
+        engine.resume()
+    assert whole.rank == 0
+    assert engine.stats().ranks == ()  # the others have ended
 
 
 # ---- a rank that fails, alone

@@ -66,6 +66,16 @@ def test_answers_that_nobody_waited_for_are_dropped() -> None:
         assert channel.answers() == [(4,)]
 
 
+def test_an_error_is_kept_for_those_who_ask_later_and_no_other_answer_is() -> None:
+    with lead_of_one() as (channel, _):
+        refused, *echoed = channel.send("refuse"), channel.send("echo", 1), channel.send("echo", 2)
+        assert channel.answers(echoed[1]) == [(2,)]
+        assert channel.answers(echoed[0]) == [None]
+        with pytest.raises(WeightUpdateError, match="no such tensor"):
+            raise_first(channel.answers(refused))
+        assert channel.answers(refused) == [None]
+
+
 def test_an_error_of_a_rank_is_its_answer_and_names_the_rank() -> None:
     with lead_of_one() as (channel, _):
         channel.send("refuse")

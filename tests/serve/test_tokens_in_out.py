@@ -92,6 +92,9 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
     text = served.get("/metrics").body.decode()
     for name in ("lora_base_bytes", "routing_bytes"):  # which shrink, too
         assert f"# TYPE rollout_engine_{name} gauge" in text
+    rank = '{engine="0",rank="0"} '
+    assert value(f"rollout_rank_weights_bytes{rank}") > 0
+    assert value(f"rollout_rank_cpu_seconds_total{rank}") > 0
 
 
 def test_the_document_names_all_routes_and_fields(served: Served) -> None:

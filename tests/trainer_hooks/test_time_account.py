@@ -243,6 +243,7 @@ def stats_of(step_seconds: float, num_sampled_tokens: int) -> EngineStats:
         **zeros
         | {
             "state": EngineState.RUNNING,
+            "ranks": (),
             "step_seconds": step_seconds,
             "num_sampled_tokens": num_sampled_tokens,
         }

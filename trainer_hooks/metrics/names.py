@@ -218,7 +218,15 @@ METRIC_NAMES = (
     # engines and producer
     _N("engine/busy_share", "", "", "", "share", "step seconds of the wall times the engines"),
     _N("engine/idle_share", "", "", "", "share", "the rest"),
-    _N("engine/*", "", "", "", "", "the fields of EngineStats"),
+    _N(
+        "engine/*",
+        "",
+        "",
+        "",
+        "",
+        "the fields of EngineStats; those of its ranks as sums, and of rank R of engine E as "
+        "`engine/rank_E.R/*`",
+    ),
     _N(
         "timing_s/batch_wait",
         "perf/rollout_wait_s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,12 +103,14 @@ class Counters:
 
 @dataclass(slots=True)
 class Context:
-    """outbox: (identity, message) to be sent; the core empties it. sessions: by identity; Registry
-    and Clients write it."""
+    """refused: connections that were, by reason. outbox: (identity, message) to be sent; the
+    core empties it. sessions: by identity; Registry and Clients write it.
+    """
 
     coordinator_id: bytes
     limits: CoordinatorLimits
     counters: Counters = field(default_factory=Counters)
+    refused: Callable[[], Mapping[str, int]] = dict
     timers: Timers = field(default_factory=Timers)
     outbox: list[tuple[bytes, Message]] = field(default_factory=list)
     sessions: dict[bytes, Session] = field(default_factory=dict)

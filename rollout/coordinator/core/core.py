@@ -68,12 +68,15 @@ class CoordinatorCore:
         block_size_tokens: int | None = None,
         deterministic_mode: bool = False,
         recorder: ScheduleRecorder | None = None,
+        refused: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """`block_size_tokens`: the size of the blocks by which prompts are routed; None ignores
         prefixes. `deterministic_mode`: engines are admitted once all have registered, and their
-        ranks follow their ids.
+        ranks follow their ids. `refused`: counts the connections that were refused, by reason.
         """
-        self._context = context = Context(coordinator_id, limits or CoordinatorLimits())
+        self._context = context = Context(
+            coordinator_id, limits or CoordinatorLimits(), refused=refused
+        )
         self.counters: Counters = context.counters
         self._fleet, self._table = fleet, table = Fleet(), RequestTable()
         self._dispatcher = dispatcher = Dispatcher(

@@ -143,6 +143,14 @@ class Question(Operation):
 
     holds_engines = False
 
+    def complete(self, now: float) -> None:
+        """The reports, and who was refused: connections, and peers that do not belong here."""
+        super().complete(now)
+        if isinstance(self.outcome, Mapping):
+            strangers = self.context.counters.num_strangers
+            refused = {**self.context.refused(), "num_strangers": strangers}
+            self.outcome = {**self.outcome, "refused": refused}
+
 
 class Shutdown(Operation):
     """SHUTDOWN. It is legal in every state, and the fleet ends whatever engines answer."""

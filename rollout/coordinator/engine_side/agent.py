@@ -139,7 +139,7 @@ class EngineAgent:
 
     def status(self) -> EngineStatus:
         """Return the status for a heartbeat. Any thread may call it."""
-        stats = self._engine.stats()
+        stats = self._engine.stats(of_ranks=False)
         return EngineStatus(
             state=stats.state.name,
             num_steps=self._num_steps,

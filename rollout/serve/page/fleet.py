@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _COUNTS = (
@@ -24,13 +24,15 @@ class FleetSnapshot:
     """A fleet at one moment.
 
     time: seconds since 1970. engines: by rank; "rank", "state", "weights_version", counts and
-    rates, as plain numbers. Rates are since the snapshot before.
+    rates, as plain numbers. Rates are since the snapshot before. refused: connections and peers
+    that the coordinator has refused, by reason.
     """
 
     time: float
     state: str
     weights_version: int
     engines: list[dict[str, Any]]
+    refused: dict[str, int] = field(default_factory=dict)
 
     def total(self, name: str) -> float:
         """Return the sum of a count or rate over the engines."""
@@ -54,6 +56,7 @@ class FleetView:
             state=results["state"],
             weights_version=results["weights_version"],
             engines=engines,
+            refused=dict(results.get("refused", {})),
         )
 
     def _engine(self, rank: str, report: Mapping[str, Any], now: float) -> dict[str, Any]:
