@@ -6,6 +6,7 @@ per prompt.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -18,28 +19,36 @@ from transformers import AutoModelForCausalLM
 
 from examples.critic import Columns, Critic
 from examples.settings import AlgorithmSettings, JobSettings, TrainerSettings
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, WeightUpdateError
 from trainer_hooks import (
     ReferencePolicy,
     RolloutBatch,
     TrainerState,
+    WeightSync,
     accumulate_gradients,
+    clip_gradients,
     fixed_logprobs,
     group_advantages,
     has_reward_spread,
     load_checkpoint,
     read_own_state,
     reinforce_plus_plus_advantages,
+    save_checkpoint,
+    take_part,
     token_rewards,
 )
+from trainer_hooks.fsdp2 import WholeOptimizer, savable, shard
 from trainer_hooks.jobs import ModelSettings
 from trainer_hooks.jobs.adapter import load_adapter
 from trainer_hooks.jobs.import_paths import import_object
+from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
 
 
 class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
+    Where `ranks` share the policy each has a Learner of its part. The verbs of rank 0 tell the
+    others, which `follow`.
     `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
     `reference`: the policy that a KL term, if there is one, holds `policy` near.
     `advantages_B`: of the rows of the last update, means over their tokens.
@@ -51,8 +60,9 @@ class Learner:
         algorithm: AlgorithmSettings,
         trainer: TrainerSettings,
         reference: ReferencePolicy | None = None,
+        ranks: TrainerRanks = ALONE,
     ) -> None:
-        self.policy, self.reference = policy, reference
+        self.policy, self.reference, self._ranks = policy, reference, ranks
         self._algorithm, self._trainer = algorithm, trainer
         self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
@@ -68,13 +78,17 @@ class Learner:
         self.scheduler = scheduler_of(self.optimizer, trainer)
 
     @classmethod
-    def load(cls, checkpoint: Path, settings: JobSettings) -> tuple[Learner, TrainerState]:
+    def load(
+        cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
+    ) -> tuple[Learner, TrainerState]:
         """The learner and the state of a checkpoint. Restores the random states saved with it.
 
+        All `ranks` read the checkpoint, and keep their parts of it.
         The reference policy is read from beside the checkpoints, and from this one if it moves;
         that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
         model, no reference policy or another optimizer.
         """
+        ranks.tell(("load", checkpoint))
         lora = settings.model.lora
         if lora is not None:
             base = base_weights(checkpoint.parents[1], settings.model)
@@ -91,12 +105,40 @@ class Learner:
         if settings.algorithm.needs_reference and lora is not None:
             reference = ReferencePolicy.without_adapter(policy)
         elif settings.algorithm.needs_reference:
-            reference = _reference(checkpoint.parents[1] / "reference", settings.algorithm)
+            reference = _reference(checkpoint.parents[1] / "reference", settings)
             reference.load_state_dict(own.get("reference", {}))
-        learner = cls(policy, settings.algorithm, settings.trainer, reference)
+        if settings.trainer.strategy == "fsdp2":
+            shard(policy)
+        learner = cls(policy, settings.algorithm, settings.trainer, reference, ranks)
         if learner.critic is not None and "critic" in own:
             learner.critic.load_state_dict(own["critic"])
-        return learner, load_checkpoint(checkpoint, learner.optimizer, learner.scheduler)
+        optimizer = WholeOptimizer(learner.optimizer)
+        return learner, load_checkpoint(checkpoint, optimizer, learner.scheduler)
+
+    def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
+        """Write a checkpoint of the whole policy under `root`; see `save_checkpoint`."""
+        self._ranks.tell(("save",))
+        return save_checkpoint(
+            root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
+            tokenizer, scheduler=self.scheduler, own_state=self.own_state(),
+        )  # fmt: skip
+
+    def take_part_in_save(self) -> None:
+        """What any rank but 0 does while that one saves."""
+        savable(self.policy, is_kept=False)
+        WholeOptimizer(self.optimizer).state_dict()
+
+    async def push(self, weight_sync: WeightSync, version: int) -> None:
+        """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
+        self._ranks.tell(("push",))
+        try:
+            await weight_sync.apush(self.policy, version)
+        except WeightUpdateError as error:
+            if self._ranks.size == 1 or not error.is_transient:
+                raise
+            # An engine was lost, and what was gathered for the push is gone.
+            self._ranks.tell(("push",))
+            await weight_sync.apush(self.policy, version)
 
     def own_state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the policy, its optimizer and its scheduler."""
@@ -108,6 +150,7 @@ class Learner:
 
         The rollouts of `batch` are groups in turn; `step` counts from 1.
         """
+        self._ranks.tell(("update", batch, step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
         columns, kept_R = self._columns(batch)
@@ -163,8 +206,7 @@ class Learner:
         """Advantages, and what else belongs to tokens; kept are rollouts that have a gradient."""
         algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
         if algorithm.reward_kl_coefficient > 0.0:
-            assert self.reference is not None, "the settings need it"
-            columns["reference_logprobs_BT"] = self.reference.logprobs(batch, self._settings)
+            columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
         if self.critic is None and algorithm.advantage_estimator == "group":
             return self._of_groups(batch, rewards_R, columns)
         if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
@@ -231,26 +273,47 @@ class Learner:
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
         is_stale = bool(is_stale_BT[batch.mask_BT].any())
         if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
-            columns["proximal_logprobs_BT"] = fixed_logprobs(self.policy, batch, self._settings)
+            columns["proximal_logprobs_BT"] = fixed_logprobs(
+                self.policy, batch, self._settings, self._ranks
+            )
         if algorithm.loss.kl_coefficient > 0.0 and not algorithm.reward_kl_coefficient > 0.0:
-            assert self.reference is not None, "the settings need it"
-            columns["reference_logprobs_BT"] = self.reference.logprobs(batch, self._settings)
+            columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
         return columns
+
+    def _reference_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
+        assert self.reference is not None, "the settings need it"
+        return self.reference.logprobs(batch, self._settings, self._ranks)
 
     def _minibatch_step(self, batch: RolloutBatch, columns: Columns) -> dict[str, float]:
         self.optimizer.zero_grad()
         own = {k: v for k, v in columns.items() if k not in ("old_values_BT", "returns_BT")}
-        metrics = accumulate_gradients(self.policy, batch, own, self._loss, self._settings)
+        metrics = accumulate_gradients(
+            self.policy, batch, own, self._loss, self._settings, self._ranks
+        )
         trained: list[nn.Module] = [self.policy]
         if self.critic is not None:  # it shares no parameter with the policy
             metrics |= self.critic.accumulate_gradients(batch, columns, self._settings)
             trained.append(self.critic)
-        norms = [
-            nn.utils.clip_grad_norm_(model.parameters(), self._trainer.max_grad_norm)
-            for model in trained
-        ]
+        norms = [clip_gradients(model, self._trainer.max_grad_norm) for model in trained]
         self.optimizer.step()
-        return {**metrics, "grad_norm": float(norms[0])}
+        return {**metrics, "grad_norm": norms[0]}
+
+
+def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
+    """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends at a step edge
+    torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+    learner: Any = None
+    while (word := ranks.hear()) is not None:
+        match word:
+            case ("load", checkpoint):
+                learner, _ = Learner.load(checkpoint, settings, ranks)
+            case ("update", batch, step):
+                learner.update(batch, step)
+            case ("push",):
+                take_part(learner.policy)
+            case ("save",):
+                learner.take_part_in_save()
 
 
 def base_weights(directory: Path, model: ModelSettings) -> Path | str:
@@ -259,7 +322,8 @@ def base_weights(directory: Path, model: ModelSettings) -> Path | str:
     return own if own.exists() or model.path is None else model.path
 
 
-def _reference(path: Path, algorithm: AlgorithmSettings) -> ReferencePolicy:
+def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
+    algorithm = settings.algorithm
     if not path.exists():
         coefficients = algorithm.loss.kl_coefficient, algorithm.reward_kl_coefficient
         raise ConfigError(
@@ -268,6 +332,8 @@ def _reference(path: Path, algorithm: AlgorithmSettings) -> ReferencePolicy:
             "which a run that began without a KL term does not have; start over with resume=never"
         )
     model = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+    if settings.trainer.strategy == "fsdp2":
+        shard(model)
     return ReferencePolicy(model, settings=algorithm.reference)
 
 

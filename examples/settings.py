@@ -20,7 +20,7 @@ from trainer_hooks.jobs import (
     WeightSyncSettings,
 )
 from trainer_hooks.jobs.environment import EnvironmentSettings
-from trainer_hooks.jobs.selection import LOCAL_LAUNCHER
+from trainer_hooks.jobs.selection import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
 
 AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -146,6 +146,8 @@ class AlgorithmSettings:
 class TrainerSettings:
     """AdamW with linear warm-up and decay, and how often a run is saved and evaluated.
 
+    `strategy`: "fsdp2" divides the policy among the ranks that torchrun has started; "single" has
+    it in one process.
     `scheduler`: of torch.optim.lr_scheduler, by its path and its options beside the optimizer, in
     place of the warm-up and decay. `eval_interval`: steps between two evaluations on held-out
     prompts; 0 for before and after only. `evaluation`: what is measured there.
@@ -161,6 +163,7 @@ class TrainerSettings:
     checkpoint_interval: int
     eval_interval: int
     num_threads: int | None
+    strategy: Literal["single", "fsdp2"] = "single"
     scheduler: FunctionSettings | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -214,11 +217,44 @@ class JobSettings:
                 "model.lora, whose reference is the policy without its adapter and cannot follow; "
                 "leave one of them out"
             )
+        if not self.num_engines and self.weight_transport is not None:
+            raise ConfigError(
+                f"weight_transport={self.weight_transport} has no engine process to bring weights "
+                "to with num_engines=0; set num_engines, or leave weight_transport out"
+            )
+        if self.trainer.strategy == "fsdp2":
+            self._check_sharded()
         if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
             raise ConfigError(
                 f"launcher.path={self.launcher.path} has nothing to start with num_engines=0; set "
                 "num_engines, or leave launcher out"
             )
+
+    def _check_sharded(self) -> None:
+        """Raises ConfigError for what a policy that is divided among ranks cannot have."""
+        refused = {
+            "model.lora": self.model.lora is not None,
+            "algorithm.critic": self.algorithm.critic is not None,
+            "algorithm.reference.sync_interval": self.algorithm.reference.sync_interval is not None,
+            "algorithm.replay_routing=true": self.algorithm.replay_routing,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise ConfigError(
+                    f"{name} with trainer.strategy=fsdp2, which does not have it yet; leave it "
+                    "out, or choose trainer.strategy=single"
+                )
+        if self.launcher.path == TORCHRUN_LAUNCHER:
+            raise ConfigError(
+                "launcher=torchrun with trainer.strategy=fsdp2: the ranks of torchrun are trainers "
+                "then, and no engines; choose launcher=local, slurm or ray"
+            )
+
+    @property
+    def pushes_at_start(self) -> bool:
+        """Whether engines begin with other weights than the policy's: with its base, where an
+        adapter is trained, or where no process has the policy whole."""
+        return self.model.lora is not None or self.trainer.strategy == "fsdp2"
 
     @property
     def title(self) -> str:

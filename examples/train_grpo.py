@@ -7,6 +7,7 @@
     python examples/train_grpo.py run_name=shuffled algorithm.shuffle_rewards=true     # the control
     python examples/train_grpo.py run_name=async mode=async       # engines of their own
     python examples/train_grpo.py run_name=ray mode=async launcher=ray num_engines=2  # Ray's actors
+    torchrun --nproc-per-node 2 examples/train_grpo.py run_name=fsdp2 trainer=fsdp2 mode=async
     python examples/train_grpo.py run_name=ppo algorithm=ppo        # with a critic
     python examples/train_grpo.py run_name=sizes --multirun algorithm.group_size=4,8
 
@@ -36,10 +37,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from examples.learner import Learner, base_weights
+from examples.learner import Learner, base_weights, follow
 from examples.settings import JobSettings
 from examples.summary import answers_table, summarise, summary_table
-from rollout import LLM, AsyncLLM, InferenceConfig
+from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -53,14 +54,14 @@ from trainer_hooks import (
     jobs,
     metrics,
     read_trainer_state,
-    save_checkpoint,
 )
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.jobs.adapter import new_adapter
 from trainer_hooks.jobs.report import REPORT_NAME, write_report
-from trainer_hooks.jobs.selection import new_launcher, producer_options
+from trainer_hooks.jobs.selection import TORCHRUN_LAUNCHER, new_launcher, producer_options
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.jobs.warm_up import warm_up
+from trainer_hooks.trainer_ranks import ALONE, TrainerRanks, torchrun_place, torchrun_ranks
 
 INTERRUPTED_EXIT_CODE = 130
 NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
@@ -68,8 +69,31 @@ WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward
 
 
 def run_job(settings: JobSettings) -> None:
-    """All runs of the job, one after another, and a table of what they showed."""
+    """All runs of the job, on all ranks of its trainer.
+
+    Raises ConfigError if torchrun has started other ranks than the settings have a use for.
+    """
     disable_progress_bar()
+    if settings.trainer.strategy == "fsdp2":
+        with torchrun_ranks() as ranks:
+            if ranks.rank:
+                follow(ranks, settings)
+                return
+            try:
+                run_seeds(settings, ranks)
+            finally:
+                ranks.tell(None)
+        return
+    if torchrun_place()[1] > 1 and settings.launcher.path != TORCHRUN_LAUNCHER:
+        raise ConfigError(
+            f"torchrun has started {torchrun_place()[1]} ranks, each a trainer of its own; "
+            "choose trainer=fsdp2, or make the other ranks engines: examples/multi_node/train.py"
+        )
+    run_seeds(settings, ALONE)
+
+
+def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
+    """One run after another, and a table of what they showed."""
     console = Console(quiet=not settings.logger.console)
     directory = Path(HydraConfig.get().runtime.output_dir)
     summaries = []
@@ -77,7 +101,7 @@ def run_job(settings: JobSettings) -> None:
         run_directory = directory / f"seed_{seed}"
         console.print(f"[bold]seed {seed}[/bold] in {run_directory}", highlight=False)
         try:
-            summaries.append(run_seed(run_directory, settings, seed))
+            summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
             console.print("interrupted; the same command with resume=auto goes on from here")
             sys.exit(INTERRUPTED_EXIT_CODE)
@@ -92,14 +116,16 @@ def run_job(settings: JobSettings) -> None:
         console.print(summary_table(summaries, settings.title))
 
 
-def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, float]:
+def run_seed(
+    directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+) -> dict[str, float]:
     """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
 
     Raises KeyboardInterrupt at a step edge after Ctrl-C, with a checkpoint once training has begun.
     """
     title = f"{settings.title}, seed {seed}"
     try:
-        asyncio.run(Run(directory, settings, seed).run())
+        asyncio.run(Run(directory, settings, seed, ranks).run())
     finally:  # of a run that failed, too
         if (directory / "metrics.jsonl").exists():
             write_report(directory, title)
@@ -113,8 +139,10 @@ def run_seed(directory: Path, settings: JobSettings, seed: int) -> dict[str, flo
 class Run:
     """One run, and what all its parts use."""
 
-    def __init__(self, directory: Path, settings: JobSettings, seed: int) -> None:
-        self.directory, self.settings, self.seed = directory, settings, seed
+    def __init__(
+        self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+    ) -> None:
+        self.directory, self.settings, self.seed, self.ranks = directory, settings, seed, ranks
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
         self.task = Task(
@@ -158,7 +186,7 @@ class Run:
         """From `checkpoint` to the last step and evaluation."""
         settings = self.settings
         # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
-        learner, state = Learner.load(checkpoint, settings)
+        learner, state = Learner.load(checkpoint, settings, self.ranks)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
         interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
         batch_files = BatchFiles(self.directory, temperature, interval)
@@ -216,16 +244,18 @@ class Run:
         if settings.warmup.max_steps:
             await self.warm_up(policy, logger, stop)
         algorithm, reference = settings.algorithm, None
+        if settings.pushes_at_start and (settings.model.path is None or settings.warmup.max_steps):
+            policy.save_pretrained(self.directory / "base")
         if (lora := settings.model.lora) is not None:
-            if settings.model.path is None or settings.warmup.max_steps:
-                policy.save_pretrained(self.directory / "base")
             policy = new_adapter(base_weights(self.directory, settings.model), lora)
         elif algorithm.needs_reference:
             # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
         learner = Learner(policy, algorithm, settings.trainer, reference)
-        return self.save(learner, TrainerState(step=0, weights_version=0))
+        return learner.save(
+            self.checkpoints, TrainerState(step=0, weights_version=0), self.task.tokenizer
+        )
 
     async def warm_up(
         self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
@@ -239,17 +269,6 @@ class Run:
                 if stop.is_set():
                     raise KeyboardInterrupt
 
-    def save(self, learner: Learner, state: TrainerState) -> Path:
-        return save_checkpoint(
-            self.checkpoints,
-            state,
-            learner.policy,
-            learner.optimizer,
-            self.task.tokenizer,
-            scheduler=learner.scheduler,
-            own_state=learner.own_state(),
-        )
-
     @asynccontextmanager
     async def engines(
         self, learner: Learner, versions: WeightsVersionCounter
@@ -257,21 +276,21 @@ class Run:
         """The engine in this process, or those in processes of their own, with the policy as it is.
 
         They get the policy itself: a checkpoint may be deleted before an engine is started again.
-        Where an adapter is trained they begin with its base, and the adapter is pushed to them.
+        Where an adapter is trained, or ranks hold parts of the policy, they begin with the base of
+        the run, and the policy is pushed to them.
         """
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
         records_routing = engine.record_routing or algorithm.replay_routing
         config = replace(engine, seed=self.seed, record_routing=records_routing)
         version = versions.reserve()
-        if lora is not None:
+        if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
-            if config.dtype == "auto":
-                config = replace(config, dtype="float32")  # as the trainer has it
+        if lora is not None and config.dtype == "auto":
+            config = replace(config, dtype="float32")  # as the trainer has it
         async with self._serving(policy, config, version) as llm:
-            if lora is not None:
-                sync = WeightSync(llm, in_flight=True)
-                await sync.apush(learner.policy, versions.reserve())
+            if self.settings.pushes_at_start:
+                await learner.push(WeightSync(llm, in_flight=True), versions.reserve())
             yield llm
 
     @asynccontextmanager
@@ -350,7 +369,7 @@ class Training:
             step += 1
             trained = await self.train(batch, step)
             with account.spend("update"):
-                await weight_sync.apush(self.learner.policy, self.versions.reserve())
+                await self.learner.push(weight_sync, self.versions.reserve())
             self.producer.refresh_version()  # the engines begin the batches that it allows
             evaluated: dict[str, float] = {}
             interval = trainer.eval_interval
@@ -396,7 +415,7 @@ class Training:
         """Write a checkpoint after `step`."""
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
-        self.run.save(self.learner, state)
+        self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
 
 
 def main() -> None:
@@ -406,7 +425,7 @@ def main() -> None:
         JobSettings,
         config_path="pkg://conf",
         config_name="train_grpo",
-        shows_config=lambda settings: settings.logger.console,
+        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
     )
 
 

@@ -50,6 +50,7 @@ from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
+    clip_gradients,
     fixed_logprobs,
     split_by_tokens,
     update_policy,
@@ -125,6 +126,7 @@ __all__ = [
     "UpdateSettings",
     "update_policy",
     "accumulate_gradients",
+    "clip_gradients",
     "fixed_logprobs",
     "ReferencePolicy",
     "ReferenceSettings",

@@ -43,6 +43,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class StatefulOptimizer(Stateful, Protocol):
+    """An optimizer of torch, or what gathers the state of one whose parameters are sharded."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     """Where a run stands. `step` training steps are done; `weights_version` is the last one used.
@@ -60,7 +67,7 @@ def save_checkpoint(
     root: Path | str,
     state: TrainerState,
     policy: SavesPretrained,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Stateful,
     tokenizer: SavesPretrained | None = None,
     keep: int = NUM_KEPT,
     *,
@@ -132,7 +139,9 @@ def read_own_state(checkpoint: Path | str) -> Any:
 
 
 def load_checkpoint(
-    checkpoint: Path | str, optimizer: torch.optim.Optimizer, scheduler: Stateful | None = None
+    checkpoint: Path | str,
+    optimizer: torch.optim.Optimizer | StatefulOptimizer,
+    scheduler: Stateful | None = None,
 ) -> TrainerState:
     """Restore `optimizer`, `scheduler` and all random states; returns the state.
 

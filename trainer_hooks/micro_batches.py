@@ -6,21 +6,23 @@ rows without padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.models.plain_tensors import full_tensor
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
 from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.terms import aggregation_denominator
 from trainer_hooks.replay_routing import replay_routing
+from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,47 @@ def split_by_tokens(
     return [torch.tensor(part) for part in parts]
 
 
+def split_among_ranks(
+    lengths_B: torch.Tensor, settings: UpdateSettings, num_ranks: int
+) -> list[list[torch.Tensor]]:
+    """Row indices of the passes of each rank; each row with a token is in one of them.
+
+    The ranks have about as many tokens. All make the same number of passes, since each is a
+    collective where they share a model: a rank that has fewer ends with passes without a row.
+    Raises ConfigError as `split_by_tokens`.
+    """
+    lengths = lengths_B.tolist()
+    rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    num_tokens = [0] * num_ranks
+    for row in lengths_B.argsort(descending=True, stable=True).tolist():
+        least = num_tokens.index(min(num_tokens))
+        rows_of[least].append(row)
+        num_tokens[least] += lengths[row]
+    passes = []
+    for own in rows_of:
+        rows = torch.tensor(sorted(own), dtype=torch.long)
+        parts = split_by_tokens(lengths_B[rows], settings.max_tokens, settings.is_packed)
+        passes.append([rows[part] for part in parts])
+    most = max(map(len, passes))
+    return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
+
+
+def _passes(
+    batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks
+) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
+    """The rows of each pass of this rank, their batch, and whether they are its own.
+
+    A pass without a row computes the shortest one, of which nothing is trained on.
+    """
+    for rows in split_among_ranks(batch.lengths_B, settings, ranks.size)[ranks.rank]:
+        if len(rows):
+            yield rows, batch.select(rows), True
+        else:
+            shortest = batch.lengths_B.masked_fill(batch.lengths_B == 0, 2**31).argmin()[None]
+            part = batch.select(shortest)
+            yield shortest, replace(part, mask_BT=torch.zeros_like(part.mask_BT)), False
+
+
 def _forward(
     policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,17 +174,24 @@ def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> tor
 
 @torch.no_grad()
 def fixed_logprobs(
-    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
 ) -> torch.Tensor:
-    """Log-probs [B, T] without a gradient: of a reference, or of the policy before an update."""
+    """Log-probs [B, T] without a gradient: of a reference, or of the policy before an update.
+
+    All `ranks` call it with the same batch, and each gets those of all rows.
+    """
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
-    for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
-        part = batch.select(rows)
+    for rows, part, is_own in _passes(batch, settings, ranks):
         with _replayed(policy, part, settings):
             logits, tokens = _forward(policy, part, settings.is_packed)
         values = token_logprobs(logits, tokens, settings.temperature)
-        logprobs_BT[rows, : part.tokens_BT.shape[1]] = _unpacked(values, part, settings.is_packed)
-    return logprobs_BT
+        own_BT = _unpacked(values, part, settings.is_packed)
+        if is_own:
+            logprobs_BT[rows, : part.tokens_BT.shape[1]] = own_BT
+    return ranks.sum(logprobs_BT)
 
 
 def accumulate_gradients(
@@ -150,19 +200,21 @@ def accumulate_gradients(
     columns: dict[str, torch.Tensor],
     config: PolicyLossConfig,
     settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
 ) -> dict[str, float]:
     """Add the gradient of the loss on `batch` to the parameters, micro-batch by micro-batch.
 
     `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics,
     of the whole batch (`merged_metrics`).
+    All `ranks` call it with the same batch and compute a part of it each; the gradient of the whole
+    batch is the mean of theirs, which FSDP and DDP take.
     """
     rollout_tokens_B = batch.rollout_tokens_B
     denominator = float(
         aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
     )
     reports = []
-    for rows in split_by_tokens(batch.lengths_B, settings.max_tokens, settings.is_packed):
-        part = batch.select(rows)
+    for rows, part, _ in _passes(batch, settings, ranks):
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
         with _replayed(policy, part, settings):
             logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
@@ -179,9 +231,9 @@ def accumulate_gradients(
                 rollout_tokens_B=rollout_tokens_B[rows],
                 **own,
             )
-            loss.backward()
+            (loss * ranks.size).backward()
         reports.append((metrics, int(part.mask_BT.sum())))
-    return merged_metrics(reports)
+    return merged_metrics(ranks.gather(reports))
 
 
 def _logprobs_and_entropies(
@@ -202,6 +254,14 @@ def _logprobs_and_entropies(
     return logprobs_BT, entropies_BT
 
 
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of `model` to a norm of at most `max_norm`; returns the norm before.
+
+    It is that of all gradients together, also where ranks hold parts of them: a collective then.
+    """
+    return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+
+
 def update_policy(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -209,10 +269,12 @@ def update_policy(
     columns: dict[str, torch.Tensor],
     config: PolicyLossConfig,
     settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
 ) -> list[dict[str, float]]:
     """All optimizer steps on `batch`; the metrics of each, with `grad_norm` before clipping.
 
-    There is none on a batch without a trained token.
+    There is none on a batch without a trained token. All `ranks` call it with the same batch, and
+    have drawn as many random numbers.
     `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
     same in all steps: proximal ones (of `fixed_logprobs`, before the first step) if they are among
     the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300,
@@ -225,8 +287,8 @@ def update_policy(
             width = part.tokens_BT.shape[1]
             own = {name: column[rows, :width] for name, column in columns.items()}
             optimizer.zero_grad()
-            metrics = accumulate_gradients(policy, part, own, config, settings)
-            norm = nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
+            metrics = accumulate_gradients(policy, part, own, config, settings, ranks)
+            norm = clip_gradients(policy, settings.max_grad_norm)
             optimizer.step()
-            reports.append({**metrics, "grad_norm": float(norm)})
+            reports.append({**metrics, "grad_norm": norm})
     return reports

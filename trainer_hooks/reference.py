@@ -14,6 +14,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.micro_batches import UpdateSettings, fixed_logprobs
+from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,16 @@ class ReferencePolicy:
         """The base model of a PEFT model, by its `disable_adapter()`; needs no memory."""
         return cls(policy, policy.disable_adapter)
 
-    def logprobs(self, batch: RolloutBatch, settings: UpdateSettings) -> torch.Tensor:
-        """Log-probs [B, T], for `reference_logprobs_BT`. Its routers choose by themselves."""
+    def logprobs(
+        self, batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks = ALONE
+    ) -> torch.Tensor:
+        """Log-probs [B, T], for `reference_logprobs_BT`. Its routers choose by themselves.
+
+        All `ranks` call it with the same batch, and compute a part of it each.
+        """
+        own = replace(settings, replay_routing=False)
         with self._adapter_off():
-            return fixed_logprobs(self._model, batch, replace(settings, replay_routing=False))
+            return fixed_logprobs(self._model, batch, own, ranks)
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, step: int) -> bool:

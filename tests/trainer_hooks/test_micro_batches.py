@@ -23,6 +23,7 @@ from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
     fixed_logprobs,
+    split_among_ranks,
     split_by_tokens,
     update_policy,
 )
@@ -222,3 +223,25 @@ def test_minibatches_are_of_rollouts_with_a_trained_token(policy: Any) -> None:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
     config, settings = PolicyLossConfig(kind="dapo"), UpdateSettings()
     assert update_policy(policy, optimizer, nothing, columns_of(batch), config, settings) == []
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=24),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.one_of(st.none(), st.integers(20, 60)),
+    is_packed=st.booleans(),
+)
+def test_ranks_share_all_rows_and_make_as_many_passes_each(
+    lengths: list[int], num_ranks: int, max_tokens: int | None, is_packed: bool
+) -> None:
+    settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed)
+    passes = split_among_ranks(torch.tensor(lengths), settings, num_ranks)
+    assert len(passes) == num_ranks
+    assert len({len(own) for own in passes}) == 1
+    rows = [row for own in passes for part in own for row in part.tolist()]
+    assert sorted(rows) == [row for row, length in enumerate(lengths) if length]
+    loads = [sum(lengths[row] for part in own for row in part.tolist()) for own in passes]
+    assert max(loads) - min(loads) <= max(lengths)
+    for own in passes:
+        filled = [len(part) > 0 for part in own]
+        assert filled == sorted(filled, reverse=True), "passes without a row come last"

@@ -12,6 +12,7 @@ from trainer_hooks.jobs.import_paths import import_function, import_object
 from trainer_hooks.jobs.settings import CurriculumSettings, FunctionSettings, ProducerSettings
 
 LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
+TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
