@@ -301,7 +301,8 @@ class Learner:
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
     """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends at a step edge
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 hears them, and saves at a step edge
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
     while (word := ranks.hear()) is not None:

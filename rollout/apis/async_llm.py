@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.dealer import CoordinatorLostError, address_of
-from rollout.coordinator.security import CurveKeys
+from rollout.coordinator.security import CurveKeys, host_towards, own_host
 from rollout.coordinator.weights.transport import WeightTransport
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
@@ -94,15 +95,17 @@ class AsyncLLM:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         known = inspect.signature(AsyncLLM).parameters
         config = config_with(inference_config, config_fields, *known)
-        push = WeightPush(weight_transport, reject_non_finite=config.reject_non_finite_weights)
+        launcher = launcher or LocalLauncher()
+        host, options = coordinator_host or launcher.host, coordinator_options or {}
+        reached_at = partial(own_host, host, options.get("advertise_host"))
+        push = WeightPush(weight_transport, config.reject_non_finite_weights, reached_at)
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
         self.model_directory = str(model) if isinstance(model, str | Path) else None
-        launcher = launcher or LocalLauncher()
         for_coordinator = coordinator_arguments(
             config,
-            coordinator_options or {},
+            options,
             data_parallel_size=data_parallel_size,
-            host=coordinator_host or launcher.host,
+            host=host,
             port=coordinator_port,
             orphan_deadline_s=start_timeout_s,
         )
@@ -149,9 +152,10 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """As `connect`, but the first verb connects. model_directory: of the model, to serve."""
         llm = cls.__new__(cls)
-        push = WeightPush(weight_transport, reject_non_finite=False)
+        dialled = address_of(address)
+        push = WeightPush(weight_transport, False, partial(host_towards, dialled))
         llm._set_up(tokenizer_of(None, tokenizer), seed, 0, push, curve)
-        llm.address, llm.model_directory = address_of(address), model_directory
+        llm.address, llm.model_directory = dialled, model_directory
         return llm
 
     def _set_up(

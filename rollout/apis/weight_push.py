@@ -22,9 +22,16 @@ PUBLISH_S = 60.0  # how long `close` waits for an update that is copying its ten
 class WeightPush:
     """Owns the transport by which weights come to the engines."""
 
-    def __init__(self, transport: str | WeightTransport | None, *, reject_non_finite: bool) -> None:
-        """`transport` and the errors as for `transport_of`."""
-        self._transport = transport_of(transport, reject_non_finite=reject_non_finite)
+    def __init__(
+        self,
+        transport: str | WeightTransport | None,
+        reject_non_finite: bool,
+        own_host: Callable[[], str],
+    ) -> None:
+        """All of it, and the errors, as for `transport_of`."""
+        self._transport = transport_of(
+            transport, reject_non_finite=reject_non_finite, own_host=own_host
+        )
         self._turn = asyncio.Lock()
 
     async def push(

@@ -244,6 +244,33 @@ def told_host(bound: str, advertise_host: str | None) -> str:
     return LOOPBACK if address.version == 4 else "::1"
 
 
+def own_host(host: str | None, advertise_host: str | None) -> str:
+    """The host at which others reach this machine, where they dial a coordinator on it that listens
+    at `host`; the loopback without one."""
+    if host is None or advertise_host is not None:
+        return advertise_host or LOOPBACK
+    try:
+        return told_host(host, None)
+    except ValueError:  # a name
+        return host
+
+
+def host_towards(address: str) -> str:
+    """The address of this machine on its way to tcp://HOST:PORT; the loopback's for any other
+    address, and where there is no way."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://"):
+        return LOOPBACK
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, place = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK
+
+
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
     """Raise ConfigError for an IP address that other machines can reach, unless asked for."""
     if has_keys:

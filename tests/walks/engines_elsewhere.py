@@ -8,38 +8,53 @@ from typing import Any
 
 from rollout.cli.main import main
 from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.weights.paths import Broadcasts
 
 NUM_STEPS_BEFORE_THE_CUT = 20
+# Where an engine takes a push: before it reads a directory, and once it is in the group of a
+# collective and the bucket is on its way.
+TAKES = {"directory": (WeightFetcher, "__call__"), "collective": (Broadcasts, "receive")}
 
 
 def a_held_engine(
-    pipe: Connection, address: str, model: str, keys: str, settings: Sequence[str]
+    pipe: Connection,
+    address: str,
+    model: str,
+    keys: str,
+    settings: Sequence[str],
+    carrier: str = "directory",
 ) -> None:
-    """`rollout engine`, which waits for a word after some steps, and when it fetches weights."""
-    step, fetch, held = EngineAgent.step, WeightFetcher.__call__, set[str]()
-    num_steps = 0
+    """`rollout engine`, which waits for a word while it generates, after some steps, and then while
+    it takes the next push, by `carrier`.
 
-    def hold(where: str) -> None:
-        if where not in held:
-            held.add(where)
-            pipe.send(where)
+    It says "generates", with requests in the midst of their tokens, and "fetches".
+    """
+    step, (kind, name) = EngineAgent.step, TAKES[carrier]
+    take, said, passed, num_steps = getattr(kind, name), set[str](), set[str](), 0
+
+    def hold(word: str) -> None:
+        if word not in said:
+            said.add(word)
+            pipe.send(word)
             pipe.recv()
+            passed.add(word)
 
     def counted_step(self: EngineAgent) -> Any:
         nonlocal num_steps
         num_steps += 1
-        if num_steps > NUM_STEPS_BEFORE_THE_CUT:
+        messages = step(self)
+        if num_steps > NUM_STEPS_BEFORE_THE_CUT and self.status().num_running:
             hold("generates")
-        return step(self)
+        return messages
 
-    def held_fetch(self: WeightFetcher, source: WeightsSource) -> Any:
-        hold("fetches")
-        return fetch(self, source)
+    def held_take(*arguments: Any) -> Any:
+        if "generates" in passed:
+            hold("fetches")
+        return take(*arguments)
 
     EngineAgent.step = counted_step  # type: ignore[method-assign]
-    WeightFetcher.__call__ = held_fetch  # type: ignore[method-assign]
+    setattr(kind, name, held_take)
     an_engine(pipe, address, model, keys, settings)
 
 

@@ -77,21 +77,43 @@ def test_a_link_that_is_cut_loses_no_request_and_leaves_no_engine_with_other_wei
 
 
 @pytest.mark.slow
-def test_the_async_job_trains_with_engines_of_other_hosts(
-    hosts: list[Host], tmp_path: Path
+@pytest.mark.parametrize(
+    ("transport", "lease_s"),
+    [
+        ("directory:{}", 2.0),
+        ("delta+directory:{}", 10.0),
+        ("collective", 10.0),
+        ("collective", 2.0),
+        ("delta+collective", 2.0),
+    ],
+)
+def test_the_async_job_trains_through_cuts_in_a_generation_and_in_a_push(
+    hosts: list[Host], tmp_path: Path, transport: str, lease_s: float
 ) -> None:
+    """The trainer's cable is cut while an engine is in the midst of requests, then that engine's
+    while it takes the next push. No HOST is given to the collective: it has the coordinator's."""
     create_key_folder(tmp_path / "keys")
-    trainer = hosts[0].start(a_training_job, hosts[0].address, tmp_path)
-    address = trainer.hear()
+    limits = CoordinatorLimits(engine_lease_s=lease_s, heartbeat_s=min(lease_s / 4, 1.0))
+    trainer = hosts[0].start(a_training_job, hosts[0].address, tmp_path, limits, transport)
     settings = [f"{name}={value}" for name, value in async_minimal.ENGINE.items()]
-    for host in hosts[1:]:
-        keys = str(tmp_path / "keys" / ENGINE)
-        host.start(an_engine, address, str(tmp_path / "model"), keys, settings)
+    words = (trainer.hear(), str(tmp_path / "model"), str(tmp_path / "keys" / ENGINE), settings)
+    carrier = "collective" if "collective" in transport else "directory"
+    held = hosts[1].start(a_held_engine, *words, carrier)
+    hosts[2].start(an_engine, *words)
+
+    assert held.hear() == "generates"
+    cut_while_it_goes_on(hosts[0], held)
+    assert held.hear() == "fetches"
+    cut_while_it_goes_on(hosts[1], held)
+
     version, served_checksum, own_checksum = trainer.hear()
-    rewards = trainer.hear()
-    assert version == len(rewards) == async_minimal.NUM_STEPS
+    rewards, (faults, prompts, requests) = trainer.hear(), trainer.hear()
+    print(f"\nreward {rewards[0]:.3f} -> {rewards[-1]:.3f}; pushes that failed: {faults}")
     assert served_checksum == own_checksum
-    print(f"\nreward {rewards[0]:.3f} -> {rewards[-1]:.3f}")
+    assert version == len(rewards) == async_minimal.NUM_STEPS
+    assert bool(faults) or lease_s > CUT_S, "an engine that is given up ends the push"
+    assert len(set(prompts)) == len(prompts) == async_minimal.NUM_STEPS * async_minimal.BATCH_GROUPS
+    assert len(set(requests)) == len(requests) == len(prompts) * async_minimal.GROUP_SIZE
     assert sum(rewards[:5]) / 5 < 0.25
     assert sum(rewards[-5:]) / 5 > 0.5
 

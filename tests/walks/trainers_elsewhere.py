@@ -19,6 +19,7 @@ from rollout.coordinator.key_folder import coordinator_keys
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, weights
 from tests.tiny_models import tiny_config
 from tests.walks.test_fleet_members import check_all, until_served
+from trainer_hooks import AsyncRolloutProducer, TrainingBatch, WeightSync
 
 
 def a_trainer(
@@ -53,9 +54,14 @@ def a_trainer(
 
 
 def fleet_of(
-    model: Any, config: InferenceConfig, host: str, folder: Path, limits: CoordinatorLimits
+    model: Any,
+    config: InferenceConfig,
+    host: str,
+    folder: Path,
+    limits: CoordinatorLimits,
+    transport: str = "directory:{}",
 ) -> AsyncLLM:
-    """Two engines, which join it from elsewhere."""
+    """Two engines, which join it from elsewhere. `transport`: with {} for a directory."""
     return AsyncLLM(
         model,
         None,
@@ -64,26 +70,60 @@ def fleet_of(
         spawn=0,
         coordinator_host=host,
         coordinator_options={"curve": coordinator_keys(folder / "keys"), "limits": limits},
-        weight_transport=f"directory:{folder / 'weights'}",
+        weight_transport=transport.format(folder / "weights"),
     )
 
 
-def a_training_job(pipe: Connection, host: str, folder: Path) -> None:
-    """examples/async_minimal.py with engines that join it; sends the rewards of its steps."""
+def a_training_job(
+    pipe: Connection, host: str, folder: Path, limits: CoordinatorLimits, transport: str
+) -> None:
+    """examples/async_minimal.py with engines that join it.
+
+    Sends its address; versions and checksums of the end; rewards of the steps; how each push that
+    failed has ended; the ids of all prompts and of all requests that were trained on.
+    """
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(tiny_config("qwen3", vocab_size=16))
     policy.save_pretrained(folder / "model")
-    config = InferenceConfig(**async_minimal.ENGINE)
+    config, batches, faults = InferenceConfig(**async_minimal.ENGINE), list[TrainingBatch](), []
+
+    class RecordedProducer(AsyncRolloutProducer):
+        async def __anext__(self) -> TrainingBatch:
+            batches.append(await super().__anext__())
+            return batches[-1]
+
+    class RecordedSync(WeightSync):
+        async def apush(self, *arguments: Any) -> Any:
+            llm: Any = self._llm
+            update = type(llm).update_weights
+
+            async def recorded(*given: Any, **options: Any) -> Any:
+                try:
+                    return await update(llm, *given, **options)
+                except RolloutError as error:
+                    faults.append(str(error))
+                    raise
+
+            llm.update_weights = recorded
+            return await super().apush(*arguments)
 
     async def run() -> None:
-        async with fleet_of(folder / "model", config, host, folder, CoordinatorLimits()) as llm:
+        served = fleet_of(folder / "model", config, host, folder, limits, transport)
+        async with served as llm:
             pipe.send(llm.address)
             await async_minimal.train(llm, policy, suspend=False)
             served_version, checksum = llm.weights_version, await llm.weights_checksum()
         with LLM(policy, inference_config=config) as trained:
             pipe.send((served_version, checksum, trained.weights_checksum()))
 
+    async_minimal.AsyncRolloutProducer = RecordedProducer  # type: ignore[misc]
+    async_minimal.WeightSync = RecordedSync  # type: ignore[misc]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     pipe.send([float(line.split()[3]) for line in output.getvalue().splitlines()])
+    groups = [group for batch in batches for group in batch.groups]
+    prompts = [(group.ticket.epoch, group.ticket.index) for group in groups]
+    requests = [request for group in groups for request in group.requests]
+    assert all(len(r.generated_tokens) == 6 for r in requests), "none is cut short"
+    pipe.send((faults, prompts, [request.request_id for request in requests]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rollout.coordinator.security import LOOPBACK
 from rollout.coordinator.weights.collective import CollectiveTransport
 from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
 from rollout.coordinator.weights.delta import DeltaTransport
@@ -15,11 +18,15 @@ _FORMS = ("shared", "directory:PATH", "collective", "collective:HOST", "cuda_ipc
 
 
 def transport_of(
-    named: str | WeightTransport | None, *, reject_non_finite: bool
+    named: str | WeightTransport | None,
+    *,
+    reject_non_finite: bool,
+    own_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> WeightTransport:
     """Return the transport that `named` says: "shared" (None, too), "directory:PATH",
     "collective", "collective:HOST" or "cuda_ipc", all but the first also behind "delta+". One that
-    the user has made is taken as it is.
+    the user has made is taken as it is. own_host: where engines reach this machine, asked for a
+    collective without a HOST.
 
     Raises ConfigError naming the legal ones.
     """
@@ -39,7 +46,7 @@ def transport_of(
     elif kind == "cuda_ipc" and not argument:
         carrier = CudaIpcTransport(reject_non_finite=checks)
     elif kind == "collective":
-        carrier = CollectiveTransport(argument or "127.0.0.1", reject_non_finite=checks)
+        carrier = CollectiveTransport(argument or own_host(), reject_non_finite=checks)
     else:
         raise ConfigError(
             f"weight_transport={named!r} is none of {', '.join(_FORMS)}; before all but the first "

@@ -62,14 +62,6 @@ def connect_store(host: str, port: int, timeout_s: float) -> Any:
     return distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine on its way to `host`."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
     """The value of `key`, once it is there. `check` is called now and then, and may raise. Raises
     RuntimeError if the store has gone."""

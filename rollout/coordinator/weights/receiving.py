@@ -10,11 +10,11 @@ import msgspec
 from torch import Tensor
 
 from rollout.coordinator.protocol.weights_source import WeightsSource
+from rollout.coordinator.security import host_towards, tcp_address
 from rollout.coordinator.weights.buckets import BucketHeader, BucketReader, PushEnd
 from rollout.coordinator.weights.meeting import (
     Arrival,
     GroupPlan,
-    address_towards,
     connect_store,
     put,
     read,
@@ -105,7 +105,7 @@ class CollectiveReceiver:
             self._path = SharedBucket.opened(store, backend, plan.address, bucket_bytes)
         else:
             rank, size = 1 + plan.engines.index(self._id), 1 + len(plan.engines)
-            own_host = address_towards(*self._place)
+            own_host = host_towards(tcp_address(*self._place))
             self._path = Broadcasts(store, plan.group, backend, rank, size, own_host)
         self._group = plan.group
         return self._path

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout import LLM
+from tests.tiny_models import tiny_engine, tiny_model
 from tests.trainer_hooks.weight_sync.trainers import digests, model_with_a_buffer
-from trainer_hooks import full_tensors
+from trainer_hooks import WeightSync, full_tensors, take_part
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -34,26 +38,35 @@ def num_gathered_at_once(model: Any) -> int:
     return most
 
 
-def read_partitions(address: str, rank: int, pipe: Any) -> None:
-    """Send what one of two ranks reads before and after a step, or the error that has ended it."""
+def run_as_rank(
+    work: Callable[..., None], address: str, rank: int, pipe: Any, *arguments: Any
+) -> None:
+    """`work(pipe, *arguments)` as one of two ranks. Sends the error that has ended it."""
     host, port = address.split(":")
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
     try:
-        _read(pipe)
+        work(pipe, *arguments)
+        torch.distributed.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
 
 
-def _read(pipe: Any) -> None:
+def partitioned(model: Any) -> Any:
+    """The DeepSpeed engine of `model`."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+
+
+def read_partitions(pipe: Any) -> None:
+    """Send what a rank reads before and after a step."""
+    import deepspeed
+
     model = model_with_a_buffer()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=CONFIG
-    )
+    engine = partitioned(model)
     pipe.send(("is partitioned", model.model.norm.weight.numel() == 0))
     for name, source in (("engine", engine), ("module", model)):
         pipe.send((name, digests(full_tensors(source))))
@@ -66,4 +79,33 @@ def _read(pipe: Any) -> None:
         for name, parameter in model.named_parameters()
     ]
     pipe.send(("masters", digests(masters)))  # what the optimizer has
-    torch.distributed.destroy_process_group()
+
+
+def push_partitions(pipe: Any, directory: Path) -> None:
+    """Take a step and push it by each transport to two engine processes, which serve `directory`.
+
+    Rank 0 sends (transport, (checksum that they serve, that of DeepSpeed's own state dict)).
+    """
+    policy = partitioned(pushed_model())
+    is_first = torch.distributed.get_rank() == 0
+    for transport in ("shared", f"directory:{directory / 'pushes'}", "collective"):
+        policy.backward(loss_of(policy))
+        policy.step()
+        state = policy._zero3_consolidated_16bit_state_dict()
+        if not is_first:
+            take_part(policy)
+            continue
+        fleet = LLM(
+            directory, use_coordinator=True, data_parallel_size=2, weight_transport=transport,
+            max_sequence_length=64, num_threads=1,
+        )  # fmt: skip
+        with fleet as llm:
+            WeightSync(llm, in_flight=True).push(policy)
+            served = llm.weights_checksum()
+        whole = pushed_model()
+        whole.load_state_dict(state)
+        pipe.send((transport, (served, tiny_engine(whole).weights_checksum())))
+
+
+def pushed_model() -> Any:
+    return tiny_model(seed=2, tie_word_embeddings=True)
