@@ -18,6 +18,7 @@ from torch import Tensor
 from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.weights.buckets import BucketWriter, PushEnd
 from rollout.coordinator.weights.meeting import (
+    OVER,
     Arrival,
     GroupPlan,
     open_store,
@@ -43,8 +44,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Push:
-    """num_keys: buckets that were announced. is_dropped: nobody takes it any more."""
+    """number: of the transport's pushes, from 1. num_announced: buckets that were. is_dropped:
+    nobody takes it any more."""
 
+    number: int
     id: str
     named_tensors: NamedTensors
     source: WeightsSource
@@ -88,6 +91,8 @@ class CollectiveTransport:
             self._store, self._port = open_store(host, stall_timeout_s)
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
+        put(self._store, OVER, 0)
+        self._num_pushes = 0
         self._turn = threading.Lock()  # held while a push is sent
         self._path: BucketPath | None = None
         self._group = ""  # its name
@@ -103,7 +108,8 @@ class CollectiveTransport:
         as in a WeightsSource, for a DeltaTransport.
         """
         self.drop()
-        push_id = uuid.uuid4().hex
+        self._num_pushes += 1
+        push_id = f"{self._num_pushes}-{uuid.uuid4().hex}"
         source = WeightsSource(
             kind=self.kind,
             address=f"{self._host}:{self._port} {push_id}",
@@ -113,7 +119,7 @@ class CollectiveTransport:
             is_kept=False,
             builds_on=builds_on,
         )
-        self._push = _Push(push_id, named_tensors, source)
+        self._push = _Push(self._num_pushes, push_id, named_tensors, source)
         return source
 
     def send(self, source: WeightsSource) -> None:
@@ -243,9 +249,11 @@ class CollectiveTransport:
             _logger.warning("the engines cannot be told of the end of a push: %s", error)
 
     def _forget(self, push: _Push | None) -> None:
-        """Remove what an earlier push has left in the store."""
+        """Remove what an earlier push has left in the store. An engine that has been out of reach
+        may still wait there for its end."""
         if push is None:
             return
+        put(self._store, OVER, push.number)
         for key in ("members", "joined", "plan", *map(str, range(push.num_announced + 1))):
             self._store.delete_key(f"{push.id}/{key}")
         for slot in range(len(self._engines)):

@@ -2,7 +2,8 @@
 
 A TCPStore of the sender. For each push the engines say who they are and which group they still
 have; once as many have come as the coordinator has ordered, the sender names the group and each
-one's rank in it. While the same engines come, with the same group, it stays.
+one's rank in it. While the same engines come, with the same group, it stays. The id of a push
+begins with its number, by which engines that come too late know that it is over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
+OVER = "over"  # the key of the last push whose other keys are gone
 _POLL_S = 0.002, 0.02  # the first pause and the longest one
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.coordinator.security import host_towards, tcp_address
 from rollout.coordinator.weights.buckets import BucketHeader, BucketReader, PushEnd
 from rollout.coordinator.weights.meeting import (
+    OVER,
     Arrival,
     GroupPlan,
     connect_store,
@@ -75,14 +76,14 @@ class CollectiveReceiver:
         slot = store.add(f"{push_id}/joined", 1) - 1
         put(store, f"{push_id}/member/{slot}", Arrival(self._id, self._group))
         store.set(f"{push_id}/members", str(source.num_members))
-        plan = read(wait_for(store, f"{push_id}/plan", _go_on), GroupPlan)
+        plan = read(self._wait_for(push_id, "plan"), GroupPlan)
         if plan.fault:
             raise WeightUpdateError(f"the sender ended the push: {plan.fault}")
         path = self._joined(plan)
         reader, number = BucketReader(path.device), 0
         while True:
             key = f"{push_id}/{number}"
-            encoded = wait_for(store, key, _go_on)
+            encoded = self._wait_for(push_id, str(number))
             header: BucketHeader | PushEnd = read(encoded, BucketHeader | PushEnd)  # type: ignore[arg-type]
             if isinstance(header, PushEnd):
                 return reader.finish(header)
@@ -91,6 +92,17 @@ class CollectiveReceiver:
             reader.read(encoded, header, path.receive(header.num_bytes, plan.stall_s))
             path.taken(key)
             number += 1
+
+    def _wait_for(self, push_id: str, key: str) -> bytes:
+        """What the sender puts there. It ends every push, and its own end closes the store; but
+        this engine may have been out of reach until the push was over, and forgotten."""
+        store, number = self._store, int(push_id.partition("-")[0])
+
+        def check() -> None:
+            if read(store.get(OVER), int) >= number:
+                raise WeightUpdateError("the push is over; the next one brings the weights")
+
+        return wait_for(store, f"{push_id}/{key}", check)
 
     def _joined(self, plan: GroupPlan) -> BucketPath:
         """This engine's end of the path to the group of a push."""
@@ -109,7 +121,3 @@ class CollectiveReceiver:
             self._path = Broadcasts(store, plan.group, backend, rank, size, own_host)
         self._group = plan.group
         return self._path
-
-
-def _go_on() -> None:
-    """The sender ends every push, and its end closes the store."""

@@ -206,6 +206,35 @@ def test_a_member_that_goes_is_noticed_and_the_others_take_the_next_push(
     pushed(transport, receivers, weights(2.0))
 
 
+def test_a_member_that_comes_back_to_a_push_that_is_over_gives_it_up_and_takes_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does whose link was cut: the others have been given another push meanwhile."""
+    transport = CollectiveTransport(bucket_bytes=4096)  # which holds all of a push
+    receivers = [CollectiveReceiver() for _ in range(2)]
+    pushed(transport, receivers, weights(1.0))
+    is_held, is_back, taken = threading.Event(), threading.Event(), paths.Broadcasts.taken
+    own_path = receivers[1]._path
+
+    def held_taken(path: paths.Broadcasts, key: str) -> None:
+        if path is own_path:
+            is_held.set()
+            assert is_back.wait(WAIT_S)
+        taken(path, key)
+
+    monkeypatch.setattr(paths.Broadcasts, "taken", held_taken)
+    sending, fetches = begun(transport, receivers, weights(2.0))
+    fetches[0].result(WAIT_S)
+    sending.result(WAIT_S)
+    assert is_held.wait(WAIT_S)
+    transport.drop()
+    pushed(transport, receivers[:1], weights(3.0))
+    is_back.set()
+    assert "the push is over" in faults(fetches[1:])[0]
+    pushed(transport, receivers, weights(4.0))
+    transport.close()
+
+
 def test_engines_notice_a_killed_sender_and_take_the_pushes_of_the_next_one() -> None:
     program = """
 import sys, torch
