@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 from collections.abc import Mapping
@@ -15,12 +16,16 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
+from examples.learner import Learner
 from examples.settings import JobSettings
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, WeightUpdateError
 from tests.examples.grpo_settings import tiny_settings
 from tests.examples.sharded_ranks import begin, train, train_as_rank
 from tests.processes import PROCESSES
+from tests.trainer_hooks.fakes import FakeLLM
 from tests.trainer_hooks.weight_sync.trainers import received
+from trainer_hooks import WeightSync
+from trainer_hooks.trainer_ranks import TrainerRanks
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +105,30 @@ def assert_same_checkpoint(folder: Path, one: str, other: str, step: int) -> Non
         *(state["state"] for state in states), rtol=1e-3, atol=1e-6, msg=lambda text: text
     )
     assert states[0]["param_groups"] == states[1]["param_groups"]
+
+
+@pytest.mark.parametrize(("is_transient", "num_pushes"), [(True, 2), (False, 1)])
+def test_all_ranks_gather_once_more_for_a_push_that_lost_an_engine(
+    is_transient: bool, num_pushes: int
+) -> None:
+    told: list[Any] = []
+
+    class Ranks(TrainerRanks):
+        def tell(self, word: Any) -> None:
+            told.append(word)
+
+    class LosesAnEngine(WeightSync):
+        async def apush(self, *arguments: Any) -> Any:
+            error = WeightUpdateError("rank 1 was lost before its vote")
+            error.is_transient = is_transient
+            raise error
+
+    settings = tiny_settings()
+    policy = torch.nn.Linear(2, 2)
+    learner = Learner(policy, settings.algorithm, settings.trainer, None, Ranks(size=2))
+    with pytest.raises(WeightUpdateError, match="rank 1 was lost"):
+        asyncio.run(learner.push(LosesAnEngine(FakeLLM()), 1))
+    assert told == [("push",)] * num_pushes
 
 
 @pytest.mark.parametrize(
