@@ -6,6 +6,7 @@ per prompt.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -130,15 +131,17 @@ class Learner:
 
     async def push(self, weight_sync: WeightSync, version: int) -> None:
         """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
-        self._ranks.tell(("push",))
-        try:
-            await weight_sync.apush(self.policy, version)
-        except WeightUpdateError as error:
-            if self._ranks.size == 1 or not error.is_transient:
-                raise
-            # An engine was lost, and what was gathered for the push is gone.
+        for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.tell(("push",))
-            await weight_sync.apush(self.policy, version)
+            try:
+                await weight_sync.apush(self.policy, version)
+                return
+            except WeightUpdateError as error:
+                # An engine was lost, and what ranks have gathered is gone; else `apush` has tried.
+                is_repeated = self._ranks.size > 1 and error.is_transient
+                if not is_repeated or pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     def own_state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the policy, its optimizer and its scheduler."""

@@ -27,20 +27,35 @@ from trainer_hooks.trainer_ranks import ALONE, TrainerRanks, torchrun_ranks
 VOCABULARY = 32
 
 
-def train_as_rank(rank: int, port: int, pipe: Any, jobs: Any) -> None:
-    """Train each of `jobs`, (folder, changes, last step), and send how the rank has ended."""
+def place_of(rank: int, port: int) -> dict[str, str]:
+    """What torchrun tells this rank of two."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
+    return {name: str(value) for name, value in place.items()}
+
+
+def train_all(jobs: Any) -> list[Any]:
+    """Train each of `jobs`, (folder, changes, last step), as the rank that the environment says.
+
+    Rank 0 returns the metrics of each.
+    """
+    reports = []
+    with torchrun_ranks() as ranks:
+        for folder, changes, last_step in jobs:
+            settings = tiny_settings(trainer="fsdp2", **changes)
+            if ranks.rank:
+                follow(ranks, settings)
+            else:
+                reports.append(train(folder, settings, last_step, ranks))
+                ranks.tell(None)
+    return reports
+
+
+def train_as_rank_1(port: int, pipe: Any, jobs: Any) -> None:
+    """Send the error that has ended this rank, if one has."""
+    os.environ |= place_of(1, port)
     torch.set_num_threads(1)
     try:
-        with torchrun_ranks() as ranks:
-            for folder, changes, last_step in jobs:
-                settings = tiny_settings(trainer="fsdp2", **changes)
-                if rank:
-                    follow(ranks, settings)
-                else:
-                    pipe.send(train(folder, settings, last_step, ranks))
-                    ranks.tell(None)
+        train_all(jobs)
     except BaseException:
         pipe.send(traceback.format_exc())
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from rollout.errors import ConfigError, WeightUpdateError
 from rollout.models.weight_stream import WeightStream
@@ -38,6 +39,10 @@ class WeightSync:
     suspended.
     """
 
+    # Before each further attempt of a push that lost an engine. A link that fails may take all
+    # engines, which dial again for 30 s.
+    retry_pauses_s: ClassVar[Sequence[float]] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
         self._llm = llm
         self._how = {"in_flight": True} if in_flight else {}
@@ -55,23 +60,23 @@ class WeightSync:
         all ranks push at the same time; a rank without an engine calls `take_part`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one; the other ranks are
-        not kept waiting then. An update that failed because an engine was lost is tried once more
-        with the remaining engines, unless its tensors can be read only once. Raises ConfigError for
-        an asynchronous LLM, before anything is sent.
+        not kept waiting then. An update that failed because an engine was lost is tried again with
+        the engines that are there then, after `retry_pauses_s`, unless it can be read only once.
+        Raises ConfigError for an asynchronous LLM, before anything is sent.
         """
         tensors = weights_of(named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
-        report: WeightUpdateReport
-        try:
-            report = self._updated(tensors, how)
-        except WeightUpdateError as error:
-            _drain(tensors)
-            _require_repeatable(error, tensors)
-            report = self._updated(tensors, how)
-        except Exception:
-            _drain(tensors)
-            raise
-        return report
+        pauses = iter(self.retry_pauses_s)
+        while True:
+            try:
+                report: WeightUpdateReport = self._updated(tensors, how)
+                return report
+            except WeightUpdateError as error:
+                _drain(tensors)
+                time.sleep(_pause_s(error, tensors, pauses))
+            except Exception:
+                _drain(tensors)
+                raise
 
     def _updated(self, tensors: NamedTensors, how: Mapping[str, Any]) -> Any:
         report = self._llm.update_weights(tensors, **how)
@@ -89,17 +94,18 @@ class WeightSync:
         """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
         tensors = await asyncio.to_thread(weights_of, named_parameters)
         how: dict[str, Any] = {"version": version, **self._how}
-        report: WeightUpdateReport
-        try:
-            report = await _result(self._llm.update_weights(tensors, **how))
-        except WeightUpdateError as error:
-            await asyncio.to_thread(_drain, tensors)
-            _require_repeatable(error, tensors)
-            report = await _result(self._llm.update_weights(tensors, **how))
-        except Exception:  # not if this is cancelled: the update goes on, and reads them itself
-            await asyncio.to_thread(_drain, tensors)
-            raise
-        return report
+        pauses = iter(self.retry_pauses_s)
+        while True:
+            try:
+                updated = self._llm.update_weights(tensors, **how)
+                report: WeightUpdateReport = await _result(updated)
+                return report
+            except WeightUpdateError as error:
+                await asyncio.to_thread(_drain, tensors)
+                await asyncio.sleep(_pause_s(error, tensors, pauses))
+            except Exception:  # not if this is cancelled: the update goes on, and reads them itself
+                await asyncio.to_thread(_drain, tensors)
+                raise
 
 
 # The names by which WeightSync is known for each kind of LLM.
@@ -117,9 +123,11 @@ def _drain(tensors: NamedTensors) -> None:
         tensors.drain()
 
 
-def _require_repeatable(error: WeightUpdateError, tensors: NamedTensors) -> None:
-    """Raise the error of an update unless this process alone can try it once more."""
-    if not error.is_transient:
+def _pause_s(error: WeightUpdateError, tensors: NamedTensors, pauses: Iterator[float]) -> float:
+    """How long to wait for the next attempt. Raises the error unless this process alone can make
+    one."""
+    pause_s = next(pauses, None)
+    if not error.is_transient or pause_s is None:
         raise error
     if isinstance(tensors, WeightStream):
         again = WeightUpdateError(
@@ -127,3 +135,4 @@ def _require_repeatable(error: WeightUpdateError, tensors: NamedTensors) -> None
         )
         again.is_transient = True
         raise again from error
+    return pause_s

@@ -90,14 +90,28 @@ class LosesAnEngine(FakeLLM):
         return super().update_weights(named_tensors, version)
 
 
-def test_an_update_that_lost_an_engine_is_tried_once_more() -> None:
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_an_update_that_lost_engines_is_tried_again(
+    num_lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01, 0.0))
     module = nn.Linear(2, 3)
-    assert InProcessWeightSync(LosesAnEngine(1)).push(module, version=8).version == 8
-    llm = LosesAnEngine(1)
+    assert InProcessWeightSync(LosesAnEngine(num_lost)).push(module, version=8).version == 8
+    llm = LosesAnEngine(num_lost)
     assert asyncio.run(InProcessWeightSync(llm).apush(module, version=8)).version == 8
-    for llm in (LosesAnEngine(2), LosesAnEngine(1, is_transient=False)):
+
+
+def test_an_update_that_is_refused_or_loses_an_engine_at_each_attempt_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01))
+    module = nn.Linear(2, 3)
+    for llm in (LosesAnEngine(3), LosesAnEngine(1, is_transient=False)):
         with pytest.raises(WeightUpdateError, match="rank 1"):
             InProcessWeightSync(llm).push(module, version=8)
+        llm.left = 3
+        with pytest.raises(WeightUpdateError, match="rank 1"):
+            asyncio.run(InProcessWeightSync(llm).apush(module, version=8))
 
 
 # ---- adapters
