@@ -21,8 +21,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rollout.backends.attention.triton_kernels import paged_attention_kernel, reduce_splits_kernel
-from rollout.backends.attention.triton_paged import MAX_SPLITS, launch_choice
+from rollout.backends.attention import triton_plan as plan
+from rollout.backends.attention.triton_kernels import (
+    decode_attention_kernel,
+    merge_parts_kernel,
+    prefill_attention_kernel,
+)
+from rollout.backends.attention.triton_paged import PARTS_PER_MERGE, launch_choice
 from rollout.backends.ops.triton_append import NUM_WARPS, ROWS_PER_PROGRAM, append_kv_kernel
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -39,6 +44,13 @@ POINTERS = {
     "tables": "*i32",
     "query_starts": "*i32",
     "context_lens": "*i32",
+    "tile_starts": "*i32",
+    "first_rows": "*i32",
+    "tile_rows": "*i32",
+    "tile_tokens": "*i32",
+    "tile_lengths": "*i32",
+    "ordered_rows": "*i32",
+    "ordered_tokens": "*i32",
 }
 # Of the model's dtype.
 TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm", "sinks")
@@ -68,9 +80,22 @@ def configurations(dtype: str) -> Iterator[Configuration]:
         constexprs = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
-            "BLOCK_S": MAX_SPLITS,
+            "BLOCK_S": PARTS_PER_MERGE,
         }
-        yield configuration(reduce_splits_kernel, dtype, constexprs, {"num_warps": 4})
+        yield configuration(merge_parts_kernel, dtype, constexprs, {"num_warps": 4})
+    yield from plan_configurations(dtype)
+
+
+def plan_configurations(dtype: str) -> Iterator[Configuration]:
+    """The kernels of a plan know nothing of the model's dtype."""
+    sizes, options = {"BLOCK": plan.BLOCK}, {"num_warps": 4}
+    for window in (False, True):
+        constexprs = sizes | {"BLOCK_N": 64, "HAS_WINDOW": window}
+        yield configuration(plan.tile_starts_kernel, dtype, constexprs, options)
+        yield configuration(plan.query_tiles_kernel, dtype, constexprs, options)
+    yield configuration(plan.first_rows_kernel, dtype, sizes, options)
+    constexprs = sizes | {"BLOCK_J": plan.BLOCK_J}
+    yield configuration(plan.order_tiles_kernel, dtype, constexprs, options)
 
 
 def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
@@ -107,10 +132,10 @@ def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuratio
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "BLOCK_M": choice.block_m,
             "BLOCK_N": choice.block_n,
-            "IS_DECODE": is_decode,
         } | trait
         options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
-        yield configuration(paged_attention_kernel, dtype, constexprs, options)
+        kernel = decode_attention_kernel if is_decode else prefill_attention_kernel
+        yield configuration(kernel, dtype, constexprs, options)
 
 
 def configuration(

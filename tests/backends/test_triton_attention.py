@@ -25,10 +25,9 @@ from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
 pytest.importorskip("triton")
 
 from rollout.backends.attention.triton_paged import (
-    MAX_SPLITS,
     TritonPagedAttention,
     launch_choice,
-    split_choice,
+    program_choice,
 )
 from rollout.backends.ops.triton_append import append_kv, append_kv_reference
 from tests.contracts.attention_on_device import device_attention
@@ -59,7 +58,7 @@ mixes = st.builds(
 
 
 def assert_as_the_reference(
-    mix: Mix, num_splits: int | None, traits: AttentionTraits = PLAIN
+    mix: Mix, num_programs: int | None, traits: AttentionTraits = PLAIN
 ) -> None:
     """Outputs of real tokens and all cached K and V but those of the scratch block."""
     num_tokens = mix.num_tokens
@@ -70,18 +69,19 @@ def assert_as_the_reference(
         padding.fill_(torch.nan)
     parts = q[:num_tokens], k[:num_tokens], v[:num_tokens]
     expected = ReferenceAttention().attend(*parts, 0, batch, None, traits)
-    out = device_attention(num_splits).attend(q, k, v, 0, in_graph, None, traits)
+    attention = device_attention(num_programs)
+    out = attention.attend(q, k, v, 0, attention.begin(in_graph), None, traits)
     real = mix.real_tokens
     torch.testing.assert_close(out[real], expected[real], rtol=2e-5, atol=2e-5)
     cached = in_graph.kv[0].permute(0, 3, 1, 2, 4)
     torch.testing.assert_close(cached[1:], batch.kv[0][1:], rtol=0, atol=0, equal_nan=True)
 
 
-@given(mix=mixes, num_splits=st.sampled_from([None, 1, 2, 8]))
+@given(mix=mixes, num_programs=st.sampled_from([None, 1, 2, 5, 40]))
 @settings(max_examples=14)
-def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_splits: int | None) -> None:
+def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_programs: int | None) -> None:
     if mix.num_tokens > 0:
-        assert_as_the_reference(mix, num_splits)
+        assert_as_the_reference(mix, num_programs)
 
 
 def test_a_batch_of_padding_alone_has_no_output() -> None:
@@ -89,16 +89,16 @@ def test_a_batch_of_padding_alone_has_no_output() -> None:
     assert_as_the_reference(mix, None)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
-def test_every_number_of_splits_gives_the_same(num_splits: int) -> None:
-    """Contexts of one context tile and less than a tile per split included."""
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 8, 64])
+def test_every_number_of_programs_gives_the_same(num_programs: int) -> None:
+    """Shares within a row, over several rows, and none; contexts of one context tile."""
     contexts = (2, 31, 32, 33, 65, 300)
     mix = Mix(decode=contexts, num_padding_rows=1, group_size=2, num_kv_heads=1)
-    assert_as_the_reference(mix, num_splits)
+    assert_as_the_reference(mix, num_programs)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_windows_softcaps_and_sinks_hold_in_splits_and_padding(num_splits: int) -> None:
+@pytest.mark.parametrize("num_programs", [1, 4, 7])
+def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int) -> None:
     """Windows that begin within a tile, before it and after it; a sink counts once."""
     mix = Mix(
         decode=(2, 65, 300),
@@ -111,7 +111,7 @@ def test_windows_softcaps_and_sinks_hold_in_splits_and_padding(num_splits: int) 
     traits = AttentionTraits(
         scale=0.4, window=50, softcap=4.0, sinks_H=torch.tensor([-1.0, 0.5, 3.0, 0.0])
     )
-    assert_as_the_reference(mix, num_splits, traits)
+    assert_as_the_reference(mix, num_programs, traits)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])
@@ -136,7 +136,8 @@ def test_a_batch_of_padding_alone_is_harmless() -> None:
     mix = Mix(num_padding_rows=3)
     q, k, v = projection(mix, 3)
     in_graph = as_in_a_graph(build(mix), mix)
-    device_attention().attend(q, k, v, 0, in_graph)
+    attention = device_attention()
+    attention.attend(q, k, v, 0, attention.begin(in_graph))
     assert in_graph.kv[0][1:].isnan().all()
 
 
@@ -210,8 +211,9 @@ def test_blocks_beyond_two_gi_numbers_are_reached() -> None:
         query_starts_E=batch.query_starts_E.to(HOME),
         context_lens_R=batch.context_lens_R.to(HOME),
     )
+    attention = TritonPagedAttention()
     outs = [
-        TritonPagedAttention().attend(*parts, 0, replace(batch, kv=[cache]))
+        attention.attend(*parts, 0, attention.begin(replace(batch, kv=[cache])))
         for cache in (near, far)
     ]
     assert torch.equal(*outs)
@@ -224,13 +226,13 @@ def test_blocks_beyond_two_gi_numbers_are_reached() -> None:
     table_tokens=st.integers(1, 200_000),
     block_n=st.sampled_from([32, 64]),
 )
-def test_splits_are_a_power_of_two_with_work_for_each(
+def test_there_are_programs_for_every_multiprocessor_but_none_that_never_has_work(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int
 ) -> None:
-    num_splits = split_choice(num_rows, num_kv_heads, table_tokens, block_n, 132)
-    assert num_splits in (1, 2, 4, 8, 16, MAX_SPLITS)
-    assert num_splits == 1 or num_splits * 2 * block_n <= table_tokens
-    assert num_splits == 1 or num_rows * num_kv_heads * num_splits <= 2 * 132
+    num_programs = program_choice(num_rows, num_kv_heads, table_tokens, block_n, 132)
+    num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
+    assert 1 <= num_programs <= 2 * 132
+    assert num_programs == 2 * 132 or num_programs == -(-num_tiles // 2)
 
 
 @given(group_size=st.integers(1, 64), head_dim=st.integers(8, 256), is_decode=st.booleans())
@@ -248,7 +250,8 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     replayed = replace(captured, decode=(290, 17), prefill=((270, 2), (0, 31)), seed=5)
     batches = [as_in_a_graph(build(mix), mix) for mix in (captured, replayed)]
     parts = [projection(mix, mix.num_tokens) for mix in (captured, replayed)]
-    expected = device_attention(4).attend(*parts[1], 0, batches[1])
+    reference = device_attention(4)
+    expected = reference.attend(*parts[1], 0, reference.begin(batches[1]))
     names = ("slots_T", "block_tables_RM", "query_starts_E", "context_lens_R")
     width = max(batch.block_tables_RM.shape[1] for batch in batches)
     shape = (max(batch.kv[0].shape[0] for batch in batches), *batches[0].kv[0].shape[1:])
@@ -257,12 +260,12 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     fixed |= {name: part.cuda() for name, part in zip("qkv", parts[0], strict=True)}
     cache = torch.zeros(shape, device=HOME)
     batch = replace(batches[0], kv=[cache], **{name: fixed[name] for name in names})
-    attention = TritonPagedAttention(num_splits=4)
+    attention = TritonPagedAttention(num_programs=4)
     heads = [fixed[name] for name in "qkv"]
-    attention.attend(*heads, 0, batch)
+    attention.attend(*heads, 0, attention.begin(batch))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(*heads, 0, batch)
+        out = attention.attend(*heads, 0, attention.begin(batch))
     for name in names:
         new = getattr(batches[1], name)
         fixed[name][..., : new.shape[-1]].copy_(new)

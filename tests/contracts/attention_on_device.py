@@ -47,7 +47,7 @@ def moved(value: Any) -> Any:
     return storage.to(DEVICE).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def device_attention(num_splits: int | None = None) -> TritonPagedAttention:
+def device_attention(num_programs: int | None = None) -> TritonPagedAttention:
     """On a GPU if there is one, else interpreted on the CPU's tensors."""
     kind = DeviceAttention if torch.cuda.is_available() else TritonPagedAttention
-    return kind(num_splits=num_splits)
+    return kind(num_programs=num_programs)

@@ -2,7 +2,7 @@
 
 The cache is [num_blocks, 2, G, block_size, D]. Shape letters: M rows of a query tile (a row is one
 query head of one token), N positions of a context tile, D head dim padded to a power of two, S
-splits padded likewise.
+parts of one reduction.
 """
 
 from __future__ import annotations
@@ -10,40 +10,139 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout.backends.attention.triton_plan import share_of
+
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "first_row", "num_rows", "num_heads", "group_size", "block_shift",
-        "num_splits", "scale", "window", "softcap",
+        "table_stride", "num_rows", "num_kv_heads", "group_size", "block_shift", "scale", "window",
+        "softcap",
     ],
 )  # fmt: skip
-def paged_attention_kernel(
-    out, partial_out, partial_lse, q, cache, tables, query_starts, context_lens, sinks,
-    block_stride, table_stride, first_row, num_rows, num_heads, group_size, block_shift,
-    num_splits, scale, window, softcap,
+def decode_attention_kernel(
+    out, partial_out, partial_lse, q, cache, tables, context_lens, sinks, tile_starts, first_rows,
+    block_stride, table_stride, num_rows, num_kv_heads, group_size, block_shift, scale, window,
+    softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query tile to one split of its row's context, for one KV head.
+    """One program's equal share of the context tiles of all decode rows and KV heads.
 
-    Grid (tiles, KV heads, splits). A tile packs the query heads that share the KV head, for as many
-    tokens as fit into BLOCK_M rows. `scale` has a factor log2(e), since powers of two are taken; so
-    has `softcap`. With several splits each leaves its own average and the log2 of its weight, to be
-    reduced. `sinks` is None or a score for each query head, which the first split counts.
-    Source: Dao 2023, "FlashAttention-2", algorithm 1; splits: Dao et al. 2023, "Flash-Decoding".
+    Tiles are counted through a row's context, then its KV heads, then the rows; a program has those
+    from `share_of` on, whatever rows they are of. What it has of a row and a head in whole, it
+    writes to `out`; what it has in part, to the partials of the program, to be merged: a head whose
+    tiles began in a program before to part 2 p, one whose tiles end in a later program to 2 p + 1.
+    `scale` and `softcap` have a factor log2(e), since powers of two are taken. `sinks` is None or a
+    score for each query head, which the share with the first tile counts. Source of the even cut:
+    Osama et al. 2023, "Stream-K"; of the partials: Dao et al. 2023, "Flash-Decoding".
     """
-    kv_head = tl.program_id(1)
-    block_q = BLOCK_M // group_size
-    if IS_DECODE:
-        row = tl.program_id(0)
-        first_token = row
-        end_token = row + 1
-    else:
-        row, first_token, end_token = _tile_span(
-            tl.program_id(0), query_starts, first_row, num_rows, block_q
-        )
-    if first_token >= end_token:
+    program = tl.program_id(0)
+    num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
+    tile, end_tile = share_of(program, tl.num_programs(0), num_all_tiles)
+    row = tl.load(first_rows + program)
+    rows_M = tl.arange(0, BLOCK_M)
+    is_row_M = rows_M < group_size
+    while tile < end_tile:
+        row_start = tl.load(tile_starts + row)
+        num_tiles = tl.load(tile_starts + row + 1) - row_start
+        kv_head = (tile - row_start * num_kv_heads) // num_tiles
+        first = (tile - row_start * num_kv_heads) % num_tiles
+        count = tl.minimum(num_tiles - first, end_tile - tile)
+        context_len = tl.load(context_lens + row)
+        lowest = tl.maximum(context_len - window, 0) if HAS_WINDOW else 0
+        start = (lowest // BLOCK_N + first) * BLOCK_N
+        end = tl.minimum(start + count * BLOCK_N, context_len)
+        head_M = (row.to(tl.int64) * num_kv_heads + kv_head) * group_size + rows_M
+        q_MD = _load_rows(q, head_M * HEAD_DIM, is_row_M, HEAD_DIM, BLOCK_D)
+        peak_M, total_M = _sink(sinks, kv_head * group_size + rows_M, is_row_M & (first == 0))
+        acc_MD, total_M, peak_M = _attend(
+            total_M, peak_M, q_MD, cache + (kv_head << block_shift) * HEAD_DIM,
+            (num_kv_heads << block_shift) * HEAD_DIM, tables + row.to(tl.int64) * table_stride,
+            block_stride, block_shift, start, end, context_len - 1,
+            tl.zeros_like(rows_M) + context_len - 1, scale, window, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+        mean_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
+        if count == num_tiles:
+            _store_rows(out, head_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
+        else:
+            part = 2 * program + (first == 0).to(tl.int32)
+            part_M = part.to(tl.int64) * group_size + rows_M
+            tl.store(partial_lse + part_M, peak_M + tl.log2(total_M), mask=is_row_M)
+            _store_rows(partial_out, part_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
+        tile += count
+        row += (tile == (row_start + num_tiles) * num_kv_heads).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_kv_heads", "group_size"])
+def merge_parts_kernel(
+    out, partial_out, partial_lse, tile_starts, first_rows, num_rows, num_kv_heads, group_size,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query head, weighted. Grid (programs of the attention, group size).
+
+    The program merges whose number is the first part's: that with the head's first context tile.
+    """
+    program, member = tl.program_id(0), tl.program_id(1)
+    num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
+    start, next_start = share_of(program, tl.num_programs(0), num_all_tiles)
+    if next_start >= num_all_tiles:
         return
+    share = next_start - start
+    row = tl.load(first_rows + program + 1)
+    row_start = tl.load(tile_starts + row)
+    num_tiles = tl.load(tile_starts + row + 1) - row_start
+    kv_head = (next_start - row_start * num_kv_heads) // num_tiles
+    head_start = row_start * num_kv_heads + kv_head * num_tiles
+    # Either the next share begins a head of its own, or another program has this one's begin.
+    if (head_start == next_start) | (head_start < start):
+        return
+    num_parts = tl.cdiv(head_start + num_tiles, share) - program
+    peak = -1.0e30
+    total = 0.0
+    acc_D = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first in tl.range(0, num_parts, BLOCK_S):
+        parts_S = first + tl.arange(0, BLOCK_S)
+        is_part_S = parts_S < num_parts
+        place_S = 2 * (program + parts_S) + (parts_S == 0).to(tl.int32)
+        place_S = place_S.to(tl.int64) * group_size + member
+        lse_S = tl.load(partial_lse + place_S, mask=is_part_S, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(lse_S, 0))
+        weight_S = tl.exp2(lse_S - new_peak)
+        mean_SD = _load_rows(partial_out, place_S * HEAD_DIM, is_part_S, HEAD_DIM, BLOCK_D)
+        fade = tl.exp2(peak - new_peak)
+        acc_D = acc_D * fade + tl.sum(mean_SD * weight_S[:, None], 0)
+        total = total * fade + tl.sum(weight_S, 0)
+        peak = new_peak
+    dims_D = tl.arange(0, BLOCK_D)
+    head = (row.to(tl.int64) * num_kv_heads + kv_head) * group_size + member
+    mean_D = acc_D / tl.where(total > 0, total, 1.0)
+    tl.store(out + head * HEAD_DIM + dims_D, mean_D.to(out.dtype.element_ty), dims_D < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_heads", "block_shift", "scale", "window", "softcap"],
+)
+def prefill_attention_kernel(
+    out, q, cache, tables, query_starts, context_lens, sinks, tile_rows, tile_tokens,
+    block_stride, table_stride, num_heads, group_size, block_shift, scale, window, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attention of one query tile over its row's context, for one KV head.
+
+    Grid (KV heads, tiles), the tiles with the longest context first, as the plan has ordered them:
+    `tile_rows` (-1 for surplus ones) and `tile_tokens`. A tile packs the query heads that share the
+    KV head, for as many tokens as fit into BLOCK_M rows. `scale`, `softcap` and `sinks` are as in
+    `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
+    """
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tile_rows + tile)
+    if row < 0:
+        return
+    first_token = tl.load(tile_tokens + tile)
+    end_token = tl.load(query_starts + row + 1)
+    block_q = BLOCK_M // group_size
     rows_M = tl.arange(0, BLOCK_M)
     token_M = first_token + rows_M // group_size
     is_row_M = (token_M < end_token) & (rows_M < block_q * group_size)
@@ -53,85 +152,28 @@ def paged_attention_kernel(
     position_M = tl.minimum(context_len - end_token + token_M, context_len - 1)
     last_token = tl.minimum(first_token + block_q, end_token) - 1
     first_position = context_len - end_token + first_token
-    lowest = tl.maximum(first_position - window + 1, 0) if HAS_WINDOW else 0
+    start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N if HAS_WINDOW else 0
     end = context_len - end_token + last_token + 1
-    start, end = _split_span(lowest, end, num_splits, BLOCK_N)
     q_MD = _load_rows(q, head_M * HEAD_DIM, is_row_M, HEAD_DIM, BLOCK_D)
     peak_M, total_M = _sink(sinks, kv_head * group_size + rows_M % group_size, is_row_M)
+    num_kv_heads = tl.num_programs(0)
     acc_MD, total_M, peak_M = _attend(
         total_M, peak_M, q_MD, cache + (kv_head << block_shift) * HEAD_DIM,
-        tables + row.to(tl.int64) * table_stride, block_stride, block_shift, start, end,
-        first_position, position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW,
-        HAS_SOFTCAP,
+        (num_kv_heads << block_shift) * HEAD_DIM, tables + row.to(tl.int64) * table_stride,
+        block_stride, block_shift, start, end, first_position, position_M, scale, window, softcap,
+        HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     mean_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
-    if num_splits > 1:
-        part_M = head_M * num_splits + tl.program_id(2)
-        tl.store(partial_lse + part_M, peak_M + tl.log2(total_M), mask=is_row_M)
-        _store_rows(partial_out, part_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
-    else:
-        _store_rows(out, head_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def reduce_splits_kernel(
-    out, partial_out, partial_lse, num_splits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The splits' averages, weighted; one program per query head of a row."""
-    head = tl.program_id(0).to(tl.int64)
-    splits_S = tl.arange(0, BLOCK_S)
-    is_split_S = splits_S < num_splits
-    part_S = head * num_splits + splits_S
-    lse_S = tl.load(partial_lse + part_S, mask=is_split_S, other=float("-inf"))
-    # A split beyond the context has weight 0 (lse -inf); a row without context has only such.
-    peak = tl.maximum(tl.max(lse_S, 0), -1.0e30)
-    weight_S = tl.exp2(lse_S - peak)
-    mean_SD = _load_rows(partial_out, part_S * HEAD_DIM, is_split_S, HEAD_DIM, BLOCK_D)
-    total = tl.sum(weight_S, 0)
-    mean_D = tl.sum(mean_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
-    dims_D = tl.arange(0, BLOCK_D)
-    target = out + head * HEAD_DIM + dims_D
-    tl.store(target, mean_D.to(out.dtype.element_ty), mask=dims_D < HEAD_DIM)
+    _store_rows(out, head_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
-def _tile_span(tile, query_starts, first_row, num_rows, block_q):
-    """(row, first token, end of the row's tokens) of a tile; empty if the tile is surplus.
-
-    Row r begins with tile start(r) // block_q + r, counted from the first row: that leaves room
-    for every row's last, partly filled tile, and is known without the lengths of all rows.
-    """
-    base = tl.load(query_starts + first_row)
-    low, high = first_row, num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = (tl.load(query_starts + middle) - base) // block_q + middle - first_row
-        is_after = first_tile > tile
-        low = tl.where(is_after, low, middle)
-        high = tl.where(is_after, middle, high)
-    start = tl.load(query_starts + low)
-    first_tile = (start - base) // block_q + low - first_row
-    return low, start + (tile - first_tile) * block_q, tl.load(query_starts + low + 1)
-
-
-@triton.jit
-def _split_span(lowest, end, num_splits, BLOCK_N: tl.constexpr):
-    """This program's share [start, end) of positions [lowest, end), in whole context tiles."""
-    first_tile = lowest // BLOCK_N
-    tiles_per_split = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_tile, num_splits)
-    start = (first_tile + tl.program_id(2) * tiles_per_split) * BLOCK_N
-    return start, tl.minimum(end, start + tiles_per_split * BLOCK_N)
-
-
-@triton.jit
-def _sink(sinks, head_M, is_row_M):
+def _sink(sinks, head_M, is_counted_M):
     """(greatest score, sum of weights) before any position: those of the heads' sinks, once."""
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
     if sinks is not None:
-        is_first = tl.program_id(2) == 0
-        sink_M = tl.load(sinks + head_M, mask=is_row_M & is_first, other=float("-inf"))
+        sink_M = tl.load(sinks + head_M, mask=is_counted_M, other=float("-inf"))
         peak_M = sink_M.to(tl.float32) * 1.4426950408889634
         total_M += tl.where(peak_M > float("-inf"), 1.0, 0.0)
     return peak_M, total_M
@@ -139,15 +181,16 @@ def _sink(sinks, head_M, is_row_M):
 
 @triton.jit
 def _attend(
-    total_M, peak_M, q_MD, cache, table, block_stride, block_shift, start, end, first_position,
-    position_M, scale, window, softcap,
+    total_M, peak_M, q_MD, cache, values_offset, table, block_stride, block_shift, start, end,
+    first_position, position_M, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(weighted sum of V, sum of weights, greatest score) over positions [start, end).
 
-    `cache` points to the KV head's keys of block 0. Context tiles that every row of the query tile
-    sees in whole come first, and need no causal mask; with a window all tiles have a mask.
+    `cache` points to the KV head's keys of block 0; its values lie `values_offset` after them.
+    Context tiles that every row of the query tile sees in whole come first, and need no causal
+    mask; with a window all tiles have a mask.
     """
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
@@ -155,23 +198,23 @@ def _attend(
         unmasked_end = start
     for first in tl.range(start, unmasked_end, BLOCK_N):
         acc_MD, total_M, peak_M = _attend_tile(
-            acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-            position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, False, False,
-            HAS_SOFTCAP,
+            acc_MD, total_M, peak_M, q_MD, cache, values_offset, table, block_stride, block_shift,
+            first, end, position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, False,
+            False, HAS_SOFTCAP,
         )  # fmt: skip
     for first in tl.range(unmasked_end, end, BLOCK_N):
         acc_MD, total_M, peak_M = _attend_tile(
-            acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-            position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, True, HAS_WINDOW,
-            HAS_SOFTCAP,
+            acc_MD, total_M, peak_M, q_MD, cache, values_offset, table, block_stride, block_shift,
+            first, end, position_M, scale, window, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, True,
+            HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
     return acc_MD, total_M, peak_M
 
 
 @triton.jit
 def _attend_tile(
-    acc_MD, total_M, peak_M, q_MD, cache, table, block_stride, block_shift, first, end,
-    position_M, scale, window, softcap,
+    acc_MD, total_M, peak_M, q_MD, cache, values_offset, table, block_stride, block_shift, first,
+    end, position_M, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -200,8 +243,7 @@ def _attend_tile(
     weight_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(peak_M - base_M)
     total_M = total_M * fade_M + tl.sum(weight_MN, 1)
-    values = cache + (tl.num_programs(1) << block_shift) * HEAD_DIM
-    v_ND = _load_rows(values, start_N, is_position_N, HEAD_DIM, BLOCK_D)
+    v_ND = _load_rows(cache + values_offset, start_N, is_position_N, HEAD_DIM, BLOCK_D)
     acc_MD = acc_MD * fade_M[:, None]
     acc_MD = tl.dot(weight_MN.to(v_ND.dtype), v_ND, acc=acc_MD, input_precision="ieee")
     return acc_MD, total_M, new_peak_M

@@ -1,33 +1,40 @@
-"""TritonPagedAttention: attention over blocks in place, on a GPU, in two or three launches.
+"""TritonPagedAttention: attention over blocks in place, on a GPU, in two to four launches.
 
 A step's launches depend on shapes alone (T tokens, R rows, decode rows, width of the block tables),
-never on lengths, so that they may be captured in a graph. Shape letters: T tokens, R rows, H query
-heads, G key/value heads, S splits, D head dim.
+never on lengths, so that they may be captured in a graph; how the work is cut is found on the
+device, see `triton_plan`. Shape letters: T tokens, R rows, H query heads, G key/value heads, E =
+rows + 1, P programs, D head dim.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from rollout.backends.attention.triton_kernels import paged_attention_kernel, reduce_splits_kernel
+from rollout.backends.attention.triton_kernels import (
+    decode_attention_kernel,
+    merge_parts_kernel,
+    prefill_attention_kernel,
+)
+from rollout.backends.attention.triton_plan import MIN_TILES_PER_PROGRAM, TritonPlan
 from rollout.backends.base import CacheSpec
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.ops.triton_append import append_kv
 from rollout.errors import ConfigError
 
-MAX_SPLITS = 32
 MAX_HEAD_DIM = 256
-_MIN_TILES_PER_SPLIT = 2  # less work than that does not pay for its partial result
+PARTS_PER_MERGE = 16
+_PROGRAMS_PER_MULTIPROCESSOR = 2  # what shared memory has room for at head dim 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchChoice:
-    """How `paged_attention_kernel` is cut: rows of a query tile, positions of a context tile,
+    """How a kernel of attention is cut: rows of a query tile, positions of a context tile,
     warps of a program, and how many context tiles are loaded ahead.
     """
 
@@ -73,25 +80,24 @@ def launch_choice(
     )
 
 
-def split_choice(
+def program_choice(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_multiprocessors: int
 ) -> int:
-    """Splits of each decode row's context: enough that every multiprocessor has two programs, but
-    no fewer than two context tiles each in the longest row; a power of two, at most MAX_SPLITS.
+    """Programs that share the decode rows' context: two for each multiprocessor, but no more than
+    have work where all rows are as long as `table_tokens`, and at least one.
     """
-    wanted = 2 * num_multiprocessors / (num_rows * num_kv_heads)
-    useful = table_tokens / (block_n * _MIN_TILES_PER_SPLIT)
-    exponent = int(math.log2(max(1.0, min(wanted, useful, MAX_SPLITS))))
-    return 1 << exponent
+    num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
+    useful = -(-num_tiles // MIN_TILES_PER_PROGRAM)
+    return max(1, min(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, useful))
 
 
 class TritonPagedAttention:
     """Implements `AttentionBackend` with Triton; a head of K or V within a block is contiguous."""
 
-    def __init__(self, *, num_multiprocessors: int = 132, num_splits: int | None = None) -> None:
-        """`num_splits`, a power of two up to MAX_SPLITS, overrides `split_choice`; for tests."""
+    def __init__(self, *, num_multiprocessors: int = 132, num_programs: int | None = None) -> None:
+        """`num_programs` of decode overrides `program_choice`; for tests."""
         self._num_multiprocessors = num_multiprocessors
-        self._num_splits = num_splits
+        self._num_programs = num_programs
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
         """[num_blocks, 2, G, block_size, D]. Raises ConfigError for heads that the kernels are not
@@ -106,8 +112,8 @@ class TritonPagedAttention:
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch as it is: what its launches depend on are the shapes of a layer."""
-        return batch
+        """The batch with a TritonPlan."""
+        return replace(batch, plan=TritonPlan(batch))
 
     def attend(
         self,
@@ -141,30 +147,40 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """One token per tile; the context in splits, whose averages are then reduced."""
+        """Equal shares of all rows' context; what fell into several shares is merged."""
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
-        choice = launch_choice(q_THD.dtype, head_dim, num_heads // num_kv_heads, True)
+        group_size = num_heads // num_kv_heads
+        choice = launch_choice(q_THD.dtype, head_dim, group_size, True)
         table_tokens = batch.block_tables_RM.shape[1] * block_size
-        num_splits = self._num_splits or split_choice(
-            num_rows,
-            num_kv_heads,
-            min(table_tokens, traits.window or table_tokens),
-            choice.block_n,
-            self._num_multiprocessors,
+        if traits.window is not None:  # which may begin within a tile
+            table_tokens = min(table_tokens, traits.window + choice.block_n)
+        num_programs = self._num_programs or program_choice(
+            num_rows, num_kv_heads, table_tokens, choice.block_n, self._num_multiprocessors
         )
-        num_parts = num_rows * num_heads * num_splits if num_splits > 1 else 0
+        tile_starts_E, first_rows_P = batch.plan.decode(
+            window=traits.window,
+            block_n=choice.block_n,
+            num_kv_heads=num_kv_heads,
+            num_programs=num_programs,
+        )
+        num_parts = 2 * num_programs * group_size
         partial_out = torch.empty((num_parts, head_dim), dtype=torch.float32, device=q_THD.device)
         partial_lse = torch.empty(num_parts, dtype=torch.float32, device=q_THD.device)
-        grid = (num_rows, num_kv_heads, num_splits)
-        partials = (partial_out, partial_lse)
-        _launch(grid, choice, out_THD, partials, q_THD, cache, batch, traits, is_decode=True)
-        if num_splits > 1:
-            reduce_splits_kernel[(num_rows * num_heads,)](
-                *(out_THD, partial_out, partial_lse, num_splits),
+        decode_attention_kernel[(num_programs,)](
+            *(out_THD, partial_out, partial_lse, q_THD, cache, batch.block_tables_RM),
+            *(batch.context_lens_R, traits.sinks_H, tile_starts_E, first_rows_P),
+            *(cache.stride(0), batch.block_tables_RM.stride(0), num_rows, num_kv_heads),
+            *(group_size, block_size.bit_length() - 1, *_scores(traits, head_dim)),
+            **_constants(choice, head_dim, traits),
+        )
+        if num_programs > 1:
+            merge_parts_kernel[(num_programs, group_size)](
+                *(out_THD, partial_out, partial_lse, tile_starts_E, first_rows_P),
+                *(num_rows, num_kv_heads, group_size),
                 HEAD_DIM=head_dim,
                 BLOCK_D=_padded(head_dim),
-                BLOCK_S=MAX_SPLITS,
+                BLOCK_S=PARTS_PER_MERGE,
             )
 
     def _prefill(
@@ -175,51 +191,47 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """As many tiles as any lengths of the rows could need; those left over end at once."""
+        """A program for each query tile and KV head, in the plan's order; surplus ones end at once.
+
+        Programs start in the order of their numbers, so that the longest do not come last.
+        """
         num_tokens, num_heads, head_dim = q_THD.shape
-        num_kv_heads = cache.shape[2]
+        num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
         choice = launch_choice(q_THD.dtype, head_dim, group_size, False)
-        num_rows = batch.context_lens_R.shape[0] - batch.num_decode_rows
-        num_prefill_tokens = num_tokens - batch.num_decode_rows
-        num_tiles = num_prefill_tokens // (choice.block_m // group_size) + num_rows
-        no_partials = torch.empty((2, 0), dtype=torch.float32, device=q_THD.device).unbind()
-        grid = (num_tiles, num_kv_heads, 1)
-        _launch(grid, choice, out_THD, no_partials, q_THD, cache, batch, traits, is_decode=False)
+        tile_rows_Q, tile_tokens_Q = batch.plan.prefill(
+            window=traits.window,
+            block_n=choice.block_n,
+            block_q=choice.block_m // group_size,
+            num_tokens=num_tokens - batch.num_decode_rows,
+        )
+        prefill_attention_kernel[(num_kv_heads, tile_rows_Q.shape[0])](
+            *(out_THD, q_THD, cache, batch.block_tables_RM, batch.query_starts_E),
+            *(batch.context_lens_R, traits.sinks_H, tile_rows_Q, tile_tokens_Q),
+            *(cache.stride(0), batch.block_tables_RM.stride(0), num_heads, group_size),
+            *(block_size.bit_length() - 1, *_scores(traits, head_dim)),
+            **_constants(choice, head_dim, traits),
+        )
 
 
-def _launch(
-    grid: tuple[int, int, int],
-    choice: LaunchChoice,
-    out_THD: Tensor,
-    partials: tuple[Tensor, ...],
-    q_THD: Tensor,
-    cache: Tensor,
-    batch: ForwardBatch,
-    traits: AttentionTraits,
-    *,
-    is_decode: bool,
-) -> None:
-    """paged_attention_kernel over the batch's decode rows, or over the others."""
-    _, num_heads, head_dim = q_THD.shape
-    paged_attention_kernel[grid](
-        *(out_THD, *partials, q_THD, cache),
-        *(batch.block_tables_RM, batch.query_starts_E, batch.context_lens_R, traits.sinks_H),
-        *(cache.stride(0), batch.block_tables_RM.stride(0)),
-        *(0 if is_decode else batch.num_decode_rows, batch.context_lens_R.shape[0]),
-        *(num_heads, num_heads // cache.shape[2], cache.shape[3].bit_length() - 1, grid[2]),
-        traits.scale_of(head_dim) * math.log2(math.e),
-        *(traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)),
-        HEAD_DIM=head_dim,
-        BLOCK_D=_padded(head_dim),
-        BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n,
-        IS_DECODE=is_decode,
-        HAS_WINDOW=traits.window is not None,
-        HAS_SOFTCAP=traits.softcap is not None,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-    )
+def _scores(traits: AttentionTraits, head_dim: int) -> tuple[float, int, float]:
+    """(scale, window, softcap) as kernels take them: they compute powers of two."""
+    scale = traits.scale_of(head_dim) * math.log2(math.e)
+    return scale, traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)
+
+
+def _constants(choice: LaunchChoice, head_dim: int, traits: AttentionTraits) -> dict[str, Any]:
+    """What a kernel of attention is compiled for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": _padded(head_dim),
+        "BLOCK_M": choice.block_m,
+        "BLOCK_N": choice.block_n,
+        "HAS_WINDOW": traits.window is not None,
+        "HAS_SOFTCAP": traits.softcap is not None,
+        "num_warps": choice.num_warps,
+        "num_stages": choice.num_stages,
+    }
 
 
 def _padded(head_dim: int) -> int:
