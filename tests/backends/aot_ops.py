@@ -42,12 +42,14 @@ POINTERS = {
     "threshold_ptr": "*fp32",
     "largest_ptr": "*fp32",
     "last_tie_ptr": "*i32",
+    "histogram_ptr": "*i64",
+    "candidates_ptr": "*i32",
     "top_k_ptr": "*i64",
     "top_p_ptr": "*fp32",
     "min_p_ptr": "*fp32",
 }  # the other pointers are to the model's dtype
 ABSENT = dict.fromkeys(("kept_mass_ptr", "threshold_ptr", "last_tie_ptr", "min_p_ptr"))
-MAY_BE_ODD = ("num_heads", "num_chunks", "eps")  # the rest are multiples of 16 in practice
+MAY_BE_ODD = ("num_heads", "num_chunks", "eps", "unit")  # the rest are multiples of 16 in practice
 
 
 class Configuration(NamedTuple):
@@ -119,8 +121,11 @@ def row_configurations(dtype: str, size: int, **ones: int) -> Iterator[Configura
     sizes = {"CHUNK": sampling.CHUNK, "CHUNKS": num_chunks, **ones}
     yield configuration(kernels.draw_kernel, dtype, TRUNCATES=True, **sizes)
     yield configuration(kernels.draw_kernel, dtype, TRUNCATES=False, **sizes, **ABSENT)
-    sizes["CHUNK"] = sampling.ROW_CHUNK
-    yield configuration(truncation.threshold_kernel, dtype, num_warps=sampling.ROW_WARPS, **sizes)
+    yield configuration(truncation.histogram_kernel, dtype, **sizes)
+    sizes["ROOM"] = sampling.ROOM
+    yield configuration(truncation.candidates_kernel, dtype, **sizes)
+    sizes["CHUNK"] = sampling.LIST_CHUNK
+    yield configuration(truncation.threshold_kernel, dtype, **sizes)
 
 
 def configuration(
@@ -134,7 +139,7 @@ def configuration(
 def type_of(parameter: str, dtype: str) -> str:
     if parameter.endswith("_ptr"):
         return POINTERS.get(parameter, f"*{dtype}")
-    return "fp32" if parameter == "eps" else "i32"
+    return "fp32" if parameter in ("eps", "unit") else "i32"
 
 
 def shared_memory_bytes(config: Configuration) -> int:

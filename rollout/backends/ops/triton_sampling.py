@@ -18,11 +18,21 @@ from rollout.backends.ops.triton_sampling_kernels import (
     draw_kernel,
     score_kernel,
 )
-from rollout.backends.ops.triton_truncation_kernels import kept_mass_kernel, threshold_kernel
+from rollout.backends.ops.triton_truncation_kernels import (
+    ROW_NUMBERS,
+    candidates_kernel,
+    histogram_kernel,
+    kept_mass_kernel,
+    threshold_kernel,
+)
 
 CHUNK = 2048  # logits per program: one row of 150,000 still fills half an H100
 ROW_CHUNK = 4096  # logits per iteration, where a program reads a whole row
 ROW_WARPS = 8
+# Logits listed for the search of a row's thresholds, and those of one iteration. Models leave tens
+# to hundreds; a row with more is searched in whole.
+ROOM = 4096
+LIST_CHUNK = 1024
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
@@ -75,12 +85,23 @@ def _truncate(
     scale = sampling.temperature_S, sampling.mode_S
     threshold_S, largest_S = (torch.empty_like(sampling.temperature_S) for _ in range(2))
     last_tie_S = torch.empty_like(threshold_S, dtype=torch.int32)
+    # Sums of a whole row's masses, each at most one, stay below 2^63.
+    unit = 2.0 ** (62 - logits_SV.shape[1].bit_length())
+    histogram_SN = torch.zeros(num_rows, ROW_NUMBERS, dtype=torch.int64, device=logits_SV.device)
+    candidates_SR = torch.empty(num_rows, ROOM, dtype=torch.int32, device=logits_SV.device)
+    row = max_SC, *logits, num_chunks, *scale, sampling.top_k_S, sampling.top_p_S
+    chunks = triton.next_power_of_2(num_chunks)
+    histogram_kernel[(num_rows, num_chunks)](
+        *(histogram_SN, *row, unit), CHUNK=CHUNK, CHUNKS=chunks
+    )
+    candidates_kernel[(num_rows, num_chunks)](
+        *(candidates_SR, histogram_SN, *row), CHUNK=CHUNK, CHUNKS=chunks, ROOM=ROOM
+    )
     threshold_kernel[(num_rows,)](
-        *(threshold_S, last_tie_S, largest_S, max_SC, mass_SC, *logits, num_chunks),
-        *(*scale, sampling.top_k_S, sampling.top_p_S),
-        CHUNK=ROW_CHUNK,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        num_warps=ROW_WARPS,
+        *(threshold_S, last_tie_S, largest_S, candidates_SR, histogram_SN, *row, unit),
+        CHUNK=LIST_CHUNK,
+        CHUNKS=chunks,
+        ROOM=ROOM,
     )
     kept_mass_SC = torch.empty_like(mass_SC)
     kept_mass_kernel[(num_rows, num_chunks)](
