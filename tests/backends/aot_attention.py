@@ -7,19 +7,13 @@ prints what memory each uses as JSON. It must run where TRITON_INTERPRET is not 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rollout.backends.attention import triton_plan as plan
 from rollout.backends.attention.triton_kernels import (
@@ -29,8 +23,8 @@ from rollout.backends.attention.triton_kernels import (
 )
 from rollout.backends.attention.triton_paged import PARTS_PER_MERGE, launch_choice
 from rollout.backends.ops.triton_append import NUM_WARPS, ROWS_PER_PROGRAM, append_kv_kernel
+from tests.backends.aot_usage import Configuration, usage
 
-H100 = GPUTarget("cuda", 90, 32)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = (64, 96, 128, 256)
 TRAIT_HEAD_DIMS = (64, 256)  # GPT-OSS, Gemma
@@ -55,21 +49,6 @@ POINTERS = {
 # Of the model's dtype.
 TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm", "sinks")
 FLOATS = ("eps", "scale", "softcap")
-
-
-class Configuration(NamedTuple):
-    """One specialisation of a kernel, as `triton.compile` takes it."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    options: dict[str, int]
-
-    @property
-    def name(self) -> str:
-        types = [self.signature.get(name) for name in ("q", "out", "q_norm")]
-        values = [*filter(None, types), *self.constexprs.values()]
-        return " ".join(map(str, (self.kernel.__name__, *values)))
 
 
 def configurations(dtype: str) -> Iterator[Configuration]:
@@ -148,32 +127,26 @@ def configuration(
     return Configuration(kernel, signature, constexprs, options)
 
 
-def compile_for_h100(case: Configuration) -> Any:
-    """As a launch would: pointers and strides that are specialised are multiples of 16."""
-    odd = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(case.signature.items())
-        if kind.startswith("*") or (kind == "i32" and name not in odd)
-    }
-    source = ASTSource(case.kernel, case.signature, case.constexprs, aligned)
-    return triton.compile(source, target=H100, options=case.options)
+def odd_arguments(case: Configuration) -> set[str]:
+    """Integers that are not specialised; the others are strides, multiples of 16."""
+    return {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
 
 
-def usage(compiled: Any) -> dict[str, int]:
-    """Bytes of shared memory of a program, and of the stack of a thread, where registers spill."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack = max(map(int, re.findall(r"STACK:(\d+)", listing)))
-    return {"shared": compiled.metadata.shared, "stack": stack}
+def wanted_programs(case: Configuration, dtype: str) -> int:
+    """How many programs of a multiprocessor the launch counts on."""
+    if case.kernel is not decode_attention_kernel:
+        return 1
+    sizes = case.constexprs
+    group_size = 1 if sizes["BLOCK_M"] == 16 else sizes["BLOCK_M"]
+    return launch_choice(DTYPES[dtype], sizes["HEAD_DIM"], group_size, True).num_resident
 
 
 def main(dtype: str) -> None:
-    cases = configurations(dtype)
-    print(json.dumps({case.name: usage(compile_for_h100(case)) for case in cases}))
+    found = {}
+    for case in configurations(dtype):
+        used = usage(case, odd_arguments(case))._asdict()
+        found[case.name] = used | {"wanted_programs": wanted_programs(case, dtype)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

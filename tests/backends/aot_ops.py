@@ -1,7 +1,7 @@
 """Every kernel of TritonOps as the engine launches it, for compiling without a device.
 
 `python -m tests.backends.aot_ops SHARE` compiles those of a model's dtype, or all others, for an
-H100 and prints the bytes of shared memory of each as JSON. It must run where TRITON_INTERPRET is
+H100 and prints what each takes of it as JSON. It must run where TRITON_INTERPRET is
 not set.
 """
 
@@ -11,11 +11,9 @@ import json
 import sys
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rollout.backends.ops import triton_fingerprint as fingerprint
 from rollout.backends.ops import triton_layers as layers
@@ -23,8 +21,8 @@ from rollout.backends.ops import triton_sampling as sampling
 from rollout.backends.ops import triton_sampling_kernels as kernels
 from rollout.backends.ops import triton_truncation_kernels as truncation
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
+from tests.backends.aot_usage import Configuration, usage
 
-H100 = GPUTarget("cuda", 90, 32)
 VOCABULARIES = (256, 32_000, 151_936)
 POINTERS = {
     "sums_ptr": "*i64",
@@ -49,16 +47,7 @@ POINTERS = {
     "min_p_ptr": "*fp32",
 }  # the other pointers are to the model's dtype
 ABSENT = dict.fromkeys(("kept_mass_ptr", "threshold_ptr", "last_tie_ptr", "min_p_ptr"))
-MAY_BE_ODD = ("num_heads", "num_chunks", "eps", "unit")  # the rest are multiples of 16 in practice
-
-
-class Configuration(NamedTuple):
-    """One specialisation of a kernel, as `triton.compile` takes it."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    options: dict[str, int]
+MAY_BE_ODD = ("num_heads", "num_chunks")  # the rest are multiples of 16 in practice
 
 
 def configurations(dtype: str) -> Iterator[Configuration]:
@@ -142,23 +131,17 @@ def type_of(parameter: str, dtype: str) -> str:
     return "fp32" if parameter in ("eps", "unit") else "i32"
 
 
-def shared_memory_bytes(config: Configuration) -> int:
-    """Compile, with the arguments' alignment as the launcher would find it."""
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(config.signature)
-        if name not in (*MAY_BE_ODD, *config.constexprs)
-    }
-    source = ASTSource(config.kernel, config.signature, config.constexprs, attributes)
-    return int(triton.compile(source, target=H100, options=config.options).metadata.shared)
+def odd_arguments(case: Configuration) -> set[str]:
+    """Integers that need not be multiples of 16."""
+    return {*MAY_BE_ODD, *case.constexprs}
 
 
 def main(share: str) -> None:
-    sizes = {}
+    used = {}
     for config in other_configurations() if share == "others" else configurations(share):
         name = f"{config.kernel.__name__}({config.signature}, {config.constexprs})"
-        sizes[name] = shared_memory_bytes(config)
-    print(json.dumps(sizes))
+        used[name] = usage(config, odd_arguments(config))._asdict()
+    print(json.dumps(used))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HOME.type == "cuda" else [])
 ONE_ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHARED_MEMORY_BYTES = 227 * 1024  # of one program on sm_90
-SPILLED_BYTES = 64  # a register or two per thread do no harm
+SPILLED_BYTES = {"fp32": 64}  # a register or two per thread, of float32 alone
 ROOT = Path(__file__).parents[2]
 
 mixes = st.builds(
@@ -226,10 +226,10 @@ def test_blocks_beyond_two_gi_numbers_are_reached() -> None:
     table_tokens=st.integers(1, 200_000),
     block_n=st.sampled_from([32, 64]),
 )
-def test_there_are_programs_for_every_multiprocessor_but_none_that_never_has_work(
+def test_there_are_as_many_programs_as_the_device_holds_but_none_that_never_has_work(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int
 ) -> None:
-    num_programs = program_choice(num_rows, num_kv_heads, table_tokens, block_n, 132)
+    num_programs = program_choice(num_rows, num_kv_heads, table_tokens, block_n, 2 * 132)
     num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
     assert 1 <= num_programs <= 2 * 132
     assert num_programs == 2 * 132 or num_programs == -(-num_tiles // 2)
@@ -290,4 +290,6 @@ def test_every_kernel_compiles_for_an_h100_within_its_memory(dtype: str, tmp_pat
     usage = json.loads(done.stdout)
     assert len(usage) > 20
     assert max(use["shared"] for use in usage.values()) <= SHARED_MEMORY_BYTES
-    assert max(use["stack"] for use in usage.values()) <= SPILLED_BYTES
+    assert max(use["stack"] for use in usage.values()) <= SPILLED_BYTES.get(dtype, 0)
+    for name, use in usage.items():
+        assert use["programs"] >= use["wanted_programs"], name

@@ -265,7 +265,7 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
         pytest.param("others", 30, marks=pytest.mark.slow),
     ],
 )
-def test_every_kernel_compiles_for_an_h100_within_its_shared_memory(
+def test_every_kernel_compiles_for_an_h100_within_its_memory(
     share: str, num_kernels: int, tmp_path: Path
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -275,6 +275,7 @@ def test_every_kernel_compiles_for_an_h100_within_its_shared_memory(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    shared_memory_bytes = json.loads(done.stdout)
-    assert len(shared_memory_bytes) >= num_kernels
-    assert max(shared_memory_bytes.values()) <= MAX_SHARED_MEMORY_BYTES
+    usage = json.loads(done.stdout)
+    assert len(usage) >= num_kernels
+    assert max(used["shared"] for used in usage.values()) <= MAX_SHARED_MEMORY_BYTES
+    assert not [name for name, used in usage.items() if used["stack"]], "registers spill"

@@ -29,19 +29,20 @@ from rollout.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 PARTS_PER_MERGE = 16
-_PROGRAMS_PER_MULTIPROCESSOR = 2  # what shared memory has room for at head dim 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchChoice:
     """How a kernel of attention is cut: rows of a query tile, positions of a context tile,
-    warps of a program, and how many context tiles are loaded ahead.
+    warps of a program, and how many context tiles are loaded ahead. `num_resident`: programs of
+    decode that a multiprocessor holds at once, as compiled.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    num_resident: int = 1
 
 
 def launch_choice(
@@ -57,38 +58,49 @@ def launch_choice(
     wider than 128 halve the context tile, since their sums fill the registers. Float32 has no
     tensor core path at full precision: tiles are small, since each product is unrolled.
     """
+    num_resident = 2 if head_dim <= 128 else 1
     group_rows = triton.next_power_of_2(group_size)
     is_small = is_decode and group_rows <= 16
     if dtype == torch.float32:
         is_wide = head_dim > 64
         if is_small:
-            return LaunchChoice(block_m=16, block_n=32, num_warps=8, num_stages=2)
+            return LaunchChoice(
+                block_m=16, block_n=32, num_warps=8, num_stages=2, num_resident=num_resident
+            )
         return LaunchChoice(
             block_m=max(64, group_rows),
             block_n=16 if is_wide else 32,
             num_warps=16 if is_wide else 8,
             num_stages=2,
+            num_resident=num_resident,
         )
     is_wide = head_dim > 128
     if is_small:
-        return LaunchChoice(block_m=16, block_n=64, num_warps=8 if is_wide else 4, num_stages=3)
+        return LaunchChoice(
+            block_m=16,
+            block_n=64,
+            num_warps=8 if is_wide else 4,
+            num_stages=3,
+            num_resident=4 if head_dim <= 64 else num_resident,
+        )
     return LaunchChoice(
         block_m=max(64 if is_decode else 128, group_rows),
         block_n=32 if is_wide else 64,
         num_warps=4 if is_decode and not is_wide else 8,
         num_stages=3,
+        num_resident=num_resident,
     )
 
 
 def program_choice(
-    num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_multiprocessors: int
+    num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_resident: int
 ) -> int:
-    """Programs that share the decode rows' context: two for each multiprocessor, but no more than
-    have work where all rows are as long as `table_tokens`, and at least one.
+    """Programs that share the decode rows' context: all that the device holds at once, but no more
+    than have work where all rows are as long as `table_tokens`, and at least one.
     """
     num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
     useful = -(-num_tiles // MIN_TILES_PER_PROGRAM)
-    return max(1, min(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, useful))
+    return max(1, min(num_resident, useful))
 
 
 class TritonPagedAttention:
@@ -155,8 +167,9 @@ class TritonPagedAttention:
         table_tokens = batch.block_tables_RM.shape[1] * block_size
         if traits.window is not None:  # which may begin within a tile
             table_tokens = min(table_tokens, traits.window + choice.block_n)
+        num_resident = self._num_multiprocessors * choice.num_resident
         num_programs = self._num_programs or program_choice(
-            num_rows, num_kv_heads, table_tokens, choice.block_n, self._num_multiprocessors
+            num_rows, num_kv_heads, table_tokens, choice.block_n, num_resident
         )
         tile_starts_E, first_rows_P = batch.plan.decode(
             window=traits.window,
