@@ -6,7 +6,8 @@
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
     collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
     advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
-    loss       token_logprobs, token_entropies, policy_loss, PolicyLossConfig, value_loss
+    loss       head_logits, token_logprobs, token_entropies, policy_loss, PolicyLossConfig,
+               value_loss
     update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
                a mixture with the experts of its rollouts; ReferencePolicy
     push       WeightSync; take_part: a rank without an engine; full_tensors, merged_tensors
@@ -36,7 +37,7 @@ from trainer_hooks.checkpoint import (
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.curriculum import Curriculum, learnability
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.logprobs import token_entropies, token_logprobs
+from trainer_hooks.logprobs import head_logits, token_entropies, token_logprobs
 from trainer_hooks.losses import (
     OffPolicyCorrection,
     PolicyLossConfig,
@@ -115,6 +116,7 @@ __all__ = [
     "has_reward_spread",
     "reinforce_plus_plus_advantages",
     # loss
+    "head_logits",
     "token_logprobs",
     "token_entropies",
     "policy_loss",

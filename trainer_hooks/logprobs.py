@@ -1,13 +1,16 @@
 """What a trainer recomputes for each token with its own model: log-prob and entropy.
 
-Shape letters: B rollouts, T positions, V vocabulary.
+Shape letters: B rollouts, T positions, V vocabulary, E hidden size; R rows of B T.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
+
+from rollout.backends.ops.float32_product import float32_product
 
 
 @overload
@@ -55,3 +58,37 @@ def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch
     probabilities_BTV = (logits_BTV[:, :-1].float() / temperature).softmax(dim=-1)
     entropies_BT = torch.special.entr(probabilities_BTV).sum(dim=-1)
     return torch.nn.functional.pad(entropies_BT, (1, 0))
+
+
+def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """Logits of final hidden states, float32 [B, T, V], with a gradient, as the engine has them:
+    on a CUDA device half-precision products keep their float32 sums.
+
+    What a model's own head returns is rounded to its dtype there: log-probs from it differ from the
+    engine's for that reason alone. Without such a device this is the head's product, cast.
+    """
+    hidden_RE = hidden_BTE.reshape(-1, hidden_BTE.shape[-1])
+    logits_RV: Tensor = _HeadLogits.apply(hidden_RE, weight_VE, bias_V)  # type: ignore[no-untyped-call]
+    return logits_RV.view(*hidden_BTE.shape[:-1], -1)
+
+
+class _HeadLogits(torch.autograd.Function):
+    """float32_product, for which torch has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden_RE, weight_VE)
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
+        return float32_product(hidden_RE, weight_VE, bias_V)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """As of the product in the model's dtype and a cast after it."""
+        hidden_RE, weight_VE = ctx.saved_tensors
+        grad_RV = grads[0].to(hidden_RE.dtype)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            grad_RV @ weight_VE if needs_hidden else None,
+            grad_RV.t() @ hidden_RE if needs_weight else None,
+            grads[0].sum(0).to(ctx.bias_dtype) if needs_bias else None,
+        )

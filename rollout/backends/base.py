@@ -144,6 +144,10 @@ class Ops(Protocol):
         """x @ weight.T + bias, [T, N]."""
         ...
 
+    def linear_float32(self, x_TK: Tensor, handle: Any) -> Tensor:
+        """`linear` in float32, where the device can without rounding to x's dtype before."""
+        ...
+
     def stage(self, handle: Any, parts: Sequence[Tensor]) -> Any:
         """What `refresh` will want for a weight whose rows are `parts`; the handle is unchanged.
 

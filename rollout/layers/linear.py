@@ -110,6 +110,10 @@ class Linear(BackendLayer):
     def forward(self, x_TK: Tensor) -> Tensor:
         return self.ops.linear(x_TK, self.handle)
 
+    def float32(self, x_TK: Tensor) -> Tensor:
+        """The product in float32, where the device can without rounding to x's dtype before."""
+        return self.ops.linear_float32(x_TK, self.handle)
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """What is kept of each part's weight (and bias) by name: rows of the fused parameter."""
         slots: dict[str, WeightSlot] = {}

@@ -147,7 +147,7 @@ class CausalLM(nn.Module):
         """Logits in float32, [L, V], on all ranks of a group."""
         self._require_prepared()
         spec = self.spec
-        logits_LV: Tensor = self.lm_head(hidden_LE).float()
+        logits_LV: Tensor = self.lm_head.float32(hidden_LE)
         if spec.logit_multiplier != 1.0:
             logits_LV = logits_LV * spec.logit_multiplier
         if spec.logit_softcap is not None:

@@ -59,6 +59,9 @@ class OracleOps:
     def linear(self, x_TK: Tensor, handle: PackedLinear) -> Tensor:
         return torch.nn.functional.linear(x_TK, *handle.packed)
 
+    def linear_float32(self, x_TK: Tensor, handle: PackedLinear) -> Tensor:
+        return self.linear(x_TK, handle).float()
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = x.float()
         return (x32 / (x32.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight

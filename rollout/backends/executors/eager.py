@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollout.backends.executors.transfer import download, upload, upload_layout
+from rollout.backends.executors.transfer import download, upload
 from rollout.backends.step_tensors import (
     LAYOUT_TYPES,
     Fetch,
@@ -46,9 +46,10 @@ class EagerExecutor:
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start program(inputs); what it returns is queued on its way to the host."""
-        if self._layout is None or self._layout[0] is not inputs.layout:
-            self._layout = inputs.layout, upload_layout(inputs.layout, self._device)
-        on_device = upload(inputs, self._layout[1], self._device)
+        is_known = self._layout is not None and self._layout[0] is inputs.layout
+        known = self._layout[1] if self._layout is not None and is_known else None
+        on_device = upload(inputs, known, self._device)
+        self._layout = inputs.layout, on_device.layout
         return download(program(inputs, on_device), self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:

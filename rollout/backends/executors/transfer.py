@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,24 +25,61 @@ from rollout.step.output import StepOutput
 _RESULTS = tuple(field.name for field in fields(StepOutput) if field.name != "slots")
 _OF_SAMPLES = tuple(n for n in _RESULTS if n != "routing" and not n.startswith("score_"))
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
+_ALIGNMENT = 16  # bytes
 
 
 def upload(
-    inputs: StepInputs[HostArray], layout: StepLayout[Tensor], device: torch.device
+    inputs: StepInputs[HostArray], layout: StepLayout[Tensor] | None, device: torch.device
 ) -> StepInputs[Tensor]:
-    """The inputs on the device, beside their `layout`; on a CPU they share the arrays' memory."""
-    processing = None
+    """The inputs on the device, with their layout, which is `layout` if it is there already.
+
+    On a CPU they share the arrays' memory. To another device they go in one copy, for which the
+    host does not wait.
+    """
+    parts: list[tuple[object, Iterable[str]]] = [(inputs, INPUT_TYPES)]
+    if layout is None:
+        parts.append((inputs.layout, LAYOUT_TYPES))
     if inputs.processing is not None:
-        processing = LogitsInputs(**_uploaded(inputs.processing, _LOGITS_INPUTS, device))
-    tensors = _uploaded(inputs, INPUT_TYPES, device)
-    return StepInputs(layout=layout, processing=processing, **tensors)
+        parts.append((inputs.processing, _LOGITS_INPUTS))
+    arrays = [getattr(part, name) for part, names in parts for name in names]
+    if device.type == "cpu":
+        tensors = iter([torch.from_numpy(array) for array in arrays])
+    else:
+        tensors = iter(_in_one_copy(arrays, device))
+    found: list[Any] = [{name: next(tensors) for name in names} for _, names in parts]
+    processing = LogitsInputs(**found[-1]) if inputs.processing is not None else None
+    if layout is None:
+        # replace() is declared to keep the arrays' type.
+        layout = cast("StepLayout[Tensor]", replace(inputs.layout, **found[1]))
+    return StepInputs(layout=layout, processing=processing, **found[0])
 
 
-def upload_layout(layout: StepLayout[HostArray], device: torch.device) -> StepLayout[Tensor]:
-    """The layout on the device."""
-    tensors: Any = _uploaded(layout, LAYOUT_TYPES, device)
-    # replace() is declared to keep the arrays' type.
-    return cast("StepLayout[Tensor]", replace(layout, **tensors))
+def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
+    def pinned(num_bytes: int) -> Tensor:
+        # Torch keeps pinned memory for later, and knows until when a copy reads it.
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    return sent_together(arrays, pinned, lambda place: place.to(device, non_blocking=True))
+
+
+def sent_together(
+    arrays: list[HostArray], allocate: Callable[[int], Tensor], send: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The arrays as views of what one `send` returns, for flat bytes from one `allocate`."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = starts[-1] + array.nbytes
+    place = allocate(end)
+    on_host = place.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        on_host[start : start + array.nbytes] = flat
+    sent = send(place)
+    return [
+        sent[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
@@ -83,14 +121,6 @@ def without_padding(
         return routing_TLK[:decoded]
     prefilled_TLK = routing_TLK[num_decode_rows : num_decode_rows + num_prefill]
     return torch.cat([routing_TLK[:decoded], prefilled_TLK]) if decoded else prefilled_TLK
-
-
-def _uploaded(arrays: object, names: Iterable[str], device: torch.device) -> dict[str, Any]:
-    """Return the arrays on the device by name; the host does not wait for the copies."""
-    tensors = {name: torch.from_numpy(getattr(arrays, name)) for name in names}
-    if device.type == "cpu":
-        return tensors
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _to_pinned(tensor: Tensor | None) -> Tensor | None:

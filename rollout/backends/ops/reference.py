@@ -57,6 +57,10 @@ class ReferenceOps:
         """x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
+    def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
+        """`linear`, cast to float32."""
+        return self.linear(x_TK, handle).float()
+
     def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
         """Nothing to prepare."""
 

@@ -12,11 +12,16 @@ from torch import Tensor
 from rollout.backends.forward_batch import SampleResult, SamplingBatch
 from rollout.backends.ops import triton_fingerprint, triton_layers, triton_sampling
 from rollout.backends.ops.fingerprint import Places
-from rollout.backends.ops.reference import ReferenceOps
+from rollout.backends.ops.float32_product import float32_product
+from rollout.backends.ops.reference import DenseLinear, ReferenceOps
 
 
 class TritonOps(ReferenceOps):
     """Implements `Ops` on a GPU. Without top-n no operation waits for the device."""
+
+    def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
+        """x @ weight.T + bias with the float32 sums of the product, [T, N]."""
+        return float32_product(x_TK, handle.weight_NK, handle.bias_N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
