@@ -131,6 +131,10 @@ class Oracle:
         """The forward pass failed: its requests start again. A raised error is none of theirs."""
         self._decide(decision)
         touched = {c.request_id for c in decision.chunks} | set(decision.sampled)
+        plan = decision.schedule.plan
+        if plan is not None:  # whose block was to be a copy, even if it has no token in this step
+            copied = set(plan.copy_targets.tolist())
+            touched |= {i for i, table in decision.tables.items() if copied & set(table)}
         self._requeue(self.known[i] for i in touched)
         for i in () if is_raised else touched:
             self.known[i].events.append("ERROR_TRANSIENT")

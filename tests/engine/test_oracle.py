@@ -72,6 +72,27 @@ def test_a_promoted_request_that_moves_comes_back_with_the_priority_it_was_given
     life.teardown()
 
 
+def test_samples_whose_blocks_a_failed_step_was_to_copy_start_again_with_those_it_ran() -> None:
+    class Life(EngineLife):
+        tally, exceptions = Counter(), []
+
+    life = Life()
+    sample = SamplingParams(num_tokens_to_generate=5, seed=0, ignore_eos=True)
+    config = {**SMALL, "tokenizer": None, "max_requests": 6, "max_tokens": 10}
+    config |= {"prefix_reuse_across_versions": False, "max_kv_staleness_versions": None}
+    life.make(config=config, version=0, first=[sample])
+    life.step(count=6)
+    life.add(num_shared=0, tail=[3] * 6, samples=[sample] * 3, priority=0, form="ids")
+    life.step(count=1)
+    life.add(num_shared=0, tail=[4] * 9, samples=[sample], priority=0, form="ids")
+    life.fail(after_writes=False)
+    failed = life.decisions[-1]
+    assert len(failed.schedule.plan.copy_targets)
+    assert len(failed.sampled) == 1, "the samples have no token in the step that copies for them"
+    life.documents_are_the_oracles()
+    life.teardown()
+
+
 @pytest.mark.timeout(3600 if NUM_SHARDS > 1 else 600)  # it takes minutes to make a failure small
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_random_lives_of_an_engine_are_those_of_the_oracle(
