@@ -87,6 +87,7 @@ def test_samples_whose_blocks_a_failed_step_was_to_copy_start_again_with_those_i
     life.add(num_shared=0, tail=[4] * 9, samples=[sample], priority=0, form="ids")
     life.fail(after_writes=False)
     failed = life.decisions[-1]
+    assert failed.schedule.plan is not None
     assert len(failed.schedule.plan.copy_targets)
     assert len(failed.sampled) == 1, "the samples have no token in the step that copies for them"
     life.documents_are_the_oracles()
