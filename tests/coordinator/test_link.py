@@ -164,9 +164,7 @@ def test_no_address_is_refused():
 
 
 def test_messages_keep_their_order_both_ways():
-    # Of a session that ends amid the messages the router sends none again.
-    steady = politely(lambda m: [register_ack(lease_s=600.0)] if isinstance(m, Register) else None)
-    with ScriptedRouter(steady) as router, link_to(router) as link:
+    with ScriptedRouter() as router, link_to(router) as link:
         for message in acks(2000):
             send(link, message)
         assert router.wait_for(Ack, 2000) == acks(2000)
@@ -284,8 +282,6 @@ def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
     is_deaf = threading.Event()
 
     def script(message: Message) -> list[Message] | None:
-        if isinstance(message, Register):
-            return [register_ack(lease_s=BOUND_S)]
         return [] if is_deaf.is_set() and isinstance(message, Heartbeat) else None
 
     # Nothing is known to have arrived while no heartbeat is answered.
@@ -321,32 +317,33 @@ def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
 def test_heartbeats_carry_the_status_and_go_on_while_the_engine_is_stuck():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
-        before = len(router.wait_for(Heartbeat))
-        time.sleep(3 * register_ack().lease_s / 2)  # the engine's thread does nothing at all
-        assert link.may_step()
-        beats = router.wait_for(Heartbeat)
-        assert len(beats) - before > 10
+        ends_at = link._lease.until
+        # The engine's thread does nothing at all.
+        beats = router.wait_for(Heartbeat, len(router.wait_for(Heartbeat)) + 10)
+        assert becomes(lambda: link._lease.until > ends_at)
         assert all(beat.status == status() for beat in beats)
         assert [beat.sequence for beat in beats] == list(range(1, len(beats) + 1))
 
 
 def test_a_coordinator_that_is_silent_for_the_lease_stops_the_engine_until_it_registers():
-    silent = threading.Event()
+    silent, lease_s = threading.Event(), 1.0
 
     def script(message: Message) -> list[Message] | None:
-        return [] if silent.is_set() else None
+        if silent.is_set():
+            return []
+        return [register_ack(lease_s=lease_s)] if isinstance(message, Register) else None
 
     with ScriptedRouter(politely(script)) as router, link_to(router) as link:
         received(link)
         silent.set()
-        lease_ends_at = time.monotonic() + register_ack().lease_s
+        lease_ends_at = time.monotonic() + lease_s
         asked_at = time.monotonic()
         while link.may_step():
             assert asked_at <= lease_ends_at
             time.sleep(0.005)
             asked_at = time.monotonic()
         router.wait_for(Register, 2)
-        silent.clear()
+        router.script = polite
         assert not link.may_step()
         assert received(link) == [register_ack()]
         assert link.may_step()
@@ -606,14 +603,20 @@ CHILD = """
 
 
 def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on():
-    with ScriptedRouter() as router:
+    lease_s = 1.0
+
+    def script(message: Message) -> list[Message] | None:
+        is_first = isinstance(message, Register) and len(router.received) == 1
+        return [register_ack(lease_s=lease_s)] if is_first else None
+
+    with ScriptedRouter(politely(script)) as router:
         child = subprocess.Popen(
             [
                 sys.executable,
                 "-W",
                 "error",
                 "-c",
-                textwrap.dedent(CHILD.format(port=router.port, lease_s=register_ack().lease_s)),
+                textwrap.dedent(CHILD.format(port=router.port, lease_s=lease_s)),
             ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -623,7 +626,7 @@ def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on(
         try:
             assert child.stdout.readline() == "stepping\n"
             child.send_signal(signal.SIGSTOP)
-            time.sleep(1.5 * register_ack().lease_s)
+            time.sleep(1.5 * lease_s)
             child.send_signal(signal.SIGCONT)
             assert child.stdout.readline() == "stood still False\n"
             assert child.stdout.readline() == "registered True\n"

@@ -59,18 +59,25 @@ STEP_S = 0.05
 
 
 class SlowAgent(EngineAgent):
-    """Steps slowly until there is a file `may_hurry`: an event could be held by who is stopped."""
+    """Steps slowly until there is a file `may_hurry`, and not at all while there is a file `hold`:
+    an event could be held by who is stopped. It says by a file `is_held` that it is in a step."""
 
     may_hurry: Path
+    hold: Path
+    is_held: Path
 
     def step(self) -> Any:
         if not self.may_hurry.exists():
             time.sleep(STEP_S)
+        while self.hold.exists():
+            self.is_held.touch()
+            time.sleep(STEP_S)
         return super().step()
 
 
-def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path) -> None:
-    SlowAgent.may_hurry = may_hurry
+def engine_process(address: str, number: int, pipe: Connection, folder: Path) -> None:
+    SlowAgent.may_hurry = folder / "may_hurry"
+    SlowAgent.hold, SlowAgent.is_held = folder / f"hold-{number}", folder / f"is_held-{number}"
     agent = SlowAgent(
         tiny_engine(tiny_model("qwen3", seed=MODEL_SEED)),
         engine_id=bytes([number]) * 16,
@@ -86,7 +93,7 @@ def engine_process(address: str, number: int, pipe: Connection, may_hurry: Path)
 
 @contextmanager
 def fleet(
-    schedule: Path, may_hurry: Path
+    schedule: Path, folder: Path
 ) -> Iterator[tuple[DataParallelInferenceCoordinator, list[BaseProcess]]]:
     """A coordinator in a thread, and two engines in processes by the number in their ids."""
     coordinator = DataParallelInferenceCoordinator(
@@ -100,7 +107,7 @@ def fleet(
     processes, pipes = [], []
     for number in range(2):
         ours, theirs = PROCESSES.Pipe()
-        arguments = (coordinator.address, number, theirs, may_hurry)
+        arguments = (coordinator.address, number, theirs, folder)
         process = PROCESSES.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         processes.append(process)
@@ -205,29 +212,33 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "hurry", Margins()
+    schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "may_hurry", Margins()
     requests: list[DynamicInferenceRequest] = []
 
     async def one_round(
         number: int,
         coordinator: DataParallelInferenceCoordinator,
-        process: BaseProcess,
+        processes: list[BaseProcess],
         client: InferenceClient,
     ) -> None:
         counters, have_begun = coordinator.counters, []
-        joined, lost, stale = (
-            *(counters.num_engines_joined, counters.num_engines_lost),
-            counters.num_stale,
-        )
+        lost, stale = counters.num_engines_lost, counters.num_stale
+        stopped = number % len(processes)
+        hold, is_held = tmp_path / f"hold-{stopped}", tmp_path / f"is_held-{stopped}"
         readers = []
         may_hurry.unlink(missing_ok=True)
         for prompt, params in work_of(number):
             have_begun.append(asyncio.Event())
             readers.append(asyncio.create_task(read(client.stream(prompt, params), have_begun[-1])))
         await asyncio.wait_for(asyncio.gather(*(e.wait() for e in have_begun)), WAIT_S)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        is_held.unlink(missing_ok=True)
+        hold.touch()
+        await until(is_held.exists, "the step in which it is stopped")
+        pid = processes[stopped].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
         stopped_at = time.monotonic()
+        hold.unlink()
         may_hurry.touch()
         try:
             assert not any(reader.done() for reader in readers), "it was stopped too late"
@@ -235,9 +246,13 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             # The others' end says that the coordinator gave it up; its own lease ends by then, too.
             await asyncio.sleep(max(0.0, stopped_at + LEASE_S + 0.1 - time.monotonic()))
         finally:
-            os.kill(process.pid, signal.SIGCONT)
-        assert counters.num_engines_lost == lost + 1
-        await until(lambda: counters.num_engines_joined == joined + 1, "its registration")
+            os.kill(pid, signal.SIGCONT)
+        assert counters.num_engines_lost > lost
+        # On a machine that is slow enough the other one may have been given up as well.
+        await until(
+            lambda: counters.num_engines_joined == len(processes) + counters.num_engines_lost,
+            "the registration of all that were given up",
+        )
         await until(lambda: counters.num_stale > stale, "its late words")
         await client.engine_stats()  # both engines answer behind their credit
 
@@ -249,7 +264,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
     ) -> None:
         async with InferenceClient(coordinator.address) as client:
             for number in range(NUM_ROUNDS):
-                await one_round(number, coordinator, processes[number % 2], client)
+                await one_round(number, coordinator, processes, client)
             again = [client.add_request(p, s) for p, s in work_of(NUM_ROUNDS)]
             records = await asyncio.wait_for(asyncio.gather(*again), WAIT_S)
             requests.extend(record.merge() for record in records)
@@ -264,10 +279,10 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             assert heard.num_duplicates == 0 < heard.tokens.total()
             assert heard.replies.total() == counters.num_requests == len(requests)
 
-    with fleet(schedule, may_hurry) as (coordinator, processes):
+    with fleet(schedule, tmp_path) as (coordinator, processes):
         asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))
     assert_undisturbed(requests, margins)
     margins.check()
     print(f"{margins.num_tokens} tokens compared, {len(margins.exceptions)} within rounding")
     ranks = [r["rank_index"] for r in json.loads(schedule.read_text())["records"]]
-    assert Counter(ranks[-NUM_REQUESTS:]) == {rank: NUM_REQUESTS // 2 for rank in (0, 1)}
+    assert set(ranks[-NUM_REQUESTS:]) == {0, 1}
