@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 
 import torch
@@ -22,8 +23,12 @@ class MappedFile:
     """
 
     def __init__(self, descriptor: int, capacity: int) -> None:
-        """`capacity`: bytes that it may ever have, of which it takes none now. Raises OSError."""
+        """`capacity`: bytes that it may ever have, of which it takes none now, and at most what
+        this process may write to a file. Raises OSError."""
         self._descriptor = descriptor
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY:
+            capacity = min(capacity, limit)
         os.ftruncate(descriptor, capacity)
         self._bytes_N = torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
         os.ftruncate(descriptor, 0)
@@ -37,20 +42,24 @@ class MappedFile:
         """
         end = start + num_bytes
         if end > self._num_allocated:
+            capacity = len(self._bytes_N)
+            if end > capacity:
+                raise OSError(f"{end} bytes are more than the {capacity} that it may have")
             growth = min(max(self._num_allocated, _LEAST_GROWTH), _LARGEST_GROWTH)
-            end_allocated = min(max(end, self._num_allocated + growth), len(self._bytes_N))
-            if end > end_allocated:
-                raise OSError(
-                    f"{end} bytes are more than the {len(self._bytes_N)} that it may have"
-                )
-            os.posix_fallocate(
-                self._descriptor, self._num_allocated, end_allocated - self._num_allocated
-            )
-            self._num_allocated = end_allocated
+            try:
+                self._allocate(min(max(end, self._num_allocated + growth), capacity))
+            except OSError:  # there may be room for less
+                self._allocate(end)
         return self._bytes_N[start:end]
+
+    def _allocate(self, end: int) -> None:
+        num_allocated = self._num_allocated
+        os.posix_fallocate(self._descriptor, num_allocated, end - num_allocated)
+        self._num_allocated = end
 
     def cut(self, num_bytes: int) -> None:
         """Give the file this size, above 0. Raises OSError."""
+        self.room(0, num_bytes)  # no byte of it is without memory
         os.ftruncate(self._descriptor, num_bytes)
         self._num_allocated = num_bytes
 
