@@ -69,6 +69,17 @@ def test_buffers_and_their_memory_go_with_the_last_tensor(runtime: FakeRuntime) 
     assert runtime.free == 64 * MIB
 
 
+def test_memory_goes_when_the_device_has_done_all_that_may_use_it(runtime: FakeRuntime) -> None:
+    memory = VirtualMemory(runtime)
+    buffer = memory.allocate("a", 100)
+    events = runtime.driver_library.calls = runtime.library.calls
+    events.clear()
+    del memory, buffer
+    assert events == [
+        ("synchronize",), "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"
+    ]  # fmt: skip
+
+
 def test_memory_that_the_device_refuses_is_a_config_error_with_both_figures(
     runtime: FakeRuntime,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from rollout.backends.memory.cuda_driver import CudaDriver
@@ -44,9 +46,10 @@ class VirtualMemory:
             try:
                 self._back(name, region)
             except BaseException:
-                region.free(region.address)
+                region.free()
                 raise
-            tensor = self._runtime.tensor_at(region.address, num_bytes, region.free)
+            free = partial(_free_unused, self._runtime, region)
+            tensor = self._runtime.tensor_at(region.address, num_bytes, free)
         self._regions[name], self._tensors[name] = region, tensor
         return tensor.zero_()
 
@@ -123,7 +126,15 @@ class _Region:
             self._driver.release(self._handle)
             self._handle = None
 
-    def free(self, _address: int) -> None:
+    def free(self) -> None:
         """Give memory and addresses back."""
         self.unback()
         self._driver.free_reserved(self.address, self.num_bytes)
+
+
+def _free_unused(runtime: CudaRuntime, region: _Region, _address: int) -> None:
+    try:
+        if region.is_backed:
+            runtime.synchronize()  # a step that nobody waits for may still use it
+    finally:
+        region.free()
