@@ -102,9 +102,10 @@ class BackupKeeper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """What served before a commit, the `num_writes`-th."""
+    """What served before a commit, the `num_writes`-th, and after the `num_writes_before`-th."""
 
     num_writes: int
+    num_writes_before: int
     backup: WeightBackup
     version: int
     had_values: bool

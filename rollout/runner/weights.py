@@ -80,7 +80,9 @@ class ServedWeights:
         self._hasher = PartHasher(backend.ops, model.spec.shard)
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
-        self._backups, self._num_writes = BackupKeeper(model, backend), 0
+        self._backups = BackupKeeper(model, backend)
+        # Of the write that serves, which may not be the latest one: an undo goes back.
+        self._num_writes = self._latest_write = 0
         self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
         self.version, self.has_values = version, True
         if fill is not None:
@@ -231,14 +233,15 @@ class ServedWeights:
             self.has_values = False  # stays so if the restore fails, too
             self._write(staged)
             staged.replaced = Replaced(
-                num_writes=self._num_writes + 1,
+                num_writes=self._latest_write + 1,
+                num_writes_before=self._num_writes,
                 backup=backup,
                 version=before,
                 had_values=had_values,
                 bases=self._bases,
             )
             self.version, self.has_values, self._bases = new_version, True, staged.bases
-            self._num_writes += 1
+            self._num_writes = self._latest_write = self._latest_write + 1
         except BaseException:
             backup.restore()
             self.version, self.has_values = before, had_values
@@ -258,7 +261,7 @@ class ServedWeights:
         replaced.backup.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self._bases = replaced.bases
-        self._num_writes -= 1
+        self._num_writes = replaced.num_writes_before
         staged.is_spent, staged.replaced = False, None
 
     @torch.no_grad()

@@ -230,6 +230,19 @@ def test_a_rank_that_committed_goes_back_when_another_failed() -> None:
     assert (group.checksum(), group.ranks[1].version) == (after, 8)
 
 
+def test_what_was_staged_on_weights_that_were_taken_back_is_staged_again() -> None:
+    group = group_of(tiny_model("qwen3", seed=1), 1)
+    (served,) = group.ranks
+    taken_back, kept = (served.stage(tiny_model("qwen3", seed=seed)) for seed in (2, 3))
+    served.commit(taken_back, None)
+    adapter = random_adapter(named_weights(tiny_model("qwen3", seed=2)))
+    staged = served.stage(adapter)
+    served.undo(taken_back)
+    served.commit(kept, None)
+    with pytest.raises(WeightUpdateError, match="other weights were committed"):
+        served.commit(staged, None)
+
+
 @pytest.mark.skipif(load_library() is None, reason="no C compiler")
 def test_parts_that_are_packed_in_place_are_updated_and_taken_back(
     monkeypatch: pytest.MonkeyPatch,
