@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rollout.errors import ConfigError, LockstepError
 from rollout.parallel.wire import SocketWire, WireLostError
 
-_CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
+_CREDENTIALS = struct.Struct("=iII")  # process, user and group of the other end
 _RANK = struct.Struct("<I")
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+
 import pytest
 
 from rollout.errors import ConfigError, LockstepError
+from rollout.parallel import rank_sockets
 from rollout.parallel.rank_sockets import RankListener, wire_to_lead
 
 
@@ -34,3 +39,18 @@ def test_a_rank_0_that_is_not_there_is_a_fault_of_the_configuration() -> None:
     listener.close()
     with pytest.raises(ConfigError, match="rank 1 cannot reach rank 0"):
         wire_to_lead(listener.address, 1, 60.0)
+
+
+def test_users_of_any_number_are_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of containers with a range of their own."""
+    user = 2**32 - 2
+
+    class Connected:
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            assert (level, option, size) == (socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return struct.pack("=iII", 1, user, user)
+
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    assert rank_sockets._is_own_user(Connected())  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert not rank_sockets._is_own_user(Connected())  # type: ignore[arg-type]
