@@ -60,6 +60,7 @@ class MambaInferenceStateConfig:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "torch_flash")
 MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
 STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
 DEFAULT_MAX_REQUESTS = 1024
@@ -125,6 +126,9 @@ class InferenceConfig:
     device: auto, cpu, cuda or cuda:N. With auto and cuda, engines of a fleet get a device each of
         those that are visible; with cuda:N all get that one.
     dtype: of weights and KV: auto, float32, bfloat16 or float16.
+    attention_backend: auto; or torch_flash, torch's FlashAttention in place of the kernels that the
+        engine has for CUDA, to compare with. It wants torch 2.13, 16-bit numbers and blocks of a
+        multiple of 256 tokens, and refuses models with score caps, sinks and latent attention.
     num_threads: of torch and the compiled kernels. None: as torch has it.
     num_cuda_graphs: how many shapes of steps are captured at most, up to half of them for steps
         that also prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows
@@ -187,6 +191,7 @@ class InferenceConfig:
     # Device
     device: str = "auto"
     dtype: str = "auto"
+    attention_backend: str = "auto"
     num_threads: int | None = None
     num_cuda_graphs: int | None = None
     cuda_graph_mixed_prefill_count: int | None = 16
@@ -252,6 +257,7 @@ class InferenceConfig:
                 f"schedule_conservativeness={self.schedule_conservativeness} must be 0 or more"
             )
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
         self._check_pairs()
 

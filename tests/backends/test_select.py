@@ -78,6 +78,7 @@ def test_memory_kinds_of_gpus_are_refused_with_the_legal_ones(kind: str) -> None
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("attention_backend", "torch_flash"),
         ("unified_memory_level", 1),
         ("num_cuda_graphs", 4),
         ("cuda_graph_mixed_prefill_count", 2),
@@ -119,6 +120,7 @@ def test_auto_is_cuda_where_there_is_a_device(
         {
             "memory_kind": "device",
             "index": None,
+            "attention_kind": "auto",
             "num_graphs": None,
             "max_mixed_graphs": 16,
             "max_rows": 50,
@@ -136,6 +138,7 @@ def test_auto_is_cuda_where_there_is_a_device(
         ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 16}),
         ({"use_cuda_graphs_for_non_decode_steps": False}, {"max_mixed_graphs": 0}),
         ({"unified_memory_level": 1}, {"memory_kind": "unified"}),
+        ({"attention_backend": "torch_flash"}, {"attention_kind": "torch_flash"}),
         ({"memory_kind": "vmm"}, {"memory_kind": "vmm"}),
         ({"memory_kind": "torch_memory_saver"}, {"memory_kind": "torch_memory_saver"}),
         ({"kv_cache_management_mode": "offload"}, {"memory_kind": "vmm"}),

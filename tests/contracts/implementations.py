@@ -29,6 +29,7 @@ from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.ops.native import NativeOps
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ConfigError
+from tests.backends.plain_varlen import plain_flash
 
 
 def kernels() -> Kernels:
@@ -89,6 +90,7 @@ ATTENTION: dict[str, Callable[[], AttentionBackend]] = {
     "torch_sdpa": TorchSdpaAttention,
     "native": lambda: NativePagedAttention(kernels()),
     "triton": triton_attention,
+    "torch_flash": plain_flash,
 }
 MEMORY: dict[str, Callable[[], MemoryBackend]] = {
     "device": DeviceMemory,

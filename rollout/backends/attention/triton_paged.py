@@ -123,6 +123,9 @@ class TritonPagedAttention:
             )
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
+    def check(self, traits: AttentionTraits) -> None:
+        """All traits are taken."""
+
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with a TritonPlan."""
         return replace(batch, plan=TritonPlan(batch))
