@@ -15,6 +15,7 @@ from typing import Any
 
 import triton
 
+from rollout.backends.ops import triton_copy as copy
 from rollout.backends.ops import triton_fingerprint as fingerprint
 from rollout.backends.ops import triton_layers as layers
 from rollout.backends.ops import triton_sampling as sampling
@@ -45,6 +46,10 @@ POINTERS = {
     "top_k_ptr": "*i64",
     "top_p_ptr": "*fp32",
     "min_p_ptr": "*fp32",
+    "pool": "*i32",
+    "sources": "*i64",
+    "targets": "*i64",
+    "lengths": "*i64",
 }  # the other pointers are to the model's dtype
 ABSENT = dict.fromkeys(("kept_mass_ptr", "threshold_ptr", "last_tie_ptr", "min_p_ptr"))
 MAY_BE_ODD = ("num_heads", "num_chunks")  # the rest are multiples of 16 in practice
@@ -56,6 +61,9 @@ def configurations(dtype: str) -> Iterator[Configuration]:
     yield configuration(layers.silu_mul_kernel, dtype, BLOCK=layers.SILU_BLOCK)
     yield from chunk_configurations(dtype)
     yield from row_configurations(dtype, VOCABULARIES[0])
+    # It moves words, whatever they hold.
+    sizes = {"BLOCK_C": copy.WORDS_PER_CHUNK}
+    yield configuration(copy.copy_tokens_kernel, dtype, num_warps=copy.NUM_WARPS, **sizes)
 
 
 def other_configurations() -> Iterator[Configuration]:
@@ -126,7 +134,7 @@ def configuration(
 
 
 def type_of(parameter: str, dtype: str) -> str:
-    if parameter.endswith("_ptr"):
+    if parameter in POINTERS or parameter.endswith("_ptr"):
         return POINTERS.get(parameter, f"*{dtype}")
     return "fp32" if parameter in ("eps", "unit") else "i32"
 
