@@ -66,7 +66,7 @@ def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResul
     )
     kept: tuple[Tensor | None, ...] = (None, None, None, None)
     if sampling.any_truncation:
-        kept = _truncate(logits_SV, max_SC, mass_SC, sampling)
+        kept = truncate(logits_SV, max_SC, mass_SC, sampling)
     draw_kernel[(num_rows,)](
         *(result.token_ids_S, result.is_finite_S, result.logprobs_S, *kept, sampling.uniforms_S),
         *(max_SC, mass_SC, raw_mass_SC, *logits, num_chunks, *scale),
@@ -76,7 +76,7 @@ def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResul
     )
 
 
-def _truncate(
+def truncate(
     logits_SV: Tensor, max_SC: Tensor, mass_SC: Tensor, sampling: SamplingBatch
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(kept mass per chunk, thresholds, ids of the last ties, min-p): what `draw_kernel` keeps."""
