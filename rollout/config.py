@@ -132,7 +132,7 @@ class InferenceConfig:
     num_threads: of torch and the compiled kernels. None: as torch has it.
     num_cuda_graphs: how many shapes of steps are captured at most, up to half of them for steps
         that also prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows
-        apart.
+        apart. Steps that score prompts have up to four more, captured when they are first needed.
     cuda_graph_mixed_prefill_count: how many of steps that also prefill. None: 16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
     use_flashinfer_fused_rope: refused off False; the engine has a fused kernel of its own.

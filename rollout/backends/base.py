@@ -311,7 +311,7 @@ class Executor(Protocol):
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start program(inputs) on the device; the function returned waits for its result.
+        """Start the program on the device; the function returned waits for its result.
 
         Results must be fetched in the order of their launches, with at most two outstanding.
         """

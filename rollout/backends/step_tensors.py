@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -68,7 +69,8 @@ class StepLayout(Generic[Array]):
 
     While the same rows decode, all their steps have this same object, so that what a device has of
     it can stay there. Decode rows come first. The first `num_drawn_logits` of the L logit rows are
-    drawn from, the others are scored, in order.
+    drawn from, the others are scored, in order. `asks_more_S` stays on the host: the samples that
+    want more than their log-prob, a top-n or ranks.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
@@ -90,6 +92,7 @@ class StepLayout(Generic[Array]):
     flags: SamplingFlags
     score_top_n: int
     score_ranks: bool
+    asks_more_S: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,24 @@ INPUT_TYPES = {
 }
 
 
-# The same step as host arrays and as device tensors. May run for the device what is then replayed
-# for other values: only shapes and flags are known for sure.
-Program: TypeAlias = Callable[[StepInputs[HostArray], StepInputs[Tensor]], StepOutput[Tensor]]
+class Program(Protocol):
+    """What a step does on its device, in two parts.
+
+    Both take the same step as host arrays and as device tensors. They may run for the device what
+    is then replayed for other values: only shapes and flags are known for sure.
+    """
+
+    def forward(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden states of the L logit rows [L, E], the experts of the tokens if recorded)."""
+        ...
+
+    def draw(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
+    ) -> StepOutput[Tensor]:
+        """Draw the samples and score the others of these rows."""
+        ...
+
+
 Fetch: TypeAlias = Callable[[], StepOutput]

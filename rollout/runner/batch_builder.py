@@ -149,14 +149,15 @@ class BatchBuilder:
         """How the rows' tokens are drawn, as fields of StepLayout."""
         temperature, top_k = self._temperature[rows_S], self._top_k[rows_S]
         top_p, min_p = self._top_p[rows_S], self._min_p[rows_S]
+        top_n, wants_ranks = self._top_n[rows_S], self._wants_ranks[rows_S]
         truncates = (top_k > 0) | ((top_p > 0) & (top_p < 1)) | (min_p > 0)
         flags = SamplingFlags(
             all_greedy=bool((temperature == 0).all()),
             any_greedy=bool((temperature == 0).any()),
             any_truncation=bool((truncates & (temperature > 0)).any()),
             any_logprobs=bool(self._wants_logprobs[rows_S].any()),
-            any_ranks=bool(self._wants_ranks[rows_S].any()),
-            top_n=int(self._top_n[rows_S].max(initial=0)),
+            any_ranks=bool(wants_ranks.any()),
+            top_n=int(top_n.max(initial=0)),
         )
         return {
             "sample_rows_S": rows_S.astype(np.int64),
@@ -166,6 +167,7 @@ class BatchBuilder:
             "min_p_S": min_p,
             "mode_S": self._mode[rows_S],
             "flags": flags,
+            "asks_more_S": wants_ranks | (top_n > 0),
         }
 
 

@@ -75,7 +75,7 @@ class ModelRunner:
         if len(plan.copy_sources):
             self._kv.copy_tokens(plan.copy_sources, plan.copy_targets, plan.copy_lengths)
         with self._inference_mode:
-            fetch = self._backend.executor.launch(self._compute, inputs)
+            fetch = self._backend.executor.launch(self, inputs)
         if not self._records_routing:
             return fetch
         return lambda: replace(fetch(), slots=inputs.slots_T)
@@ -87,7 +87,7 @@ class ModelRunner:
         """
         assert self._kv.layers, "the KV cache is released"
         with self._inference_mode:
-            return self._backend.executor.warm_up(self._compute)
+            return self._backend.executor.warm_up(self)
 
     def after_suspend(self) -> dict[str, int]:
         """Memory was released: have allocators give it back. Returns the bytes of the device that
@@ -115,16 +115,26 @@ class ModelRunner:
         assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
-    def _compute(
+    def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
-    ) -> StepOutput[Tensor]:
-        """The step's program. All of it runs on the device."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden states of the step's logit rows [L, E], the experts of its tokens if recorded).
+
+        Writes the KV of its tokens. With `draw`, the step's program: all of it runs on the device.
+        """
         layout = inputs.layout
         token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
         if not layout.only_decodes:
             token_ids_T = torch.where(layout.input_rows_T > 0, token_ids_T, layout.token_ids_T)
         batch = self._forward_batch(host, inputs, token_ids_T)
-        hidden_LE = self._model(batch)
+        return self._model(batch), batch.routing_TLK
+
+    def draw(
+        self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
+    ) -> StepOutput[Tensor]:
+        """Draw the step's samples, each of which becomes its row's last token, and score the
+        others of the rows."""
+        layout = inputs.layout
         scores: list[Tensor | None] = [None] * 4
         if layout.score_targets_P.shape[0]:
             scores = self._score(layout, hidden_LE[layout.num_drawn_logits :])
@@ -141,7 +151,6 @@ class ModelRunner:
             score_top_ids=scores[1],
             score_top_logprobs=scores[2],
             score_ranks=scores[3],
-            routing=batch.routing_TLK,
         )
 
     def _forward_batch(

@@ -19,7 +19,7 @@ from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.executors.cuda_graph import CudaGraphs
-from rollout.backends.executors.graph import GraphExecutor
+from rollout.backends.executors.graph import GraphExecutor, Ran
 from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
@@ -41,7 +41,7 @@ class RepeatingDevice:
         self.cuda = cuda or FakeTorchCuda()
         self._graphs = CudaGraphs(CPU, self.cuda)
         self.num_replays = 0
-        self._results: list[StepOutput[Tensor]] = []
+        self._results: list[Ran] = []
         self._num_lost = 0
 
     def lose_graphs(self, token_id: int) -> None:
@@ -49,15 +49,13 @@ class RepeatingDevice:
         self._num_lost = len(self._results)
         for result in self._results:
             with torch.inference_mode():
-                result.token_ids.fill_(token_id)
+                result.result.token_ids.fill_(token_id)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
-    def capture(
-        self, program: Callable[[], StepOutput[Tensor]]
-    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
-        def captured() -> StepOutput[Tensor]:
+    def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
+        def captured() -> Ran:
             self.cuda.product()
             self.cuda.allocate_for_a_moment(1 << 20)
             return program()
@@ -72,9 +70,8 @@ class RepeatingDevice:
             if number < self._num_lost:
                 return
             again = program()
-            for field in fields(static):
-                if getattr(static, field.name) is not None:
-                    getattr(static, field.name).copy_(getattr(again, field.name))
+            for target, source in zip(_tensors(static), _tensors(again), strict=True):
+                target.copy_(source)
 
         return replay, static
 
@@ -85,8 +82,7 @@ class RepeatingDevice:
     @property
     def num_result_bytes(self) -> int:
         """Bytes of the tensors that captured steps leave their results in."""
-        tensors = [getattr(r, field.name) for r in self._results for field in fields(r)]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for ran in self._results for tensor in _tensors(ran))
 
     def forget(self) -> None:
         self._graphs.forget()
@@ -96,6 +92,12 @@ class RepeatingDevice:
         tensors = {field.name: getattr(result, field.name) for field in fields(result)}
         copies: Any = {name: None if t is None else t.clone() for name, t in tensors.items()}
         return download(StepOutput(**copies), CPU)
+
+
+def _tensors(ran: Ran) -> list[Tensor]:
+    """All that a captured step leaves."""
+    found = [getattr(ran.result, field.name) for field in fields(ran.result)]
+    return [ran.hidden_LE, *(tensor for tensor in found if tensor is not None)]
 
 
 class HostlessAttention(ReferenceAttention):

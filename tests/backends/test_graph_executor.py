@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -61,7 +62,10 @@ SHAPES = (*LADDER.decode, *LADDER.mixed)
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepInputs[Any]:
-    """Random numbers everywhere; only the structure of a step is that of a real one."""
+    """Random numbers everywhere; only the structure of a step is that of a real one.
+
+    Some score the tokens of their prompts, some want a top-n of some samples.
+    """
     num_decodes = draw(st.integers(0, 12))
     prefills = draw(st.lists(st.integers(1, 9), max_size=5))
     is_sampled = draw(st.lists(st.integers(0, 3), min_size=len(prefills), max_size=len(prefills)))
@@ -74,6 +78,9 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
     sources = [end - 1 for end, count in zip(ends, num_draws, strict=True) if count]
     draws = np.repeat(np.arange(len(sources)), [count for count in num_draws if count])
     sizes = {"T": int(ends[-1]), "S": len(draws)}
+    scored = [i for i in range(num_decodes, int(ends[-1])) if generator.random() < 0.5]
+    scored *= draw(st.integers(0, 1))
+    wants_more_S = draw(st.lists(st.booleans(), min_size=len(draws), max_size=len(draws)))
     arrays: dict[str, Any] = {
         name: generator.integers(1, 100, sizes[name[-1]]).astype(kind)
         for name, kind in (LAYOUT_TYPES | INPUT_TYPES).items()
@@ -84,17 +91,17 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
         "block_tables_RM": generator.integers(1, 9, (num_rows, width)).astype(np.int32),
         "query_starts_E": np.array([0, *ends], dtype=np.int32),
         "context_lens_R": generator.integers(9, 90, num_rows).astype(np.int32),
-        "logit_indices_L": np.array(sources, dtype=np.int64),
+        "logit_indices_L": np.array([*sources, *scored], dtype=np.int64),
         "draws_S": draws.astype(np.int64),
-        "score_targets_P": np.empty(0, dtype=np.int64),
+        "score_targets_P": generator.integers(1, 100, len(scored)),
     }
     flags = SamplingFlags(
         all_greedy=False,
         any_greedy=True,
         any_truncation=True,
         any_logprobs=True,
-        any_ranks=False,
-        top_n=0,
+        any_ranks=any(wants_more_S),
+        top_n=3 * any(wants_more_S),
     )
     layout = StepLayout(
         **{name: arrays[name] for name in LAYOUT_TYPES},
@@ -103,35 +110,60 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
         only_decodes=not prefills,
         draws_in_order=len(sources) == len(draws),
         flags=flags,
-        score_top_n=0,
-        score_ranks=False,
+        score_top_n=2,
+        score_ranks=True,
+        asks_more_S=np.array(wants_more_S, dtype=np.bool_),
     )
     return StepInputs(layout=layout, **{name: arrays[name] for name in INPUT_TYPES})
 
 
-def fingerprint(_host: StepInputs[Any], step: StepInputs[Tensor]) -> StepOutput[Tensor]:
-    """A number per sample of all that its token, row and draw are made of."""
-    layout, rows = step.layout, torch.arange(step.context_lens_R.shape[0])
-    num_tokens, lens = layout.token_ids_T.shape[0], layout.query_starts_E.diff()
-    row_T = torch.repeat_interleave(rows, lens)
-    row_T = torch.cat((row_T, row_T.new_zeros(num_tokens - len(row_T))))
-    place_T = torch.arange(num_tokens) - layout.query_starts_E[row_T]
-    is_decode_T = (row_T < layout.num_decode_rows).long()
-    per_token = [layout.input_rows_T, layout.token_ids_T, step.positions_T, step.slots_T]
-    per_token += [place_T, is_decode_T, lens[row_T], step.context_lens_R[row_T]]
-    tables_TM = step.block_tables_RM[row_T]
-    per_token += [tables_TM.sum(1), tables_TM @ torch.arange(tables_TM.shape[1], dtype=torch.int32)]
-    total_T = sum((31**i * values.double() for i, values in enumerate(per_token)), torch.zeros(()))
-    logits_L = total_T[layout.logit_indices_L][: layout.num_drawn_logits]
-    logits_S = logits_L if layout.draws_in_order else logits_L[layout.draws_S]
-    drawn = [step.uniforms_S, *(getattr(layout, name).double() for name in PER_SAMPLE)]
-    logits_S = logits_S + sum(0.37**i * values for i, values in enumerate(drawn))
-    return StepOutput(
-        token_ids=logits_S.view(torch.int64),
-        is_finite=logits_S > 0,
-        logprobs=logits_S.float(),
-        routing=total_T[:, None, None],
-    )
+class Fingerprint:
+    """A program whose results are numbers of all that they should be made of."""
+
+    def __init__(self) -> None:
+        self.num_drawn: list[int] = []
+
+    def forward(
+        self, _host: StepInputs[Any], step: StepInputs[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """A number per token, of the token and its row."""
+        layout, rows = step.layout, torch.arange(step.context_lens_R.shape[0])
+        num_tokens, lens = layout.token_ids_T.shape[0], layout.query_starts_E.diff()
+        row_T = torch.repeat_interleave(rows, lens)
+        row_T = torch.cat((row_T, row_T.new_zeros(num_tokens - len(row_T))))
+        place_T = torch.arange(num_tokens) - layout.query_starts_E[row_T]
+        is_decode_T = (row_T < layout.num_decode_rows).long()
+        per_token = [layout.input_rows_T, layout.token_ids_T, step.positions_T, step.slots_T]
+        per_token += [place_T, is_decode_T, lens[row_T], step.context_lens_R[row_T]]
+        tables_TM = step.block_tables_RM[row_T]
+        order_M = torch.arange(tables_TM.shape[1], dtype=torch.int32)
+        per_token += [tables_TM.sum(1), tables_TM @ order_M]
+        parts = (31**i * values.double() for i, values in enumerate(per_token))
+        total_T = sum(parts, torch.zeros(()))
+        return total_T[layout.logit_indices_L, None], total_T[:, None, None]
+
+    def draw(
+        self, _host: StepInputs[Any], step: StepInputs[Tensor], hidden_LE: Tensor
+    ) -> StepOutput[Tensor]:
+        """A number per sample and per scored token."""
+        layout, logits_L = step.layout, hidden_LE.squeeze(1)
+        logits_L, scored_P = logits_L.split([layout.num_drawn_logits, len(layout.score_targets_P)])
+        logits_S = logits_L if layout.draws_in_order else logits_L[layout.draws_S]
+        drawn = [step.uniforms_S, *(getattr(layout, name).double() for name in PER_SAMPLE)]
+        logits_S = logits_S + sum(0.37**i * values for i, values in enumerate(drawn))
+        self.num_drawn.append(len(logits_S))
+        scores_P = scored_P + 0.37 * layout.score_targets_P
+        ranks_N = torch.arange(layout.flags.top_n)
+        return StepOutput(
+            token_ids=logits_S.view(torch.int64),
+            is_finite=logits_S > 0,
+            logprobs=logits_S.float(),
+            ranks=logits_S.int() if layout.flags.any_ranks else None,
+            top_ids=logits_S.long()[:, None] + ranks_N if layout.flags.top_n else None,
+            top_logprobs=logits_S[:, None] - ranks_N if layout.flags.top_n else None,
+            score_logprobs=scores_P if len(scores_P) else None,
+            score_ranks=scores_P.int() if len(scores_P) else None,
+        )
 
 
 @given(data=st.lists(steps(), min_size=1, max_size=4), num_graphs=st.sampled_from([2, 6, 20]))
@@ -140,17 +172,42 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
     data: list[StepInputs[Any]], num_graphs: int
 ) -> None:
     ladder = make_ladder(num_graphs, 16, num_graphs)
-    executor = GraphExecutor(CPU, RepeatingDevice(), ladder)
+    executor, program = GraphExecutor(CPU, RepeatingDevice(), ladder), Fingerprint()
     executor.prepare(MAX_BLOCKS, VOCAB_SIZE)
     fetches = []
     for inputs in data:
-        expected = EagerExecutor(CPU).launch(fingerprint, inputs)()
-        fetches.append((executor.launch(fingerprint, inputs), expected))
-        for fetch, right in fetches[-2:]:  # two may be outstanding
-            np.testing.assert_array_equal(fetch().token_ids, right.token_ids)
-            np.testing.assert_array_equal(fetch().logprobs, right.logprobs)
-            np.testing.assert_array_equal(fetch().routing, right.routing)
-    assert 0 < executor.num_captures <= num_graphs
+        expected = EagerExecutor(CPU).launch(program, inputs)()
+        fetches.append((executor.launch(program, inputs), expected, inputs.layout.asks_more_S))
+        for fetch, right, asks_more_S in fetches[-2:]:  # two may be outstanding
+            assert_same(fetch(), right, asks_more_S)
+    num_scoring = len(ladder.scoring)
+    assert num_scoring <= len(PREFILL_TOKENS)
+    assert 0 < executor.num_captures <= num_graphs + num_scoring
+
+
+def assert_same(result: StepOutput, right: StepOutput, asks_more_S: Any) -> None:
+    """The same everywhere, save for the top-n and ranks of samples that do not want them."""
+    for field in fields(StepOutput):
+        left, wanted = getattr(result, field.name), getattr(right, field.name)
+        if field.name in ("ranks", "top_ids", "top_logprobs") and wanted is not None:
+            left, wanted = left[asks_more_S], wanted[asks_more_S]
+        np.testing.assert_array_equal(left, wanted, err_msg=field.name)
+
+
+@given(inputs=steps())
+@settings(max_examples=30)
+def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
+    inputs: StepInputs[Any],
+) -> None:
+    device, program = RepeatingDevice(), Fingerprint()
+    executor = GraphExecutor(CPU, device, make_ladder(20, 16, 20))
+    executor.prepare(MAX_BLOCKS, VOCAB_SIZE)
+    executor.launch(program, inputs)()
+    program.num_drawn.clear()
+    executor.launch(program, inputs)()
+    assert (executor.num_captures, device.num_replays) == (1, 2)
+    asked, is_scored = int(inputs.layout.asks_more_S.sum()), len(inputs.layout.score_targets_P) > 0
+    assert program.num_drawn[1:] == ([asked] if asked or is_scored else [])
 
 
 @given(num_graphs=st.integers(0, 70), max_rows=st.integers(1, 2000), max_mixed=st.integers(0, 40))
@@ -205,8 +262,10 @@ def test_a_step_takes_the_smallest_shape_it_fits(inputs: StepInputs[Any]) -> Non
     shape = ladder.smallest_for(inputs)
     only_decodes = len(inputs.layout.token_ids_T) == inputs.layout.num_decode_rows
     shapes = ladder.decode if only_decodes else ladder.mixed
+    if len(inputs.layout.score_targets_P):
+        shapes = ladder.scoring
     fitting = [shape for shape in shapes if shape.fits(inputs)]
-    assert shape is (fitting[0] if fitting else None)
+    assert shape == (fitting[0] if fitting else None)
     assert Ladder().smallest_for(inputs) is None
 
 
@@ -260,6 +319,73 @@ def test_replayed_tokens_are_those_of_the_trainers_model(
     margins.check()
     assert executor.num_captures == engine.stats().num_graph_captures > 0
     assert device.num_replays > 5
+
+
+ASKS: dict[str, dict[str, Any]] = {
+    "top-n": {"top_n_logprobs": 4, "return_log_probs": True},
+    "ranks": {"return_ranks": True, "top_p": 0.8},
+    "prompt": {"return_log_probs": True, "skip_prompt_log_probs": False},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "return_log_probs": True},
+    "all": {
+        "top_n_logprobs": 7,
+        "return_log_probs": True,
+        "skip_prompt_log_probs": False,
+        "return_ranks": True,
+        "logprobs_mode": "processed",
+        "top_k": 20,
+        "presence_penalty": 0.4,
+        "logit_bias": {5: 2.0},
+    },
+}
+REPORTED = (
+    *("prompt_log_probs", "generated_log_probs", "prompt_ranks", "generated_ranks"),
+    *("prompt_top_n_logprobs", "generated_top_n_logprobs"),
+)
+
+
+@pytest.mark.parametrize("asked", ASKS)
+def test_a_request_that_asks_for_more_leaves_the_batch_in_its_graphs(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Steps are of graphs captured ahead, save for the ones that score prompts; what all requests
+    report is what eager steps report."""
+    plain = {"num_tokens_to_generate": 12, "temperature": 1.0, "ignore_eos": True}
+    asks: list[dict[str, Any]] = [{}, ASKS[asked], {"return_log_probs": True}, ASKS[asked]]
+    given = [
+        (prompt_of(5 + 4 * i, seed=i), SamplingParams(seed=i, **plain, **more))
+        for i, more in enumerate(asks)
+    ]
+    expected = generate_all(tiny_engine(model()), given)
+    engine, executor, device = graph_engine(monkeypatch, model())
+    engine.warm_up()
+
+    def no_eager_step(*_: Any) -> Any:
+        raise AssertionError("a step ran eagerly")
+
+    monkeypatch.setattr(executor._eager, "launch", no_eager_step)
+    finished = generate_all(engine, given)
+    for request, right in zip(finished, expected, strict=True):
+        assert request.generated_tokens == right.generated_tokens
+        for name in REPORTED:
+            assert_close(getattr(request, name), getattr(right, name))
+        for index, top in enumerate(request.generated_top_n_logprobs or ()):
+            log_prob = float(request.generated_log_probs[index])
+            # The token's own is in the top-n to the last bit.
+            assert top.get(request.generated_tokens[index], log_prob) == log_prob
+    assert executor.num_captures == len(SHAPES) + (asked in ("prompt", "all"))
+    assert device.num_replays >= 12
+
+
+def assert_close(left: Any, right: Any) -> None:
+    """Equal but for rounding: numbers, lists of them, dictionaries of top-n."""
+    if isinstance(right, list) and right and isinstance(right[0], dict):
+        for a, b in zip(left, right, strict=True):
+            assert a.keys() == b.keys()
+            np.testing.assert_allclose(list(a.values()), [b[key] for key in a], atol=1e-5)
+    elif right is None:
+        assert left is None
+    else:
+        np.testing.assert_allclose(left, right, atol=1e-5)
 
 
 def test_forks_are_drawn_within_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

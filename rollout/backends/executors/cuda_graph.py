@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from rollout.backends.executors.transfer import download
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput
+
+Result = TypeVar("Result")
 
 
 class CudaGraphs:
@@ -36,9 +38,7 @@ class CudaGraphs:
         """Page-locked host memory, flat uint8, zero-filled."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def capture(
-        self, program: Callable[[], StepOutput[Tensor]]
-    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
+    def capture(self, program: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """(replay, its result). The program runs once before: kernels compile, handles open."""
         cuda = self._cuda
         with cuda.device(self._device):

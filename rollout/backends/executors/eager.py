@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,12 +46,14 @@ class EagerExecutor:
         return 0
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start program(inputs); what it returns is queued on its way to the host."""
+        """Start the program; what it returns is queued on its way to the host."""
         is_known = self._layout is not None and self._layout[0] is inputs.layout
         known = self._layout[1] if self._layout is not None and is_known else None
         on_device = upload(inputs, known, self._device)
         self._layout = inputs.layout, on_device.layout
-        return download(program(inputs, on_device), self._device)
+        hidden_LE, routing_TLK = program.forward(inputs, on_device)
+        result = replace(program.draw(inputs, on_device, hidden_LE), routing=routing_TLK)
+        return download(result, self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Nothing was captured."""

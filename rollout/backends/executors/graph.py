@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph_shapes import MAX_LOGIT_BYTES, GraphShape, Ladder
+from rollout.backends.executors.left_out import left_out, with_more
 from rollout.backends.executors.static_inputs import StaticInputs
-from rollout.backends.executors.transfer import first_samples, without_padding
+from rollout.backends.executors.transfer import first_samples, upload, without_padding
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.parallel.collectives import ONE_RANK, Collectives, any_rank
 from rollout.step.output import StepOutput
@@ -34,9 +35,7 @@ class GraphDevice(Protocol):
         """Host memory that the device copies from by itself, flat uint8."""
         ...
 
-    def capture(
-        self, program: Callable[[], StepOutput[Tensor]]
-    ) -> tuple[Callable[[], None], StepOutput[Tensor]]:
+    def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
         """(how to run `program` again, the tensors its result is in each time)."""
         ...
 
@@ -50,16 +49,25 @@ class GraphDevice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """What a captured step leaves: its result, and the rows that logits are made of."""
+
+    result: StepOutput[Tensor]
+    hidden_LE: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Captured:
     replay: Callable[[], None]
-    result: StepOutput[Tensor]
+    ran: Ran
 
 
 class GraphExecutor:
     """Implements `Executor`. A graph holds the whole step, from token ids to sampled tokens.
 
     A shape is captured when a step first needs it, or by `warm_up`. Steps that fit none, and those
-    with more logits than MAX_LOGIT_BYTES, run eagerly.
+    with more logits than MAX_LOGIT_BYTES, run eagerly. What a graph leaves out, see `left_out`, is
+    launched behind its replay, from the hidden states that it leaves.
     """
 
     overlaps = True
@@ -89,7 +97,7 @@ class GraphExecutor:
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""
         self._ladder = self._ladder.within(MAX_LOGIT_BYTES, vocab_size)
-        shapes = (*self._ladder.decode, *self._ladder.mixed)
+        shapes = (*self._ladder.decode, *self._ladder.mixed, *self._ladder.scoring)
         self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
@@ -102,15 +110,27 @@ class GraphExecutor:
         graph = self._captured.get(shape) or self._capture(program, shape)
         self._static.load(shape, inputs)
         graph.replay()
-        result = first_samples(graph.result, len(inputs.layout.draws_S))
+        result = first_samples(graph.ran.result, len(inputs.layout.draws_S))
         routing = without_padding(result.routing, inputs.layout, shape.num_decode_rows)
         result = replace(result, routing=routing)
         if not inputs.layout.flags.any_logprobs:
             result = replace(result, logprobs=None)
-        return self._graphs.download(result)
+        fetch, more = self._graphs.download(result), left_out(inputs, shape.num_rows)
+        if more is None:
+            return fetch
+        fetch_more = self._launch_more(program, more.inputs, graph.ran.hidden_LE)
+        return lambda: with_more(fetch(), fetch_more(), more.samples)
+
+    def _launch_more(
+        self, program: Program, inputs: StepInputs[HostArray], hidden_LE: Tensor
+    ) -> Fetch:
+        """Draw and score from some of these rows, with no graph."""
+        on_device = upload(inputs, None, self._device)
+        rows_LE = hidden_LE.index_select(0, on_device.layout.logit_indices_L)
+        return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes that are not yet. Returns their number.
+        """Capture all shapes that are not yet, save those that score prompts. Returns their number.
 
         The largest comes first: the others then find room in the memory that it has left.
         """
@@ -133,7 +153,7 @@ class GraphExecutor:
     def _capture(self, program: Program, shape: GraphShape) -> _Captured:
         on_host = self._static.load(shape, None)
         on_device = self._static.on_device(shape)
-        captured = _Captured(*self._graphs.capture(lambda: program(on_host, on_device)))
+        captured = _Captured(*self._graphs.capture(lambda: _run(program, on_host, on_device)))
         self._captured[shape] = captured
         self.num_captures += 1
         logger.info("captured %s", shape)
@@ -149,8 +169,9 @@ class GraphExecutor:
         shape = min(self._captured, key=_size)
         on_host = self._static.load(shape, None)
         self._captured[shape].replay()
-        replayed = self._graphs.download(self._captured[shape].result)()
-        expected = self._graphs.download(program(on_host, self._static.on_device(shape)))()
+        replayed = self._graphs.download(self._captured[shape].ran.result)()
+        ran = _run(program, on_host, self._static.on_device(shape))
+        expected = self._graphs.download(ran.result)()
         is_wrong = not _agree(replayed, expected)
         # All ranks replay, or all capture anew: a graph holds their sums, too.
         if any_rank(self._collectives, is_wrong, self._device):
@@ -160,6 +181,13 @@ class GraphExecutor:
     def _drop_graphs(self) -> None:
         self._captured.clear()
         self._graphs.forget()
+
+
+def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tensor]) -> Ran:
+    """What a graph holds: all rows that logits are wanted of, and the draws from the first."""
+    hidden_LE, routing_TLK = program.forward(host, inputs)
+    drawn = program.draw(host, inputs, hidden_LE[: inputs.layout.num_drawn_logits])
+    return Ran(replace(drawn, routing=routing_TLK), hidden_LE)
 
 
 def _size(shape: GraphShape) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.backends.step_tensors import HostArray, StepInputs
 
@@ -18,11 +18,12 @@ _SAMPLES_PER_PREFILL_ROW = 8  # a prompt's forks are sampled with it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """Rows that decode a token each, then rows that prefill some."""
+    """Rows that decode a token each, then rows that prefill some, whose tokens may be scored."""
 
     num_decode_rows: int
     num_prefill_rows: int = 0
     num_prefill_tokens: int = 0
+    scores_prompts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -30,8 +31,13 @@ class GraphShape:
 
     @property
     def num_rows(self) -> int:
-        """Also the logit rows: each row is drawn from once at most, though by several samples."""
+        """Also the logits that are drawn from: one of each row at most, though by several
+        samples."""
         return self.num_decode_rows + self.num_prefill_rows
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_prefill_tokens if self.scores_prompts else 0
 
     @property
     def num_samples(self) -> int:
@@ -52,26 +58,37 @@ class GraphShape:
             and len(layout.token_ids_T) - num_decode_rows <= self.num_prefill_tokens
             and len(inputs.context_lens_R) - num_decode_rows <= self.num_prefill_rows
             and len(layout.draws_S) <= self.num_samples
+            and len(layout.score_targets_P) <= self.num_scores
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Shapes in the order of their sizes."""
+    """Shapes in the order of their sizes.
+
+    A step that scores prompts keeps the hidden states of its tokens, which others do not compute to
+    the end: it has shapes of its own, beside these.
+    """
 
     decode: tuple[GraphShape, ...] = ()
     mixed: tuple[GraphShape, ...] = ()
 
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
-        """None for a step that no graph can run: it is too large, scores, wants top-n or ranks, or
-        processes logits."""
-        layout, flags = inputs.layout, inputs.layout.flags
-        if len(layout.score_targets_P) or not len(layout.draws_S):
-            return None
-        if flags.top_n or flags.any_ranks or inputs.processing is not None:
+        """None for a step that no graph can run: it is too large, or draws nothing."""
+        layout = inputs.layout
+        if not len(layout.draws_S):
             return None
         shapes = self.decode if layout.only_decodes else self.mixed
+        if len(layout.score_targets_P):
+            shapes = self.scoring
         return next((shape for shape in shapes if shape.fits(inputs)), None)
+
+    @property
+    def scoring(self) -> tuple[GraphShape, ...]:
+        """Those of steps that score prompts: one for each number of prompt tokens, with as many
+        decode rows as there may be."""
+        widest = {shape.num_prefill_tokens: shape for shape in self.mixed}
+        return tuple(replace(shape, scores_prompts=True) for shape in widest.values())
 
     def within(self, max_logit_bytes: int, vocab_size: int) -> Ladder:
         """Those shapes whose logits take no more than that."""

@@ -26,7 +26,7 @@ from rollout.backends.step_tensors import (
 
 _ALIGNMENT = 16  # bytes
 _TYPES = LAYOUT_TYPES | INPUT_TYPES
-# Of a graph, which must serve any draws but those with top-n or ranks.
+# Of a graph, which must serve any draws; top-n and ranks come after it.
 _FLAGS = SamplingFlags(
     all_greedy=False,
     any_greedy=True,
@@ -104,7 +104,7 @@ class StaticInputs:
             "R": (shape.num_rows,),
             "RM": (shape.num_rows, self._max_blocks),
             "E": (shape.num_rows + 1,),
-            "L": (shape.num_rows,),
+            "L": (shape.num_rows + shape.num_scores,),
             "S": (shape.num_samples,),
             "P": (0,),
         }
@@ -126,6 +126,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
         flags=_FLAGS,
         score_top_n=0,
         score_ranks=False,
+        asks_more_S=np.zeros(shape.num_samples, dtype=np.bool_),
     )
     return StepInputs(layout=layout, **{name: arrays[name] for name in INPUT_TYPES})
 
@@ -151,11 +152,13 @@ def _pad(
             width = (..., slice(source.shape[-1])) if kind == "RM" else ()
             target[:num_rows][width] = source[:num_rows]
             target[room : room + len(source) - num_rows][width] = source[num_rows:]
-        elif kind in ("S", "L"):
+        elif kind == "S":
             target[: len(source)] = source
     # Tokens of prefill rows have moved up.
-    is_prefill_L = layout.logit_indices_L >= num_rows
-    out["logit_indices_L"][: len(is_prefill_L)] += is_prefill_L * (room - num_rows)
+    indices_L = layout.logit_indices_L + (layout.logit_indices_L >= num_rows) * (room - num_rows)
+    drawn, scored = np.split(indices_L, [layout.num_drawn_logits])
+    out["logit_indices_L"][: len(drawn)] = drawn
+    out["logit_indices_L"][shape.num_rows :][: len(scored)] = scored
     starts_E = layout.query_starts_E[num_rows:] + (room - num_rows)
     out["query_starts_E"][room : room + len(starts_E)] = starts_E
     out["query_starts_E"][room + len(starts_E) :] = starts_E[-1]
