@@ -21,6 +21,7 @@ from rollout.backends.forward_batch import (
     PLAIN,
     AttentionTraits,
     ForwardBatch,
+    RotaryRounding,
     Rotation,
     SampleResult,
     SamplingBatch,
@@ -109,7 +110,13 @@ class ExpertWeights:
 
 
 class Ops(Protocol):
-    """Device operations used by the layers, the sampler and weight updates."""
+    """Device operations used by the layers, the sampler and weight updates.
+
+    `rounds_like_trainers`: norms and the rotary embedding are to be rounded as the modules of the
+    family's trainers are, see docs/kernels.md; otherwise once. In float32 nothing differs.
+    """
+
+    rounds_like_trainers: bool
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
@@ -179,18 +186,34 @@ class Ops(Protocol):
         """The weight that a copy from `packed` was made of, [N, K]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square normalisation over the last dim, computed in float32."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
+        """Root-mean-square normalisation over the last dim, computed in float32.
+
+        `rounds_first`: rounded to x's dtype before the product with the weight, too.
+        """
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
         ...
 
     def rotary(
-        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
         """Rotary embedding in the half-split (GPT-NeoX) layout; cos and sin are per token."""
         ...

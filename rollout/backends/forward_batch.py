@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,16 @@ class ForwardBatch:
         return int(self.token_ids_T.shape[0])
 
 
+# What of the rotary embedding is rounded to the dtype of the heads: the result alone; cosines and
+# sines before; or these, each product and their sum.
+RotaryRounding: TypeAlias = Literal["once", "angles", "each"]
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """What befalls query and key heads before they meet: norms of their own if there are any
     (Qwen3), then the rotary embedding. Cosines and sines are per token, float32, and span D.
+    The last two say what is rounded to the heads' dtype in between; see `RotaryRounding`.
     """
 
     cos_TD: Tensor
@@ -55,6 +61,8 @@ class Rotation:
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
     eps: float = 0.0
+    rounds_norm_first: bool = False
+    rounding: RotaryRounding = "once"
 
 
 @dataclass(frozen=True, slots=True)

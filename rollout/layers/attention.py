@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
+from rollout.backends.forward_batch import (
+    AttentionTraits,
+    ForwardBatch,
+    RotaryRounding,
+    Rotation,
+)
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm, norm_cut_rows
@@ -44,6 +49,8 @@ class AttentionSpec:
     has_projection_norms: bool
     eps: float
     norm_offset: float
+    norm_rounds_first: bool
+    rotary_rounding: RotaryRounding
     rope: RopeSpec | None
     rope_index: int | None
     scale: float | None
@@ -100,6 +107,7 @@ class Attention(BackendLayer):
         self.k_norm: RMSNorm | None = None
         if spec.has_head_norms or spec.has_projection_norms:
             kind |= {"eps": spec.eps, "offset": spec.norm_offset}
+            kind |= {"rounds_first": spec.norm_rounds_first}
             all_heads = [(spec.num_heads, heads), (spec.num_kv_heads, kv_heads)]
             if spec.has_head_norms:
                 all_heads = [(1, Range(0, 1))] * 2
@@ -156,12 +164,14 @@ class Attention(BackendLayer):
         if self.spec.rope_index is None:
             return None
         cos_TD, sin_TD = angles[self.spec.rope_index]
+        rounding = self.spec.rotary_rounding if self.ops.rounds_like_trainers else "once"
         if self.q_norm is None or self.k_norm is None or self.norms_alone:
-            return Rotation(cos_TD, sin_TD)
+            return Rotation(cos_TD, sin_TD, rounding=rounding)
         q_norm_D, k_norm_D = self.q_norm.scale, self.k_norm.scale
         if self.order_D is not None:
             q_norm_D, k_norm_D = q_norm_D[self.order_D], k_norm_D[self.order_D]
-        return Rotation(cos_TD, sin_TD, q_norm_D, k_norm_D, self.q_norm.eps)
+        norms = q_norm_D, k_norm_D, self.q_norm.eps, self.q_norm.rounds_first
+        return Rotation(cos_TD, sin_TD, *norms, rounding)
 
 
 def _fused_projection(

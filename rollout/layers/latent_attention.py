@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.forward_batch import AttentionTraits, ForwardBatch
+from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, RotaryRounding
 from rollout.errors import ModelError
 from rollout.layers.attention import Angles
 from rollout.layers.base import BackendLayer
@@ -76,6 +76,8 @@ class LatentAttentionSpec:
     rope: RopeSpec
     rope_index: int
     scale: float
+    norm_rounds_first: bool
+    rotary_rounding: RotaryRounding
 
 
 class HeadProjections(BackendLayer):
@@ -138,13 +140,14 @@ class LatentAttention(BackendLayer):
         latent = {"kv_a_proj_with_mqa": dims.cached_dim}
         rows = {name: [kept.of_width(dims.query_dim)] for name in ("q_proj", "q_b_proj")}
         self.input = Linear(hidden_size, query | latent, bias=spec.bias, rows=rows, **kind)
+        norm_kind = kind | {"rounds_first": spec.norm_rounds_first}
         self.input_split = [*self.input.parts.values()]
         self.q_a_layernorm: RMSNorm | None = None
         self.q_b: Linear | None = None
         if rank is not None:
-            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, **kind)
+            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, **norm_kind)
             self.q_b = Linear(rank, {"q_b_proj": query_size}, bias=False, rows=rows, **kind)
-        self.kv_a_layernorm = RMSNorm(dims.kv_lora_rank, LATENT_NORM_EPS, **kind)
+        self.kv_a_layernorm = RMSNorm(dims.kv_lora_rank, LATENT_NORM_EPS, **norm_kind)
         self.kv_b_proj = HeadProjections(spec.num_heads, dims, kept=kept, **kind)
         self.output = Linear(
             spec.num_heads * dims.v_head_dim,
@@ -194,7 +197,8 @@ class LatentAttention(BackendLayer):
         k_T1P = k_TP.unsqueeze(1)
         if self.order_P is not None:
             q_THP, k_T1P = (x.index_select(-1, self.order_P) for x in (q_THP, k_T1P))
-        q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index])
+        rounding = self.spec.rotary_rounding if self.ops.rounds_like_trainers else "once"
+        q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index], rounding)
         q_HTR = torch.bmm(q_THN.transpose(0, 1), keys_HNR)
         q_THD = torch.cat((q_HTR.transpose(0, 1), q_THP), dim=2)
         return q_THD, torch.cat((self.kv_a_layernorm(latent_TR).unsqueeze(1), k_T1P), dim=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollout.backends.base import Backend
 from rollout.layers.base import BackendLayer, empty_parameter
 from rollout.layers.shard import Range, cut_to
 from rollout.parallel.collectives import Collectives
@@ -17,8 +18,10 @@ from rollout.parallel.collectives import Collectives
 class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
-    `offset` is added to the weight, in float32 (Gemma's weights count from 1). `kept`: the dims
-    that this rank has of rows that a group shares; see `norm_cut_rows`.
+    `offset` is added to the weight, in float32 (Gemma's weights count from 1). `rounds_first`: the
+    family's trainers round to x's dtype before the product with the weight, too; done where the
+    backend rounds as they do. `kept`: the dims that this rank has of rows that a group shares; see
+    `norm_cut_rows`.
     """
 
     def __init__(
@@ -27,15 +30,21 @@ class RMSNorm(BackendLayer):
         eps: float,
         *,
         offset: float = 0.0,
+        rounds_first: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         kept: Range | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.eps, self.offset = dim, eps, offset
+        self._trainers_round_first, self.rounds_first = rounds_first, False
         cut = None if kept is None else cut_to([kept], (dim,))
         self.is_counted = kept is None or kept.is_counted
         self.weight = self.parameter_of("weight", (dim,), cut, dtype=dtype, device=device)
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        self.rounds_first = self._trainers_round_first and backend.ops.rounds_like_trainers
 
     @property
     def scale(self) -> Tensor:
@@ -44,13 +53,16 @@ class RMSNorm(BackendLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` may be a strided view, such as the query heads within a fused projection."""
-        return self.ops.rms_norm(x, self.scale, self.eps)
+        return self.ops.rms_norm(x, self.scale, self.eps, rounds_first=self.rounds_first)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual): a link of the pre-norm chain, which None starts."""
         if residual_TE is None:
-            return self.ops.rms_norm(x_TE, self.scale, self.eps), x_TE
-        return self.ops.add_rms_norm(x_TE, residual_TE, self.scale, self.eps)
+            return self(x_TE), x_TE
+        rounds_first = self.rounds_first
+        return self.ops.add_rms_norm(
+            x_TE, residual_TE, self.scale, self.eps, rounds_first=rounds_first
+        )
 
 
 def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> list[Tensor]:
@@ -66,8 +78,11 @@ def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> li
     for (norm, x_THD), sum_T1 in zip(rows, sums_NT1, strict=True):
         x_TX = x_THD.flatten(1)
         scale_T1 = torch.rsqrt(sum_T1 / norm.dim + norm.eps)
-        x_TX = (x_TX.float() * scale_T1 * norm.scale.float()).to(x_TX.dtype)
-        normed.append(x_TX.view(x_THD.shape))
+        normed_TX = x_TX.float() * scale_T1
+        if norm.rounds_first:
+            normed_TX = normed_TX.to(x_TX.dtype).float()
+        normed_TX = (normed_TX * norm.scale.float()).to(x_TX.dtype)
+        normed.append(normed_TX.view(x_THD.shape))
     return normed
 
 

@@ -272,7 +272,14 @@ def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
     dim, eps = spec.hidden_size, spec.rms_norm_eps
     if spec.norm == "layer":
         return LayerNorm(dim, eps, dtype=spec.dtype, device=device)
-    return RMSNorm(dim, eps, offset=spec.norm_offset, dtype=spec.dtype, device=device)
+    return RMSNorm(
+        dim,
+        eps,
+        offset=spec.norm_offset,
+        rounds_first=spec.norm_rounds_first,
+        dtype=spec.dtype,
+        device=device,
+    )
 
 
 def _sums_of(branches: Sequence[BranchNames]) -> list[str | None]:

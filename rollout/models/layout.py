@@ -58,6 +58,8 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
         has_projection_norms=spec.qk_norm and spec.qk_norm_whole,
         eps=spec.rms_norm_eps,
         norm_offset=spec.norm_offset,
+        norm_rounds_first=spec.norm_rounds_first,
+        rotary_rounding=spec.rotary_rounding,
         rope=rope,
         rope_index=None if rope is None else spec.distinct_ropes.index(rope),
         scale=spec.attention_scale,
@@ -80,6 +82,8 @@ def _latent_attention(spec: ModelSpec, dims: LatentDims, layer: int) -> LatentAt
         rope=rope,
         rope_index=spec.distinct_ropes.index(rope),
         scale=spec.attention_scale or dims.query_dim**-0.5 * yarn * yarn,
+        norm_rounds_first=spec.norm_rounds_first,
+        rotary_rounding=spec.rotary_rounding,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rollout.backends.forward_batch import RotaryRounding
 from rollout.errors import ModelError
 from rollout.layers.latent_attention import LatentDims
 from rollout.layers.rope import RopeSpec, rotary_dim
@@ -70,6 +71,9 @@ class ModelSpec:
     qk_norm_whole: bool = False  # over all heads together, not each by itself
     norm: str = "rms"  # or "layer"
     norm_offset: float = 0.0  # added to the weights of norms
+    # How trainers' modules round in half precision, see docs/kernels.md; most do it like this.
+    norm_rounds_first: bool = True  # before the product with the weight, and after
+    rotary_rounding: RotaryRounding = "each"
     activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu" (see GatedActivation)
     activation_alpha: float = 1.0
     activation_limit: float = math.inf

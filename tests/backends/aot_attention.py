@@ -79,19 +79,23 @@ def plan_configurations(dtype: str) -> Iterator[Configuration]:
 
 def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
     """With and without norms of query and key heads; weights with an offset are float32."""
+    rounds = {"ROUNDS_NORM_FIRST": True, "ROUNDS_ANGLES": True, "ROUNDS_EACH": True}
+    rounds_once = dict.fromkeys(rounds, False)
     constexprs = {
         "HEAD_DIM": head_dim,
         "BLOCK_F": triton.next_power_of_2(head_dim // 2),
         "BLOCK_R": ROWS_PER_PROGRAM,
         "HAS_ROTATION": True,
-    }
+    } | rounds
     options = {"num_warps": NUM_WARPS}
     for norms in ({}, {"q_norm": None, "k_norm": None}):
         yield configuration(append_kv_kernel, dtype, constexprs | norms, options)
     if head_dim == max(TRAIT_HEAD_DIMS):
+        constexprs |= {"ROUNDS_NORM_FIRST": False}
         case = configuration(append_kv_kernel, dtype, constexprs, options)
         offset = {"q_norm": "*fp32", "k_norm": "*fp32"}
         yield case._replace(signature=case.signature | offset)
+        yield configuration(append_kv_kernel, dtype, constexprs | rounds_once, options)
 
 
 def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:

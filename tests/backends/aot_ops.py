@@ -73,7 +73,9 @@ def other_configurations() -> Iterator[Configuration]:
     for vocabulary in VOCABULARIES[1:]:
         yield from row_configurations("fp32", vocabulary)
     # The launcher makes a constant of an integer that is 1.
-    yield configuration(layers.rms_norm_kernel, "bf16", num_heads=1, num_warps=8, BLOCK=4096)
+    yield configuration(
+        layers.rms_norm_kernel, "bf16", num_heads=1, num_warps=8, BLOCK=4096, ROUNDS_FIRST=True
+    )
     yield from row_configurations("fp32", 1, vocabulary=1, row_stride=1, num_chunks=1)
     yield from fingerprint_configurations()
 
@@ -100,8 +102,12 @@ def fingerprint_configurations() -> Iterator[Configuration]:
 
 def norm_configurations(dtype: str, *, block: int) -> Iterator[Configuration]:
     num_warps = layers.num_warps_of(block)
-    for kernel in (layers.rms_norm_kernel, layers.add_rms_norm_kernel):
-        yield configuration(kernel, dtype, num_warps=num_warps, BLOCK=block)
+    for kernel, rounds_first in product(
+        (layers.rms_norm_kernel, layers.add_rms_norm_kernel), (True, False)
+    ):
+        yield configuration(
+            kernel, dtype, num_warps=num_warps, BLOCK=block, ROUNDS_FIRST=rounds_first
+        )
 
 
 def chunk_configurations(dtype: str) -> Iterator[Configuration]:

@@ -21,14 +21,23 @@ class DeviceOps(TritonOps):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return to_cpu(super().rms_norm(self._moved(x), self._moved(weight), eps))
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
+        moved = self._moved(x), self._moved(weight)
+        return to_cpu(super().rms_norm(*moved, eps, rounds_first=rounds_first))
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        x, residual, weight = (self._moved(tensor) for tensor in (x, residual, weight))
-        return to_cpu(super().add_rms_norm(x, residual, weight, eps))
+        moved = (self._moved(tensor) for tensor in (x, residual, weight))
+        return to_cpu(super().add_rms_norm(*moved, eps, rounds_first=rounds_first))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return to_cpu(super().silu_mul(self._moved(gate_up)))

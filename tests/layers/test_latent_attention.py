@@ -128,6 +128,8 @@ def test_new_weights_are_followed_in_place() -> None:
         q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6
     )
     spec = LatentAttentionSpec(
+        norm_rounds_first=False,
+        rotary_rounding="once",
         num_heads=2,
         dims=dims,
         bias=False,

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
+from rollout.backends.forward_batch import (
+    AttentionTraits,
+    ForwardBatch,
+    RotaryRounding,
+    Rotation,
+)
 from rollout.models import CausalLM
 
 BLOCK_SIZE = 128
@@ -32,6 +37,8 @@ class PackedLinear:
 
 class OracleOps:
     """The arithmetic half of Ops; sampling is no concern of a model."""
+
+    rounds_like_trainers = False
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
@@ -62,18 +69,31 @@ class OracleOps:
     def linear_float32(self, x_TK: Tensor, handle: PackedLinear) -> Tensor:
         return self.linear(x_TK, handle).float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
         x32 = x.float()
         return (x32 / (x32.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def rotary(
-        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
         cos, sin = cos_TD[:, None], sin_TD[:, None]
 

@@ -31,11 +31,12 @@ class TokenMajorCache:
         """Query and key heads as they enter the products; their own memory is not changed."""
         if rotation is None:
             return q_THD, k_TGD
+        ops, first = self._ops, rotation.rounds_norm_first
         if rotation.q_norm_D is not None:
-            q_THD = self._ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
         if rotation.k_norm_D is not None:
-            k_TGD = self._ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
-        return self._ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
+        return ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD, rotation.rounding)
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
         """[num_blocks, block_size, 2, G, D], or 1 in place of 2 where V is a part of K."""

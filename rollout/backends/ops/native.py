@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import RotaryRounding, SampleResult, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
@@ -39,10 +39,12 @@ class NativeOps(CpuOps):
         super().__init__(default_selection(kernels) if products is None else products)
         self._kernels = kernels
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
         if not _is_heads(x) or weight.dtype != torch.float32:
-            return super().rms_norm(x, weight, eps)
+            return super().rms_norm(x, weight, eps, rounds_first=rounds_first)
         out = torch.empty(x.shape, dtype=torch.float32)
         pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
         heads = x.shape[1] if x.dim() == 3 else 1
@@ -50,12 +52,18 @@ class NativeOps(CpuOps):
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); neither argument is changed."""
         are_plain = _is_plain(x) and _is_plain(residual) and _is_plain(weight)
         if not are_plain or x.shape[-1] % _LANES:
-            return super().add_rms_norm(x, residual, weight, eps)
+            return super().add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
         dim = x.shape[-1]
         out, total = torch.empty_like(x), torch.empty_like(x)
         self._kernels.add_rms_norm(
@@ -65,14 +73,19 @@ class NativeOps(CpuOps):
         return out, total
 
     def rotary(
-        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
         """Rotate (first half, second half) of each head by the token's angles."""
         has_angles = (
             _is_plain(cos_TD) and _is_plain(sin_TD) and cos_TD.shape[-1] % (2 * _LANES) == 0
         )
         if not (has_angles and _is_heads(q_THD) and _is_heads(k_TGD)):
-            return super().rotary(q_THD, k_TGD, cos_TD, sin_TD)
+            return super().rotary(q_THD, k_TGD, cos_TD, sin_TD, rounding)
         return self._rotate(q_THD, cos_TD, sin_TD), self._rotate(k_TGD, cos_TD, sin_TD)
 
     def _rotate(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

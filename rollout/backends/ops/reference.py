@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, GatedActivation, RepackedWeight
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import RotaryRounding, SampleResult, SamplingBatch
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
 from rollout.backends.ops.fingerprint import Places
@@ -32,6 +32,8 @@ class DenseLinear:
 
 class ReferenceOps:
     """Implements `Ops`. Other implementations override the operations that they do faster."""
+
+    rounds_like_trainers = False
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
@@ -82,14 +84,19 @@ class ReferenceOps:
         """Never called: `packed` gives nothing."""
         raise AssertionError("no packed copies are made")
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, returned in x's dtype.
 
-        Source: Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4.
+        `rounds_first`: rounded to it before the product with the weight, too. Source: Zhang and
+        Sennrich 2019, "Root mean square layer normalization", eq. 4.
         """
         x_f32 = x.float()
-        scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
-        return (x_f32 * scale * weight.float()).to(x.dtype)
+        normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
+        if rounds_first:
+            normed = normed.to(x.dtype).float()
+        return (normed * weight.float()).to(x.dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight over the last dim, in float32, in x's dtype.
@@ -99,20 +106,35 @@ class ReferenceOps:
         return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); neither argument is changed."""
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps, rounds_first=rounds_first), total
 
     def rotary(
-        self, q_THD: Tensor, k_TGD: Tensor, cos_TD: Tensor, sin_TD: Tensor
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
         """Rotate (first half, second half) of each head by the token's angles.
 
         cos and sin span the whole head dim, both halves given. Source: Su et al. 2021, "RoFormer",
         eq. 34, with the pairs (i, i + D/2) of GPT-NeoX.
         """
+        if rounding != "once":
+            cos_TD, sin_TD = (angles.to(q_THD.dtype) for angles in (cos_TD, sin_TD))
+        if rounding == "angles":
+            cos_TD, sin_TD = cos_TD.float(), sin_TD.float()
         return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

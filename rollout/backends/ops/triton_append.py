@@ -53,6 +53,9 @@ def append_kv(
         BLOCK_F=triton.next_power_of_2(head_dim // 2),
         BLOCK_R=ROWS_PER_PROGRAM,
         HAS_ROTATION=rotation is not None,
+        ROUNDS_NORM_FIRST=turn.rounds_norm_first,
+        ROUNDS_ANGLES=turn.rounding != "once",
+        ROUNDS_EACH=turn.rounding == "each",
         num_warps=NUM_WARPS,
     )
     return q_out_THD
@@ -69,11 +72,13 @@ def append_kv_reference(
     """What `append_kv` computes, in plain torch."""
     ops = ReferenceOps()
     if rotation is not None:
+        first = rotation.rounds_norm_first
         if rotation.q_norm_D is not None:
-            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps)
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
         if rotation.k_norm_D is not None:
-            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps)
-        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD)
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
+        angles = rotation.cos_TD, rotation.sin_TD
+        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, *angles, rotation.rounding)
     blocks_T, offsets_T = slots_T // cache.shape[3], slots_T % cache.shape[3]
     cache[blocks_T, 0, :, offsets_T] = k_TGD
     cache[blocks_T, 1, :, offsets_T] = v_TGD
@@ -90,7 +95,8 @@ def append_kv_kernel(
     v_token_stride, v_head_stride, angle_stride, block_stride,
     num_tokens, num_heads, num_kv_heads, block_shift,
     HEAD_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr,
-    HAS_ROTATION: tl.constexpr,
+    HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
+    ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
     """The first programs take query heads, the others key and value heads, BLOCK_R rows each."""
     program = tl.program_id(0)
@@ -105,7 +111,7 @@ def append_kv_kernel(
         low_RF, high_RF = _load_halves(q, source_R, dims_F, fits_RF, HEAD_DIM)
         low_RF, high_RF = _turn(
             low_RF, high_RF, q_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
-            HEAD_DIM, HAS_ROTATION,
+            HEAD_DIM, HAS_ROTATION, ROUNDS_NORM_FIRST, ROUNDS_ANGLES, ROUNDS_EACH,
         )  # fmt: skip
         target_R = row_R.to(tl.int64) * HEAD_DIM
         _store_halves(q_out, target_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM)
@@ -121,7 +127,7 @@ def append_kv_kernel(
         low_RF, high_RF = _load_halves(k, source_R, dims_F, fits_RF, HEAD_DIM)
         low_RF, high_RF = _turn(
             low_RF, high_RF, k_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
-            HEAD_DIM, HAS_ROTATION,
+            HEAD_DIM, HAS_ROTATION, ROUNDS_NORM_FIRST, ROUNDS_ANGLES, ROUNDS_EACH,
         )  # fmt: skip
         _store_halves(cache, target_R, low_RF, high_RF, dims_F, fits_RF, HEAD_DIM)
         source_R = token_R * v_token_stride + head_R * v_head_stride
@@ -133,7 +139,8 @@ def append_kv_kernel(
 @triton.jit
 def _turn(
     low_RF, high_RF, weight, eps, cos, sin, angles_R, dims_F, fits_RF,
-    HEAD_DIM: tl.constexpr, HAS_ROTATION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
+    ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
     """Root-mean-square norm if there is a weight, then the rotation by pairs (i, i + D / 2)."""
     dtype = low_RF.dtype
@@ -144,16 +151,30 @@ def _turn(
         is_dim_F = dims_F < HEAD_DIM // 2
         low_F = tl.load(weight + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
         high_F = tl.load(weight + HEAD_DIM // 2 + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
+        low_RF = _rounded(low_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
+        high_RF = _rounded(high_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
         # Rounded in between, as when norm and rotation are two operations.
-        low_RF = (low_RF * scale_R1 * low_F[None, :]).to(dtype).to(tl.float32)
-        high_RF = (high_RF * scale_R1 * high_F[None, :]).to(dtype).to(tl.float32)
+        low_RF = _rounded(low_RF * low_F[None, :], dtype, True)
+        high_RF = _rounded(high_RF * high_F[None, :], dtype, True)
     if HAS_ROTATION:
         cos_low_RF, cos_high_RF = _load_halves(cos, angles_R, dims_F, fits_RF, HEAD_DIM)
         sin_low_RF, sin_high_RF = _load_halves(sin, angles_R, dims_F, fits_RF, HEAD_DIM)
-        turned_low_RF = low_RF * cos_low_RF - high_RF * sin_low_RF
-        high_RF = high_RF * cos_high_RF + low_RF * sin_high_RF
-        low_RF = turned_low_RF
+        cos_low_RF = _rounded(cos_low_RF, dtype, ROUNDS_ANGLES)
+        cos_high_RF = _rounded(cos_high_RF, dtype, ROUNDS_ANGLES)
+        sin_low_RF = _rounded(sin_low_RF, dtype, ROUNDS_ANGLES)
+        sin_high_RF = _rounded(sin_high_RF, dtype, ROUNDS_ANGLES)
+        turned_low_RF = _rounded(low_RF * cos_low_RF, dtype, ROUNDS_EACH)
+        turned_low_RF -= _rounded(high_RF * sin_low_RF, dtype, ROUNDS_EACH)
+        turned_high_RF = _rounded(high_RF * cos_high_RF, dtype, ROUNDS_EACH)
+        turned_high_RF += _rounded(low_RF * sin_high_RF, dtype, ROUNDS_EACH)
+        low_RF, high_RF = turned_low_RF, turned_high_RF
     return low_RF.to(dtype), high_RF.to(dtype)
+
+
+@triton.jit
+def _rounded(x_RF, dtype: tl.constexpr, IS_ROUNDED: tl.constexpr):
+    """float32 values, rounded to the dtype where that is asked for."""
+    return x_RF.to(dtype).to(tl.float32) if IS_ROUNDED else x_RF
 
 
 @triton.jit

@@ -27,6 +27,7 @@ def rms_norm_kernel(
     head_stride,
     eps,
     BLOCK: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
 ):
     """One row: a head of a token. `out` is contiguous."""
     row = tl.program_id(0)
@@ -35,7 +36,10 @@ def rms_norm_kernel(
     token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     x_row_ptr = x_ptr + token * token_stride + head * head_stride
     x_D = tl.load(x_row_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
-    normed_D = _normed(x_D, weight_ptr, offsets_D, mask_D, num_features, eps)
+    scaled_D = _scaled(x_D, num_features, eps)
+    if ROUNDS_FIRST:
+        scaled_D = scaled_D.to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed_D = scaled_D * _load_weight(weight_ptr, offsets_D, mask_D)
     _store_row(out_ptr, row, num_features, normed_D, offsets_D, mask_D)
 
 
@@ -51,6 +55,7 @@ def add_rms_norm_kernel(
     residual_stride,
     eps,
     BLOCK: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
 ):
     """One row of x + residual, and its norm. `out` and `total` are contiguous."""
     row = tl.program_id(0)
@@ -64,15 +69,22 @@ def add_rms_norm_kernel(
     total_D = (x_D + residual_D).to(total_ptr.dtype.element_ty)
     _store_row(total_ptr, row, num_features, total_D, offsets_D, mask_D)
     total_D = total_D.to(tl.float32)
-    normed_D = _normed(total_D, weight_ptr, offsets_D, mask_D, num_features, eps)
+    scaled_D = _scaled(total_D, num_features, eps)
+    if ROUNDS_FIRST:
+        scaled_D = scaled_D.to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed_D = scaled_D * _load_weight(weight_ptr, offsets_D, mask_D)
     _store_row(out_ptr, row, num_features, normed_D, offsets_D, mask_D)
 
 
 @triton.jit
-def _normed(x_D, weight_ptr, offsets_D, mask_D, num_features, eps):
-    """x / sqrt(mean(x^2) + eps) * weight; `x_D` is zero where masked."""
-    weight_D = tl.load(weight_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
-    return x_D * tl.rsqrt(tl.sum(x_D * x_D) / num_features + eps) * weight_D
+def _scaled(x_D, num_features, eps):
+    """x / sqrt(mean(x^2) + eps); `x_D` is zero where masked."""
+    return x_D * tl.rsqrt(tl.sum(x_D * x_D) / num_features + eps)
+
+
+@triton.jit
+def _load_weight(weight_ptr, offsets_D, mask_D):
+    return tl.load(weight_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -96,11 +108,12 @@ def silu_mul_kernel(out_ptr, gate_up_ptr, num_features, row_stride, BLOCK: tl.co
     _store_row(out_ptr, row, num_features, activated_N * up_N, offsets_N, mask_N)
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, contiguous, in x's dtype.
 
-    `x` may be a view [T, H, D] with gaps between its rows. Source: Zhang and Sennrich 2019, "Root
-    mean square layer normalization", eq. 4.
+    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: rounded to x's dtype
+    before the product with the weight, too, as most trainers' modules do. Source: Zhang and
+    Sennrich 2019, "Root mean square layer normalization", eq. 4.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_features = x.shape[-1]
@@ -112,13 +125,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     rms_norm_kernel[(num_rows,)](
         *(out, x_RHD, weight_D, x_RHD.shape[1], num_features, *x_RHD.stride()[:2], eps),
         BLOCK=block,
+        ROUNDS_FIRST=rounds_first,
         num_warps=num_warps_of(block),
     )
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both contiguous and in x's dtype.
 
@@ -136,6 +150,7 @@ def add_rms_norm(
         *(out, total, x_RD, residual_RD, weight_D, num_features),
         *(x_RD.stride(0), residual_RD.stride(0), eps),
         BLOCK=block,
+        ROUNDS_FIRST=rounds_first,
         num_warps=num_warps_of(block),
     )
     return out, total

@@ -19,19 +19,29 @@ from rollout.backends.ops.reference import DenseLinear, ReferenceOps
 class TritonOps(ReferenceOps):
     """Implements `Ops` on a GPU. Without top-n no operation waits for the device."""
 
+    rounds_like_trainers = True
+
     def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
         """x @ weight.T + bias with the float32 sums of the product, [T, N]."""
         return float32_product(x_TK, handle.weight_NK, handle.bias_N)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
-        return triton_layers.rms_norm(x, weight, eps)
+        return triton_layers.rms_norm(x, weight, eps, rounds_first=rounds_first)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); neither argument is changed."""
-        return triton_layers.add_rms_norm(x, residual, weight, eps)
+        return triton_layers.add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half of the last dim) * second half."""

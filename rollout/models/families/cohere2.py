@@ -12,6 +12,7 @@ COHERE2 = Family(
     branches=PARALLEL,
     values={
         "norm": "layer",
+        "rotary_rounding": "angles",
         "rms_norm_eps": Key(name="layer_norm_eps"),
         "logit_multiplier": Key(name="logit_scale"),
         **ATTENTION_BIAS,

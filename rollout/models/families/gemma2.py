@@ -17,6 +17,7 @@ def scale_to_root(scale: float) -> int:
 
 GEMMA2_VALUES = {
     "norm_offset": 1.0,
+    "norm_rounds_first": False,
     "attention_scale": Key(name="query_pre_attn_scalar", read=root_to_scale, write=scale_to_root),
     "attention_softcap": Key(name="attn_logit_softcapping"),
     "logit_softcap": Key(name="final_logit_softcapping"),

@@ -18,6 +18,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     values={
         "attention_sinks": True,
+        "norm_rounds_first": False,
         "activation_alpha": Key(name="swiglu_alpha"),
         "activation_limit": Key(name="swiglu_limit"),
         "num_experts": Key(name="num_local_experts", alias="num_experts"),

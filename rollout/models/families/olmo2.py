@@ -7,6 +7,12 @@ OLMO2 = Family(
     title="OLMo 2",
     architecture="Olmo2ForCausalLM",
     branches=POST_NORM,
-    values={"qk_norm": True, "qk_norm_whole": True, **ATTENTION_BIAS},
+    values={
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "norm_rounds_first": False,
+        "rotary_rounding": "once",
+        **ATTENTION_BIAS,
+    },
     defaults={"rms_norm_eps": 1e-5},
 )
