@@ -162,7 +162,7 @@ class EngineStats(SchedulerCounts):
     resumed_bytes: int
     policy_staleness: tuple[int, ...]
     kv_staleness: tuple[int, ...]
-    ranks: tuple[RankUse, ...]
+    ranks: tuple[RankUse, ...] = field(compare=False)  # time and memory pass whatever is done
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
         """Return the numbers under flat names, as a MetricsWriter takes them: those of `ranks` as

@@ -88,7 +88,7 @@ class TensorFile:
         the system has no such files, OSError without memory.
         """
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("weights reach other processes by shared memory on Linux only")
+            raise ConfigError("shared memory for weights needs Linux (memfd_create)")
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | flags)
         try:
             self._file = MappedFile(self.descriptor, _memory_bytes())

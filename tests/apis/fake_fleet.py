@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,10 +201,11 @@ class Caller:
         return not self._thread.is_alive()
 
 
-def memory_files() -> list[str]:
-    """Of weights, that this process has open."""
-    names = []
-    for name in os.listdir("/proc/self/fd"):
+def memory_files() -> set[int]:
+    """Of weights, that this process has open: each by its number."""
+    files = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the listing's own
-            names.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [name for name in names if "rollout-weights" in name]
+            if "rollout-weights" in os.readlink(descriptor):
+                files.add(descriptor.stat().st_ino)
+    return files

@@ -102,9 +102,7 @@ def bf16_head(seed: int) -> Arguments:
     built = build_model(model)
     pool = {"buffer_size_gb": pool_gb(model, 512)}
     weight = model.lm_head.weight.detach().bfloat16().float()
-    built.lm_head.register_forward_hook(
-        lambda layer, given, output: given[0].bfloat16().float() @ weight.T
-    )
+    built.lm_head.float32 = lambda hidden_LE: hidden_LE.bfloat16().float() @ weight.T
     return arguments(model, rollouts_of(built, seed, pool))
 
 
