@@ -93,7 +93,7 @@ class MatmulFloor:
             product(inputs[width])
 
 
-def _products(linears: list[Linear], ops: Ops) -> dict[str, list[Product]]:
+def _products(linears: list[Linear], ops: Ops[Any]) -> dict[str, list[Product]]:
     """For each kind of product, one callable per layer."""
     weights = [linear.weight.detach() for linear in linears]
     handles = [ops.prepare_linear(weight) for weight in weights]
@@ -111,7 +111,7 @@ def _plain(weight_NK: Tensor) -> Product:
     return lambda x_TK: F.linear(x_TK, weight_NK)
 
 
-def _engine(handle: Any, ops: Ops) -> Product:
+def _engine(handle: Any, ops: Ops[Any]) -> Product:
     return lambda x_TK: ops.linear(x_TK, handle)
 
 

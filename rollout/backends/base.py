@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from rollout.backends.forward_batch import (
 from rollout.backends.ops.fingerprint import Places
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.parallel.collectives import ONE_RANK, Collectives
+
+Handle = TypeVar("Handle")  # of a linear layer, an implementation's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class ExpertWeights:
     is_part: bool = False
 
 
-class Ops(Protocol):
+class Ops(Protocol[Handle]):
     """Device operations used by the layers, the sampler and weight updates.
 
     `rounds_like_trainers`: norms and the rotary embedding are to be rounded as the modules of the
@@ -120,14 +122,14 @@ class Ops(Protocol):
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
-    ) -> Any:
+    ) -> Handle:
         """A handle for `linear`, which refers to the weight. Nothing is packed before `tune`.
 
         With `may_repack` `tune` may pack the weight in its own memory, see `repacked`.
         """
         ...
 
-    def tune(self, handles: Iterable[Any], experts: Iterable[ExpertWeights] = ()) -> None:
+    def tune(self, handles: Iterable[Handle], experts: Iterable[ExpertWeights] = ()) -> None:
         """Choose how `linear` and `experts` compute for these, all of a model; it may take seconds.
 
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
@@ -147,37 +149,37 @@ class Ops(Protocol):
         """Choose the same as another process of this machine did, at the next `tune`."""
         ...
 
-    def linear(self, x_TK: Tensor, handle: Any) -> Tensor:
+    def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:
         """x @ weight.T + bias, [T, N]."""
         ...
 
-    def linear_float32(self, x_TK: Tensor, handle: Any) -> Tensor:
+    def linear_float32(self, x_TK: Tensor, handle: Handle) -> Tensor:
         """`linear` in float32, where the device can without rounding to x's dtype before."""
         ...
 
-    def stage(self, handle: Any, parts: Sequence[Tensor]) -> Any:
+    def stage(self, handle: Handle, parts: Sequence[Tensor]) -> Any:
         """What `refresh` will want for a weight whose rows are `parts`; the handle is unchanged.
 
         Packing happens here, while the old weight still serves.
         """
         ...
 
-    def refresh(self, handle: Any, staged: Any = None) -> None:
+    def refresh(self, handle: Handle, staged: Any = None) -> None:
         """Follow an in-place change of the handle's weight; `staged` is what `stage` returned.
 
         A repacked weight takes its new values from `staged` and leaves its old ones there.
         """
         ...
 
-    def repacked(self, handle: Any) -> RepackedWeight | None:
+    def repacked(self, handle: Handle) -> RepackedWeight | None:
         """The handle's weight, if it is packed in its own memory."""
         ...
 
-    def release(self, handle: Any) -> None:
+    def release(self, handle: Handle) -> None:
         """Drop packed copies, until `refresh`."""
         ...
 
-    def packed(self, handle: Any) -> Any:
+    def packed(self, handle: Handle) -> Any:
         """The handle's packed copy, as `refresh` takes it; it never changes. None if there is none
         that `unpack` could turn back into the weight's very bytes."""
         ...
@@ -433,7 +435,7 @@ class Backend:
 
     device: torch.device
     memory_bytes: int  # all that the device has, or that this process may use of it
-    ops: Ops
+    ops: Ops[Any]
     attention: AttentionBackend
     executor: Executor
     memory: MemoryBackend

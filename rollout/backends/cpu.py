@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def cpu_backend(
             "ROLLOUT_NATIVE, or leave it False"
         )
     if library is None:
-        ops: Ops = CpuOps()
+        ops: Ops[Any] = CpuOps()
         attention: AttentionBackend = TorchSdpaAttention(ops)
     else:
         kernels = Kernels(library)

@@ -129,10 +129,6 @@ class DataParallelInferenceCoordinator:
         return self._router.address
 
     @property
-    def router_socket(self) -> zmq.Socket[bytes]:
-        return self._router.socket
-
-    @property
     def state(self) -> CoordinatorState:
         return self._core.state
 

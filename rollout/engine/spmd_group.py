@@ -1,8 +1,9 @@
 """join_as_lead, join_as_follower: processes of a trainer become the ranks of one engine.
 
 They meet in the trainer's group `pg_collection.tp`, once. Orders then go over sockets of the
-machine, which tell at once that a rank is gone, and sums over memory or a communicator of the
-engine's own: after a failure neither could be mended within the trainer's group, which must live.
+machine, which tell that a rank is gone with all that it forked, and sums over memory or a
+communicator of the engine's own: after a failure neither could be mended within the trainer's
+group, which must live.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class BackendLayer(nn.Module):
     by name, this rank keeps a part.
     """
 
-    ops: Ops
+    ops: Ops[Any]
     collectives: Collectives
 
     def __init__(self) -> None:

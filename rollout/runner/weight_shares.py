@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
 class PartHasher:
     """Hashes what one rank adds to the fingerprint of each tensor: together, ranks hash it once."""
 
-    def __init__(self, ops: Ops, shard: Shard) -> None:
+    def __init__(self, ops: Ops[Any], shard: Shard) -> None:
         self._ops, self._shard = ops, shard
 
     def of_kept(self, slot: WeightSlot, kept: Tensor, dtype: torch.dtype) -> Tensor:

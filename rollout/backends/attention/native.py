@@ -12,6 +12,7 @@ from __future__ import annotations
 from ctypes import addressof
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class NativePlan(TorchPlan):
 class NativePagedAttention(TorchSdpaAttention):
     """Implements `AttentionBackend` on CPU with compiled kernels."""
 
-    def __init__(self, kernels: Kernels, ops: Ops | None = None) -> None:
+    def __init__(self, kernels: Kernels, ops: Ops[Any] | None = None) -> None:
         super().__init__(ops)
         self._kernels = kernels
 

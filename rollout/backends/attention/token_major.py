@@ -7,7 +7,7 @@ key/value heads, D head dim.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ Places: TypeAlias = tuple[Tensor, Tensor]  # (block, offset in it) of each token
 class TokenMajorCache:
     """The layout half of `AttentionBackend`; subclasses add `attend`."""
 
-    def __init__(self, ops: Ops | None = None) -> None:
+    def __init__(self, ops: Ops[Any] | None = None) -> None:
         """`ops` norms and rotates heads; None for the reference."""
         self._ops = ops or ReferenceOps()
 

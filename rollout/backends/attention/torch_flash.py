@@ -81,7 +81,7 @@ class FlashPlan:
 class TorchFlashAttention(TokenMajorCache):
     """Implements `AttentionBackend` with torch's `varlen_attn`."""
 
-    def __init__(self, ops: Ops | None = None, varlen: PagedVarlen | None = None) -> None:
+    def __init__(self, ops: Ops[Any] | None = None, varlen: PagedVarlen | None = None) -> None:
         """`varlen`: what attends; None for torch's own."""
         super().__init__(ops)
         self._varlen = varlen or torch_varlen()

@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.backends.base import ExpertWeights, RepackedWeight
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.native.kernels import Kernels
-from rollout.backends.ops.reference import ReferenceOps
+from rollout.backends.ops.reference import TorchOps
 from rollout.backends.products.cache import ChoiceCache, describe_machine
 from rollout.backends.products.candidates import (
     BUCKETS,
@@ -28,22 +28,20 @@ from rollout.backends.products.selection import SWITCH, ProductSelection
 from rollout.errors import ConfigError
 
 
-class CpuOps(ReferenceOps):
+class CpuOps(TorchOps):
     """Implements `Ops` on CPU."""
 
     def __init__(self, products: ProductSelection | None = None) -> None:
         """`products`: by default those that `default_selection` knows without kernels."""
         self._products = default_selection() if products is None else products
 
-    def prepare_linear(  # type: ignore[override]
+    def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
         """A handle with the plain product, until `tune` chooses others and packs what they need."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
-    def tune(  # type: ignore[override]
-        self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()
-    ) -> None:
+    def tune(self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()) -> None:
         """Measure unknown shapes, then give each handle its best products and packed copy."""
         handles = list(handles)
         self._products.measure(handle.weight_NK for handle in handles)
@@ -63,30 +61,34 @@ class CpuOps(ReferenceOps):
         """Nothing that has such a choice is measured."""
         self._products.take_choices(choices)
 
-    def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:  # type: ignore[override]
+    def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         """x @ weight.T + bias, [T, N]."""
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
-    def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:  # type: ignore[override]
+    def linear_float32(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        """`linear`, cast to float32."""
+        return self.linear(x_TK, handle).float()
+
+    def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:
         """The packed copy of the weight to come, None where none is kept."""
         if handle.packing is None:
             return None
         cast = [part.detach().to(handle.weight_NK.dtype) for part in parts]
         return handle.packing.pack(torch.cat(cast) if len(cast) > 1 else cast[0])
 
-    def refresh(self, handle: LinearHandle, staged: Any = None) -> None:  # type: ignore[override]
+    def refresh(self, handle: LinearHandle, staged: Any = None) -> None:
         """Take the staged packed copy, or pack again, after the weight was changed in place."""
         handle.refresh(staged)
 
-    def repacked(self, handle: LinearHandle) -> RepackedWeight | None:  # type: ignore[override]
+    def repacked(self, handle: LinearHandle) -> RepackedWeight | None:
         """The weight in panels, where the compiled product serves all its buckets."""
         return handle.packed if handle.is_repacked else None
 
-    def release(self, handle: LinearHandle) -> None:  # type: ignore[override]
+    def release(self, handle: LinearHandle) -> None:
         """Drop the packed copy; plain products stand in until `refresh`."""
         handle.release()
 
-    def packed(self, handle: LinearHandle) -> Any:  # type: ignore[override]
+    def packed(self, handle: LinearHandle) -> Any:
         """The packed copy, if it can be unpacked; `refresh` replaces it and never writes to it."""
         packing = None if handle.is_repacked else handle.packing
         return handle.packed if packing is not None and packing.unpacks else None

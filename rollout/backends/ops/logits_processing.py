@@ -9,6 +9,7 @@ history positions, N top-n; those of LogitsInputs are explained there.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rollout.backends.step_tensors import LogitsInputs
 
 
 def sample_processed(
-    ops: Ops,
+    ops: Ops[Any],
     logits_SV: Tensor,
     sampling: SamplingBatch,
     plain: SampleResult,

@@ -117,9 +117,7 @@ class NativeOps(CpuOps):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
 
-    def tune(  # type: ignore[override]
-        self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()
-    ) -> None:
+    def tune(self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()) -> None:
         """Measure unknown shapes, of experts as well, and give each handle its best products."""
         super().tune(handles)
         for weights in filter(can_run, experts):

@@ -30,59 +30,10 @@ class DenseLinear:
     bias_N: Tensor | None
 
 
-class ReferenceOps:
-    """Implements `Ops`. Other implementations override the operations that they do faster."""
+class TorchOps:
+    """All of `Ops` but its products, whose handles are an implementation's own."""
 
     rounds_like_trainers = False
-
-    def prepare_linear(
-        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
-    ) -> DenseLinear:
-        """A handle that refers to the weight; no copy is made."""
-        return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
-
-    def tune(self, handles: Iterable[DenseLinear], experts: Iterable[ExpertWeights] = ()) -> None:
-        """Nothing to choose."""
-
-    def explain(self) -> str:
-        """Nothing was chosen."""
-        return ""
-
-    def choices(self) -> Mapping[str, Any]:
-        """Nothing was chosen."""
-        return {}
-
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Nothing to choose."""
-
-    def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """x @ weight.T + bias, [T, N]."""
-        return F.linear(x_TK, handle.weight_NK, handle.bias_N)
-
-    def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """`linear`, cast to float32."""
-        return self.linear(x_TK, handle).float()
-
-    def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
-        """Nothing to prepare."""
-
-    def refresh(self, handle: DenseLinear, staged: None = None) -> None:
-        """Nothing to do: the handle reads the weight itself."""
-
-    def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
-        """Nothing is packed."""
-        return None
-
-    def release(self, handle: DenseLinear) -> None:
-        """Nothing is held."""
-
-    def packed(self, handle: DenseLinear) -> Any:
-        """Nothing is held."""
-        return None
-
-    def unpack(self, packed: Any) -> Tensor:
-        """Never called: `packed` gives nothing."""
-        raise AssertionError("no packed copies are made")
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
@@ -188,3 +139,56 @@ def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     sin_low, sin_high = sin_TD.unsqueeze(1).chunk(2, dim=-1)
     rotated = torch.cat((low * cos_low - high * sin_low, high * cos_high + low * sin_high), dim=-1)
     return rotated.to(x_THD.dtype)
+
+
+class ReferenceOps(TorchOps):
+    """Implements `Ops`. Other implementations override the operations that they do faster."""
+
+    def prepare_linear(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
+    ) -> DenseLinear:
+        """A handle that refers to the weight; no copy is made."""
+        return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
+
+    def tune(self, handles: Iterable[DenseLinear], experts: Iterable[ExpertWeights] = ()) -> None:
+        """Nothing to choose."""
+
+    def explain(self) -> str:
+        """Nothing was chosen."""
+        return ""
+
+    def choices(self) -> Mapping[str, Any]:
+        """Nothing was chosen."""
+        return {}
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        """Nothing to choose."""
+
+    def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
+        """x @ weight.T + bias, [T, N]."""
+        return F.linear(x_TK, handle.weight_NK, handle.bias_N)
+
+    def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
+        """`linear`, cast to float32."""
+        return self.linear(x_TK, handle).float()
+
+    def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
+        """Nothing to prepare."""
+
+    def refresh(self, handle: DenseLinear, staged: None = None) -> None:
+        """Nothing to do: the handle reads the weight itself."""
+
+    def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
+        """Nothing is packed."""
+        return None
+
+    def release(self, handle: DenseLinear) -> None:
+        """Nothing is held."""
+
+    def packed(self, handle: DenseLinear) -> Any:
+        """Nothing is held."""
+        return None
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Never called: `packed` gives nothing."""
+        raise AssertionError("no packed copies are made")

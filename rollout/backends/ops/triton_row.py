@@ -48,15 +48,6 @@ def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.c
 
 
 @triton.jit
-def total_mass(max_ptr, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
-    """(the row's largest logit, the sum of exp((x - largest) / temperature))."""
-    max_C = load_statistics(max_ptr, row, num_chunks, -float("inf"), CHUNKS)
-    largest = maximum(max_C)
-    mass_C = load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS)
-    return largest, tl.sum(mass_C)
-
-
-@triton.jit
 def maximum(x_E):
     """The maximum, NaN if there is a NaN."""
     num_nans = tl.sum((x_E != x_E).to(tl.int32))
