@@ -59,6 +59,11 @@ class AttentionSpec:
     has_sinks: bool
 
 
+def rotary_rounding_of(of_trainers: RotaryRounding, backend: Backend) -> RotaryRounding:
+    """What is rounded here, where the family's trainers round that."""
+    return of_trainers if backend.ops.rounds_like_trainers else "once"
+
+
 class Attention(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
@@ -124,6 +129,7 @@ class Attention(BackendLayer):
     def bind(self, backend: Backend) -> None:
         super().bind(backend)
         self.attention = backend.attention
+        self.rounding = rotary_rounding_of(self.spec.rotary_rounding, backend)
 
     def forward(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
@@ -164,14 +170,13 @@ class Attention(BackendLayer):
         if self.spec.rope_index is None:
             return None
         cos_TD, sin_TD = angles[self.spec.rope_index]
-        rounding = self.spec.rotary_rounding if self.ops.rounds_like_trainers else "once"
         if self.q_norm is None or self.k_norm is None or self.norms_alone:
-            return Rotation(cos_TD, sin_TD, rounding=rounding)
+            return Rotation(cos_TD, sin_TD, rounding=self.rounding)
         q_norm_D, k_norm_D = self.q_norm.scale, self.k_norm.scale
         if self.order_D is not None:
             q_norm_D, k_norm_D = q_norm_D[self.order_D], k_norm_D[self.order_D]
         norms = q_norm_D, k_norm_D, self.q_norm.eps, self.q_norm.rounds_first
-        return Rotation(cos_TD, sin_TD, *norms, rounding)
+        return Rotation(cos_TD, sin_TD, *norms, self.rounding)
 
 
 def _fused_projection(

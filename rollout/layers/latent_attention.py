@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.backends.base import AttentionBackend, Backend
 from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, RotaryRounding
 from rollout.errors import ModelError
-from rollout.layers.attention import Angles
+from rollout.layers.attention import Angles, rotary_rounding_of
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
@@ -165,6 +165,7 @@ class LatentAttention(BackendLayer):
     def bind(self, backend: Backend) -> None:
         super().bind(backend)
         self.attention = backend.attention
+        self.rounding = rotary_rounding_of(self.spec.rotary_rounding, backend)
 
     def forward(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
@@ -197,8 +198,7 @@ class LatentAttention(BackendLayer):
         k_T1P = k_TP.unsqueeze(1)
         if self.order_P is not None:
             q_THP, k_T1P = (x.index_select(-1, self.order_P) for x in (q_THP, k_T1P))
-        rounding = self.spec.rotary_rounding if self.ops.rounds_like_trainers else "once"
-        q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index], rounding)
+        q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index], self.rounding)
         q_HTR = torch.bmm(q_THN.transpose(0, 1), keys_HNR)
         q_THD = torch.cat((q_HTR.transpose(0, 1), q_THP), dim=2)
         return q_THD, torch.cat((self.kv_a_layernorm(latent_TR).unsqueeze(1), k_T1P), dim=2)

@@ -131,7 +131,6 @@ class TorchFlashAttention(TokenMajorCache):
 
         Reads no host array of the batch. The output of tokens beyond the last row is undefined.
         """
-        self.check(traits)
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache, plan = batch.kv[layer], batch.plan
         write_tokens(cache, k_TGD, v_TGD, plan.places)

@@ -47,12 +47,13 @@ class EagerExecutor:
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start the program; what it returns is queued on its way to the host."""
-        is_known = self._layout is not None and self._layout[0] is inputs.layout
-        known = self._layout[1] if self._layout is not None and is_known else None
-        on_device = upload(inputs, known, self._device)
+        latest, known = self._layout or (None, None)
+        on_device = upload(inputs, known if latest is inputs.layout else None, self._device)
         self._layout = inputs.layout, on_device.layout
         hidden_LE, routing_TLK = program.forward(inputs, on_device)
-        result = replace(program.draw(inputs, on_device, hidden_LE), routing=routing_TLK)
+        result = program.draw(inputs, on_device, hidden_LE)
+        if routing_TLK is not None:
+            result = replace(result, routing=routing_TLK)
         return download(result, self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:

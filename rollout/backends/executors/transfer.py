@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -36,22 +36,31 @@ def upload(
     On a CPU they share the arrays' memory. To another device they go in one copy, for which the
     host does not wait.
     """
-    parts: list[tuple[object, Iterable[str]]] = [(inputs, INPUT_TYPES)]
-    if layout is None:
-        parts.append((inputs.layout, LAYOUT_TYPES))
-    if inputs.processing is not None:
-        parts.append((inputs.processing, _LOGITS_INPUTS))
-    arrays = [getattr(part, name) for part, names in parts for name in names]
     if device.type == "cpu":
-        tensors = iter([torch.from_numpy(array) for array in arrays])
-    else:
-        tensors = iter(_in_one_copy(arrays, device))
-    found: list[Any] = [{name: next(tensors) for name in names} for _, names in parts]
-    processing = LogitsInputs(**found[-1]) if inputs.processing is not None else None
+        return _with_tensors(inputs, layout, torch.from_numpy)
+    arrays: list[HostArray] = []
+    _with_tensors(inputs, layout, arrays.append)  # which ones there are
+    tensors = iter(_in_one_copy(arrays, device))
+    return _with_tensors(inputs, layout, lambda array: next(tensors))
+
+
+def _with_tensors(
+    inputs: StepInputs[HostArray],
+    layout: StepLayout[Tensor] | None,
+    tensor_of: Callable[[HostArray], Any],
+) -> StepInputs[Tensor]:
+    """The inputs with what `tensor_of` gives for each of their arrays, asked for in one order; and
+    for each of their layout's, unless there is one."""
+    own: Any = {name: tensor_of(getattr(inputs, name)) for name in INPUT_TYPES}
     if layout is None:
+        of_layout: Any = {name: tensor_of(getattr(inputs.layout, name)) for name in LAYOUT_TYPES}
         # replace() is declared to keep the arrays' type.
-        layout = cast("StepLayout[Tensor]", replace(inputs.layout, **found[1]))
-    return StepInputs(layout=layout, processing=processing, **found[0])
+        layout = cast("StepLayout[Tensor]", replace(inputs.layout, **of_layout))
+    processing = None
+    if inputs.processing is not None:
+        of_logits: Any = {n: tensor_of(getattr(inputs.processing, n)) for n in _LOGITS_INPUTS}
+        processing = LogitsInputs(**of_logits)
+    return StepInputs(layout=layout, processing=processing, **own)
 
 
 def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:

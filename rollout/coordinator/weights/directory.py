@@ -164,7 +164,8 @@ def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= map_tensors(directory / name)
-        _file_names(directory, source)  # they were not released before all of them were locked
+        if not (directory / INDEX_FILE).is_file():
+            raise ModelError("they were released before all of them were locked")
         return tensors
     except (ModelError, OSError) as error:
         raise WeightUpdateError(
