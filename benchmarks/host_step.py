@@ -43,7 +43,7 @@ from rollout.engine.reports import EngineCounters
 from rollout.models import CausalLM
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.scheduler import Scheduler
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 from rollout.step.plan import StepPlan
 
 SPEC = replace(NEAR_NOTHING, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -104,12 +104,12 @@ class NoModel:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         num_samples = len(plan.sample_rows)
-        output = StepOutput(
-            token_ids=self._draw.integers(1_000, 50_000, size=num_samples),
-            is_finite=np.ones(num_samples, dtype=np.bool_),
-            logprobs=-self._draw.random(num_samples, dtype=np.float32),
+        samples = SampleResult(
+            token_ids_S=self._draw.integers(1_000, 50_000, size=num_samples),
+            is_finite_S=np.ones(num_samples, dtype=np.bool_),
+            logprobs_S=-self._draw.random(num_samples, dtype=np.float32),
         )
-        return lambda: output
+        return lambda: StepOutput(samples=samples)
 
 
 class EngineWithoutModel(DynamicInferenceEngine):

@@ -28,7 +28,7 @@ from rollout import InferenceConfig, SamplingParams
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 from rollout.step.plan import StepPlan
 
 ROOT = Path(__file__).parent
@@ -152,9 +152,11 @@ class EndOfEach:
         for new in plan.new_rows:
             self._last_position_of_row[new.row] = self._last_positions[new.seed]
         is_last = plan.sample_positions >= self._last_position_of_row[plan.sample_rows]
-        return StepOutput(
-            token_ids=np.where(is_last, END, TOKEN), is_finite=np.ones(len(is_last), dtype=bool)
+        samples = SampleResult(
+            token_ids_S=np.where(is_last, END, TOKEN),
+            is_finite_S=np.ones(len(is_last), dtype=np.bool_),
         )
+        return StepOutput(samples=samples)
 
 
 def oracle_steps(workload: Workload, num_blocks: int) -> int:

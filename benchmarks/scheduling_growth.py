@@ -29,7 +29,7 @@ from rollout import InferenceConfig, SamplingParams
 from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 from rollout.version_spans import VersionSpans
 
 ROOT = Path(__file__).parent
@@ -78,10 +78,10 @@ class Bench:
         plan = self.scheduler.schedule(self.version).plan
         if plan is not None:
             count = len(plan.sample_rows)
-            output = StepOutput(
-                token_ids=np.full(count, 7), is_finite=np.ones(count, dtype=np.bool_)
+            samples = SampleResult(
+                token_ids_S=np.full(count, 7), is_finite_S=np.ones(count, dtype=np.bool_)
             )
-            self.scheduler.update_from_output(plan, output)
+            self.scheduler.update_from_output(plan, StepOutput(samples=samples))
 
     def fill_index(self) -> None:
         """Have an index of unused blocks that fills the pool."""

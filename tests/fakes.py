@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from rollout.step.plan import NewRow, StepPlan
 from rollout.step.seeds import mix_seed
 
@@ -223,9 +223,11 @@ class FakeMuscle:
             )
         ]
         return StepOutput(
-            token_ids=np.array(token_ids, dtype=np.int64),
-            is_finite=np.array([t not in self._poison for t in token_ids], dtype=np.bool_),
-            score_logprobs=np.array(scores, dtype=np.float32) if scores else None,
+            samples=SampleResult(
+                token_ids_S=np.array(token_ids, dtype=np.int64),
+                is_finite_S=np.array([t not in self._poison for t in token_ids], dtype=np.bool_),
+            ),
+            scores=ScoreResult(logprobs_P=np.array(scores, dtype=np.float32)) if scores else None,
         )
 
     def _place(self, tenant: Tenant, position: int) -> tuple[int, int]:

@@ -23,12 +23,12 @@ from rollout.backends.forward_batch import (
     ForwardBatch,
     RotaryRounding,
     Rotation,
-    SampleResult,
     SamplingBatch,
 )
 from rollout.backends.ops.fingerprint import Places
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.parallel.collectives import ONE_RANK, Collectives
+from rollout.step.output import SampleResult, ScoreResult
 
 Handle = TypeVar("Handle")  # of a linear layer, an implementation's own
 
@@ -242,14 +242,12 @@ class Ops(Protocol[Handle]):
         """
         ...
 
-    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row, with its log-prob from these very logits."""
         ...
 
-    def score(
-        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(raw log-prob of each target [P], top-n ids [P, N], top-n log-probs [P, N])."""
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
+        """Raw log-probs of the targets, and the top-n of their rows. Ranks are not computed."""
         ...
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:

@@ -127,15 +127,4 @@ class SamplingBatch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleResult:
-    """S sampled tokens with their log-probs in each row's mode; N = SamplingBatch.top_n."""
-
-    token_ids_S: Tensor  # int64
-    is_finite_S: Tensor  # bool
-    logprobs_S: Tensor | None  # float32
-    top_ids_SN: Tensor | None  # int64
-    top_logprobs_SN: Tensor | None  # float32, in the row's mode
-
-
 MODE_CODES = {"raw": 0, "temperature": 1, "processed": 2}

@@ -374,4 +374,4 @@ def joined(shared: SharedTensors, shell: LoraAdapter | None) -> NamedTensors:
 
 def digest(output: StepOutput) -> int:
     """A number that differs where the drawn tokens do."""
-    return zlib.crc32(output.token_ids.tobytes())
+    return zlib.crc32(output.samples.token_ids_S.tobytes())

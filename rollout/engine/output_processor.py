@@ -24,7 +24,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord, segment_of_pr
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.output import FinishedRequest, ScoredPrompt, StepUpdate
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from rollout.version_spans import VersionSpans
 
 
@@ -260,8 +260,10 @@ class OutputProcessor:
     def process_outputs(self, update: StepUpdate, output: StepOutput) -> None:
         """Write a step's results into the records, and end the requests that it finished."""
         now = time.monotonic()
+        samples = output.samples
         for scored in update.scored:
-            self._append_prompt_scores(scored, output)
+            assert output.scores is not None
+            self._append_prompt_scores(scored, output.scores)
         for prefilled in update.prefilled:
             segment = self._unfinished[prefilled.request_id].segment
             segment.finished_chunk_token_count = prefilled.num_tokens
@@ -270,10 +272,10 @@ class OutputProcessor:
             if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()
         self._append_tokens(update, now)
-        if output.logprobs is not None:
-            self._append_log_probs(update, output)
-        if output.ranks is not None:
-            self._append_ranks(update, output.ranks.tolist())
+        if samples.logprobs_S is not None:
+            self._append_log_probs(update, samples)
+        if samples.ranks_S is not None:
+            self._append_ranks(update, samples.ranks_S.tolist())
         if self._track_generated_tokens:
             for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
                 self._unfinished[request_id].segment.add_event_generated_token(token_id)
@@ -298,18 +300,19 @@ class OutputProcessor:
             if state.tpot is not None:
                 state.tpot.append(now - before)
 
-    def _append_log_probs(self, update: StepUpdate, output: StepOutput) -> None:
-        assert output.logprobs is not None
-        log_probs, unfinished = output.logprobs.tolist(), self._unfinished
+    def _append_log_probs(self, update: StepUpdate, samples: SampleResult) -> None:
+        assert samples.logprobs_S is not None
+        top_ids_SN, top_logprobs_SN = samples.top_ids_SN, samples.top_logprobs_SN
+        log_probs, unfinished = samples.logprobs_S.tolist(), self._unfinished
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
             state = unfinished[request_id]
             if state.log_probs is not None:
                 state.log_probs.append(log_probs[index])
             if state.top_n is not None:
-                assert output.top_ids is not None
-                assert output.top_logprobs is not None
+                assert top_ids_SN is not None
+                assert top_logprobs_SN is not None
                 top_n = _params(state.segment).top_n_logprobs
-                state.top_n.append(_top_n(output.top_ids[index], output.top_logprobs[index], top_n))
+                state.top_n.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
 
     def _append_ranks(self, update: StepUpdate, ranks: list[int]) -> None:
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
@@ -317,18 +320,17 @@ class OutputProcessor:
             if state.ranks is not None:
                 state.ranks.append(ranks[index])
 
-    def _append_prompt_scores(self, scored: ScoredPrompt, output: StepOutput) -> None:
+    def _append_prompt_scores(self, scored: ScoredPrompt, scores: ScoreResult) -> None:
         segment = segment_of_prompt(self._unfinished[scored.request_id].record.requests)
-        assert output.score_logprobs is not None
         assert isinstance(segment.prompt_log_probs, array)
-        segment.prompt_log_probs.extend(output.score_logprobs[scored.start : scored.end].tolist())
+        segment.prompt_log_probs.extend(scores.logprobs_P[scored.start : scored.end].tolist())
         if isinstance(segment.prompt_ranks, array):
-            assert output.score_ranks is not None
-            segment.prompt_ranks.extend(output.score_ranks[scored.start : scored.end].tolist())
+            assert scores.ranks_P is not None
+            segment.prompt_ranks.extend(scores.ranks_P[scored.start : scored.end].tolist())
         if segment.prompt_top_n_logprobs is not None:
-            assert output.score_top_ids is not None
-            assert output.score_top_logprobs is not None
-            top_ids, top_logprobs = output.score_top_ids, output.score_top_logprobs
+            top_ids, top_logprobs = scores.top_ids_PN, scores.top_logprobs_PN
+            assert top_ids is not None
+            assert top_logprobs is not None
             top_n = _params(segment).top_n_logprobs
             segment.prompt_top_n_logprobs += [
                 _top_n(top_ids[i], top_logprobs[i], top_n) for i in range(scored.start, scored.end)

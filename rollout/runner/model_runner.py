@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import ForwardBatch, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import ForwardBatch, SamplingBatch
 from rollout.backends.ops.logits_processing import sample_processed
+from rollout.backends.ops.sampling import joined
 from rollout.backends.step_tensors import HostArray, StepInputs, StepLayout
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
@@ -23,7 +24,7 @@ from rollout.parallel.collectives import any_rank
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.token_histories import TokenHistories
 from rollout.runner.token_ranks import token_ranks
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from rollout.step.plan import StepPlan
 
 # Prompt scoring materialises logits for this many tokens at a time, so that a long prompt with a
@@ -78,7 +79,7 @@ class ModelRunner:
             fetch = self._backend.executor.launch(self, inputs)
         if not self._records_routing:
             return fetch
-        return lambda: replace(fetch(), slots=inputs.slots_T)
+        return lambda: replace(fetch(), slots_T=inputs.slots_T)
 
     def warm_up(self) -> int:
         """Capture ahead what steps would capture when they first need it. Returns how many.
@@ -135,23 +136,11 @@ class ModelRunner:
         """Draw the step's samples, each of which becomes its row's last token, and score the
         others of the rows."""
         layout = inputs.layout
-        scores: list[Tensor | None] = [None] * 4
+        scores = None
         if layout.score_targets_P.shape[0]:
             scores = self._score(layout, hidden_LE[layout.num_drawn_logits :])
             hidden_LE = hidden_LE[: layout.num_drawn_logits]
-        sampled, ranks_S = self._sample(host, inputs, hidden_LE)
-        return StepOutput(
-            token_ids=sampled.token_ids_S,
-            is_finite=sampled.is_finite_S,
-            logprobs=sampled.logprobs_S,
-            ranks=ranks_S,
-            top_ids=sampled.top_ids_SN,
-            top_logprobs=sampled.top_logprobs_SN,
-            score_logprobs=scores[0],
-            score_top_ids=scores[1],
-            score_top_logprobs=scores[2],
-            score_ranks=scores[3],
-        )
+        return StepOutput(samples=self._sample(host, inputs, hidden_LE), scores=scores)
 
     def _forward_batch(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], token_ids_T: Tensor
@@ -181,13 +170,12 @@ class ModelRunner:
 
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
-    ) -> tuple[SampleResult, Tensor | None]:
-        """Draw the samples; each becomes its row's last token. Returns them and, if any row wants
-        them, their ranks.
-        """
+    ) -> SampleResult[Tensor]:
+        """Draw the samples; each becomes its row's last token."""
         layout = inputs.layout
         if not hidden_LE.shape[0]:
-            return _no_samples(layout), None
+            no_ids = layout.sample_rows_S
+            return SampleResult(token_ids_S=no_ids, is_finite_S=no_ids > 0)
         logits_SV = self._model.compute_logits(hidden_LE)
         if not layout.draws_in_order:
             logits_SV = logits_SV.index_select(0, layout.draws_S)
@@ -200,35 +188,21 @@ class ModelRunner:
             )
             self._histories.append(inputs.processing, sampled.token_ids_S)
         self._last_tokens.scatter_(0, layout.sample_rows_S, sampled.token_ids_S)
-        ranks_S = token_ranks(logits_SV, sampled.token_ids_S) if layout.flags.any_ranks else None
-        return sampled, ranks_S
+        if layout.flags.any_ranks:
+            sampled = replace(sampled, ranks_S=token_ranks(logits_SV, sampled.token_ids_S))
+        return sampled
 
-    def _score(self, layout: StepLayout[Tensor], hidden_PE: Tensor) -> list[Tensor | None]:
-        """Return log-probs, top ids, top log-probs and ranks of the scored tokens. Outputs that no
-        request of the step wants are None.
-        """
-        parts: list[tuple[Tensor | None, ...]] = []
+    def _score(self, layout: StepLayout[Tensor], hidden_PE: Tensor) -> ScoreResult[Tensor]:
+        parts: list[ScoreResult[Tensor]] = []
         for start in range(0, hidden_PE.shape[0], SCORE_CHUNK):
             part = slice(start, start + SCORE_CHUNK)
             logits_PV = self._model.compute_logits(hidden_PE[part])
             targets_P = layout.score_targets_P[part]
-            ranks_P = token_ranks(logits_PV, targets_P) if layout.score_ranks else None
             scores = self._backend.ops.score(logits_PV, targets_P, layout.score_top_n)
-            parts.append((*scores, ranks_P))
-        return [
-            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
-        ]
-
-
-def _no_samples(layout: StepLayout[Tensor]) -> SampleResult:
-    no_ids = layout.sample_rows_S
-    return SampleResult(
-        token_ids_S=no_ids,
-        is_finite_S=no_ids > 0,
-        logprobs_S=None,
-        top_ids_SN=None,
-        top_logprobs_SN=None,
-    )
+            if layout.score_ranks:
+                scores = replace(scores, ranks_P=token_ranks(logits_PV, targets_P))
+            parts.append(scores)
+        return joined(parts)
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:

@@ -15,7 +15,7 @@ from rollout.scheduling.output import (
 )
 from rollout.scheduling.sequence import Phase, Sequence, order_of, request_id_of
 from rollout.scheduling.stopping import Stop, check_stop
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 
 
@@ -231,12 +231,13 @@ class PlannedStep:
         for parent, child in self.forks:
             if child.phase is not Phase.FINISHED:
                 child.kv_spans = parent.kv_spans.copy()
-        token_ids: list[int] = output.token_ids.tolist()
+        samples = output.samples
+        token_ids: list[int] = samples.token_ids_S.tolist()
         sampled = [s for s in self.sampled if s.phase is not Phase.FINISHED]
         indices: range | list[int] = range(len(token_ids))
         failed: list[Sequence] = []
-        if len(sampled) < len(token_ids) or np.count_nonzero(output.is_finite) < len(token_ids):
-            indices, failed = self._split_samples(output)
+        if len(sampled) < len(token_ids) or np.count_nonzero(samples.is_finite_S) < len(token_ids):
+            indices, failed = self._split_samples(samples)
             sampled = [self.sampled[index] for index in indices]
             token_ids = [token_ids[index] for index in indices]
         finished = _append(sampled, token_ids)
@@ -273,9 +274,9 @@ class PlannedStep:
         for parent, child in self.forks:
             kv_cache_manager.copy_cache_state(parent.table, child.table)
 
-    def _split_samples(self, output: StepOutput) -> tuple[list[int], list[Sequence]]:
+    def _split_samples(self, samples: SampleResult) -> tuple[list[int], list[Sequence]]:
         """Return the sample rows with a token, and the sequences whose logits were not finite."""
-        is_finite = output.is_finite.tolist()
+        is_finite = samples.is_finite_S.tolist()
         alive = [i for i, s in enumerate(self.sampled) if s.phase is not Phase.FINISHED]
         return (
             [index for index in alive if is_finite[index]],

@@ -227,9 +227,9 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
         if self._routing is not None:
-            assert output.slots is not None
-            assert output.routing is not None
-            self._routing.commit(output.slots, output.routing)
+            assert output.slots_T is not None
+            assert output.routing_TLK is not None
+            self._routing.commit(output.slots_T, output.routing_TLK)
         update = step.update_from_output(output)
         if self._kv.enable_prefix_caching:
             step.cache_blocks(self._kv)

@@ -1,7 +1,12 @@
-"""StepOutput: what one step sampled and scored."""
+"""StepOutput: what one step sampled and scored.
+
+Shape letters: S sample rows, P scored tokens, N the largest top-n of the step, T tokens, L layers
+with experts, K experts of a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -10,28 +15,65 @@ from typing_extensions import TypeVar
 
 # The kind of array that holds the values: tensors on the device, NumPy arrays on the host.
 Array = TypeVar("Array", default=NDArray[Any])
+Other = TypeVar("Other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult(Generic[Array]):
+    """S draws. Log-probs are in the mode of the row's request.
+
+    A row whose logits were not finite has `is_finite_S` False and a meaningless token. Arrays that
+    no request of the step wants are None.
+    """
+
+    token_ids_S: Array  # int64
+    is_finite_S: Array  # bool
+    logprobs_S: Array | None = None  # float32
+    ranks_S: Array | None = None  # int32
+    top_ids_SN: Array | None = None  # int64
+    top_logprobs_SN: Array | None = None  # float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult(Generic[Array]):
+    """P tokens of prompts, scored by raw logits. Arrays that no request wants are None."""
+
+    logprobs_P: Array  # float32
+    ranks_P: Array | None = None  # int32
+    top_ids_PN: Array | None = None  # int64
+    top_logprobs_PN: Array | None = None  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput(Generic[Array]):
-    """The results of S sample rows and P scored tokens, in the order of the plan. N is the largest
-    top-n of the step.
+    """The results of a step's sample rows and scored tokens, in the order of the plan.
 
-    A row's log-probs are in the mode of its request. A row whose logits were not finite has
-    `is_finite` False and a meaningless token. Arrays that no request of the step wants are None.
-    Where experts are recorded, `routing` has those of the step's T tokens, in the order of the
-    plan, in L layers of K each, and `slots` says where the KV of each token was written.
+    Where experts are recorded, `routing_TLK` has those of the step's tokens, in the order of the
+    plan, and `slots_T` says where the KV of each token was written.
     """
 
-    token_ids: Array  # [S] int64
-    is_finite: Array  # [S] bool
-    logprobs: Array | None = None  # [S] float32
-    ranks: Array | None = None  # [S] int32
-    top_ids: Array | None = None  # [S, N] int64
-    top_logprobs: Array | None = None  # [S, N] float32
-    score_logprobs: Array | None = None  # [P] float32
-    score_ranks: Array | None = None  # [P] int32
-    score_top_ids: Array | None = None  # [P, N] int64
-    score_top_logprobs: Array | None = None  # [P, N] float32
-    routing: Array | None = None  # [T, L, K] int16
-    slots: NDArray[Any] | None = None  # [T] int64, on the host
+    samples: SampleResult[Array]
+    scores: ScoreResult[Array] | None = None  # None if the step scored no token
+    routing_TLK: Array | None = None  # int16
+    slots_T: NDArray[Any] | None = None  # int64, on the host
+
+
+def map_arrays(output: StepOutput[Array], convert: Callable[[Array], Other]) -> StepOutput[Other]:
+    """The output with `convert` of each of its arrays; the slots stay."""
+    routing_TLK = output.routing_TLK
+    return StepOutput(
+        samples=SampleResult(**_converted(output.samples, convert)),
+        scores=None if output.scores is None else ScoreResult(**_converted(output.scores, convert)),
+        routing_TLK=None if routing_TLK is None else convert(routing_TLK),
+        slots_T=output.slots_T,
+    )
+
+
+def _converted(
+    result: SampleResult[Array] | ScoreResult[Array], convert: Callable[[Array], Other]
+) -> dict[str, Any]:
+    return {
+        name: convert(array)
+        for name in result.__slots__
+        if (array := getattr(result, name)) is not None
+    }

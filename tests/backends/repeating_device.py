@@ -6,7 +6,7 @@ And an engine that runs on it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from rollout.backends.executors.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
-from rollout.step.output import StepOutput
+from rollout.step.output import StepOutput, map_arrays
 from tests.backends.fake_graphs import FakeTorchCuda
 from tests.tiny_models import tiny_engine
 
@@ -49,7 +49,7 @@ class RepeatingDevice:
         self._num_lost = len(self._results)
         for result in self._results:
             with torch.inference_mode():
-                result.result.token_ids.fill_(token_id)
+                result.result.samples.token_ids_S.fill_(token_id)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -89,15 +89,14 @@ class RepeatingDevice:
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
         """A copy, for the next replay overwrites the result."""
-        tensors = {field.name: getattr(result, field.name) for field in fields(result)}
-        copies: Any = {name: None if t is None else t.clone() for name, t in tensors.items()}
-        return download(StepOutput(**copies), CPU)
+        return download(map_arrays(result, Tensor.clone), CPU)
 
 
 def _tensors(ran: Ran) -> list[Tensor]:
     """All that a captured step leaves."""
-    found = [getattr(ran.result, field.name) for field in fields(ran.result)]
-    return [ran.hidden_LE, *(tensor for tensor in found if tensor is not None)]
+    found = [ran.hidden_LE]
+    map_arrays(ran.result, found.append)
+    return found
 
 
 class HostlessAttention(ReferenceAttention):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.executors.cuda_graph import CudaGraphs
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 from tests.backends.fake_graphs import GENERAL, WORKSPACE_BYTES, FakeTorchCuda
 
 CPU = torch.device("cpu")
@@ -25,7 +25,10 @@ def program_on(cuda: FakeTorchCuda, num_bytes: int = MIB) -> Callable[[], StepOu
     def program() -> StepOutput[Any]:
         cuda.product()
         cuda.allocate_for_a_moment(num_bytes)
-        return StepOutput(token_ids=torch.zeros(1, dtype=torch.int64), is_finite=torch.ones(1))
+        samples = SampleResult(
+            token_ids_S=torch.zeros(1, dtype=torch.int64), is_finite_S=torch.ones(1)
+        )
+        return StepOutput(samples=samples)
 
     return program
 

@@ -16,9 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.backends.forward_batch import SampleResult
 from rollout.backends.ops import sampling as torch_sampler
 from rollout.backends.ops.reference import ReferenceOps
+from rollout.step.output import SampleResult
 from tests.contracts.implementations import OPS
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
 
@@ -44,7 +44,9 @@ def random_logits(num_rows: int, vocabulary: int, seed: int, scale: float = 3.0)
     return torch.randn(num_rows, vocabulary, generator=generator) * scale
 
 
-def assert_sampled_as_by_torch(logits: Tensor, rows: list[Draw], result: SampleResult) -> None:
+def assert_sampled_as_by_torch(
+    logits: Tensor, rows: list[Draw], result: SampleResult[Tensor]
+) -> None:
     """The same tokens, unless the draw is within BOUNDARY of the edge between the two."""
     expected = torch_sampler.sample(logits, batch_of(rows))
     assert torch.equal(result.is_finite_S, expected.is_finite_S)
@@ -191,7 +193,8 @@ def test_logits_may_be_a_slice_of_a_wider_matrix_or_one_repeated_row() -> None:
 
 def test_a_target_outside_the_vocabulary_scores_nan() -> None:
     logits = random_logits(4, 5000, seed=3)
-    scored, _, _ = OPS["triton"]().score(logits, torch.tensor([-1, 0, 4999, 5000]), 0)
+    targets = torch.tensor([-1, 0, 4999, 5000])
+    scored = OPS["triton"]().score(logits, targets, 0).logprobs_P
     assert scored.isnan().tolist() == [True, False, False, True]
 
 
@@ -200,7 +203,7 @@ def test_scores_are_right_where_whole_chunks_are_masked() -> None:
     logits[0, :8500] = -torch.inf
     logits[1, 100:] = -torch.inf
     targets = torch.tensor([8600, 50])
-    scored, _, _ = OPS["triton"]().score(logits, targets, 0)
+    scored = OPS["triton"]().score(logits, targets, 0).logprobs_P
     expected = torch.log_softmax(logits.double(), 1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(scored, expected.float(), **LOGPROB)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import SamplingBatch
 from rollout.backends.ops.triton_ops import TritonOps
+from rollout.step.output import SampleResult, ScoreResult
 
 
 class DeviceOps(TritonOps):
@@ -42,16 +43,14 @@ class DeviceOps(TritonOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return to_cpu(super().silu_mul(self._moved(gate_up)))
 
-    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         fields = {
             field.name: self._moved(getattr(sampling, field.name))
             for field in dataclasses.fields(sampling)
         }
         return to_cpu(super().sample(self._moved(logits_SV), SamplingBatch(**fields)))
 
-    def score(
-        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
         return to_cpu(super().score(self._moved(logits_PV), self._moved(targets_P), top_n))
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,14 +66,14 @@ class DeviceOps(TritonOps):
 
 
 def to_cpu(result: Any) -> Any:
-    """A tensor, or the tensors of a tuple or a SampleResult, on the CPU."""
+    """A tensor, or the tensors of a tuple or a result, on the CPU."""
     if isinstance(result, Tensor):
         return result.cpu()
     if isinstance(result, tuple):
         return tuple(to_cpu(part) for part in result)
-    if isinstance(result, SampleResult):
+    if isinstance(result, SampleResult | ScoreResult):
         parts = {f.name: to_cpu(getattr(result, f.name)) for f in dataclasses.fields(result)}
-        return SampleResult(**parts)
+        return type(result)(**parts)
     return result
 
 

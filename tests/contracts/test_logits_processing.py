@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import SamplingParams
-from rollout.backends.forward_batch import SampleResult
 from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import LogitsInputs
 from rollout.runner.logits_builder import LogitsBuilder
 from rollout.runner.token_histories import TokenHistories
+from rollout.step.output import SampleResult
 from rollout.step.plan import NewRow, StepPlan
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
@@ -66,7 +66,7 @@ def new_row(row: int, params: SamplingParams, known: list[int], num_prompt: int)
 def drawn(
     name: str, logits_SV: torch.Tensor, params: list[SamplingParams], known: list[list[int]],
     num_prompts: list[int],
-) -> SampleResult:  # fmt: skip
+) -> SampleResult[torch.Tensor]:  # fmt: skip
     """One step, in which every row is new."""
     builder, rows = LogitsBuilder(len(params) + 1), list(range(1, len(params) + 1))
     new_rows = tuple(map(new_row, rows, params, known, num_prompts))

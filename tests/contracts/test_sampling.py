@@ -190,7 +190,7 @@ def test_a_token_has_the_very_log_prob_and_the_place_that_the_top_n_gives_it(
     scores = ops.score(logits, targets, top_n)
     results = (
         (drawn.token_ids_S, drawn.logprobs_S, drawn.top_ids_SN, drawn.top_logprobs_SN),
-        (targets, *scores),
+        (targets, scores.logprobs_P, scores.top_ids_PN, scores.top_logprobs_PN),
     )
     for ids, logprobs_S, top_ids_SN, top_logprobs_SN in results:
         ranks = token_ranks(logits, ids).tolist()
@@ -300,12 +300,14 @@ def test_score_is_log_softmax_at_the_targets(
 ) -> None:
     logits = random_logits(num_rows, vocabulary, seed)
     targets = torch.randint(vocabulary, (num_rows,), generator=torch.Generator().manual_seed(seed))
-    scored, top_ids, top_logprobs = OPS[name]().score(logits, targets, top_n)
+    scores = OPS[name]().score(logits, targets, top_n)
     expected = torch.log_softmax(logits.double(), 1).float()
-    torch.testing.assert_close(scored, expected.gather(1, targets[:, None])[:, 0], **LOGPROB)
+    torch.testing.assert_close(
+        scores.logprobs_P, expected.gather(1, targets[:, None])[:, 0], **LOGPROB
+    )
     if top_n == 0:
-        assert top_ids is top_logprobs is None
+        assert scores.top_ids_PN is scores.top_logprobs_PN is None
     else:
         values, ids = expected.topk(top_n, dim=1)
-        assert torch.equal(top_ids, ids)
-        torch.testing.assert_close(top_logprobs, values, **LOGPROB)
+        assert torch.equal(scores.top_ids_PN, ids)
+        torch.testing.assert_close(scores.top_logprobs_PN, values, **LOGPROB)

@@ -36,7 +36,7 @@ def test_sampling_is_the_same_on_several_threads(name: str) -> None:
     rows = [Draw(uniform=i / count, top_k=i % 3, top_p=0.9 * (i % 2)) for i in range(count)]
     ops = OPS[name]()
     assert_same_on_threads(lambda: ops.sample(logits, batch_of(rows)).token_ids_S)
-    assert_same_on_threads(lambda: ops.score(logits, torch.arange(count), 0)[0])
+    assert_same_on_threads(lambda: ops.score(logits, torch.arange(count), 0).logprobs_P)
 
 
 @pytest.mark.parametrize("name", ATTENTION)

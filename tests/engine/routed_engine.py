@@ -94,8 +94,8 @@ class RoutedEngine:
         return output
 
     def _committed(self, plan: StepPlan, output: StepOutput) -> Any:
-        assert output.routing is not None
-        of_pass = _pass_of(output.routing[0])
+        assert output.routing_TLK is not None
+        of_pass = _pass_of(output.routing_TLK[0])
         self._step_of_pass[of_pass] = plan.step_id
         update = self._update(plan, output)
         for request_id in update.request_ids:

@@ -285,8 +285,8 @@ class Rig:
     def _apply(self, plan: StepPlan, output: StepOutput, update: StepUpdate) -> None:
         for scored in update.scored:
             assert self.known[scored.request_id].phase in ("running", "paused")
-            assert output.score_logprobs is not None
-            scores = output.score_logprobs[scored.start : scored.end].tolist()
+            assert output.scores is not None
+            scores = output.scores.logprobs_P[scored.start : scored.end].tolist()
             self.known[scored.request_id].scores += scores
         prefilled = [prefilled.request_id for prefilled in update.prefilled]
         assert len(set(prefilled)) == len(prefilled)
@@ -295,7 +295,7 @@ class Rig:
         for request_id, token_id, index in zip(*columns, strict=True):
             known = self.known[request_id]
             assert known.phase in ("running", "paused")
-            assert token_id == output.token_ids[index]
+            assert token_id == output.samples.token_ids_S[index]
             known.generated.append(token_id)
             context = self.muscle.ran[plan.step_id].contexts[index]
             assert len(context) == len(known.prompt) + len(known.generated) - 1

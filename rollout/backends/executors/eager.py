@@ -53,7 +53,7 @@ class EagerExecutor:
         hidden_LE, routing_TLK = program.forward(inputs, on_device)
         result = program.draw(inputs, on_device, hidden_LE)
         if routing_TLK is not None:
-            result = replace(result, routing=routing_TLK)
+            result = replace(result, routing_TLK=routing_TLK)
         return download(result, self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:

@@ -15,9 +15,9 @@ from rollout.backends.executors.graph_shapes import MAX_LOGIT_BYTES, GraphShape,
 from rollout.backends.executors.left_out import left_out, with_more
 from rollout.backends.executors.static_inputs import StaticInputs
 from rollout.backends.executors.transfer import first_samples, upload, without_padding
-from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
+from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
 from rollout.parallel.collectives import ONE_RANK, Collectives, any_rank
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +110,8 @@ class GraphExecutor:
         graph = self._captured.get(shape) or self._capture(program, shape)
         self._static.load(shape, inputs)
         graph.replay()
-        result = first_samples(graph.ran.result, len(inputs.layout.draws_S))
-        routing = without_padding(result.routing, inputs.layout, shape.num_decode_rows)
-        result = replace(result, routing=routing)
-        if not inputs.layout.flags.any_logprobs:
-            result = replace(result, logprobs=None)
-        fetch, more = self._graphs.download(result), left_out(inputs, shape.num_rows)
+        fetch = self._graphs.download(_without_padding(graph.ran.result, inputs.layout, shape))
+        more = left_out(inputs, shape.num_rows)
         if more is None:
             return fetch
         fetch_more = self._launch_more(program, more.inputs, graph.ran.hidden_LE)
@@ -172,7 +168,7 @@ class GraphExecutor:
         replayed = self._graphs.download(self._captured[shape].ran.result)()
         ran = _run(program, on_host, self._static.on_device(shape))
         expected = self._graphs.download(ran.result)()
-        is_wrong = not _agree(replayed, expected)
+        is_wrong = not _agree(replayed.samples, expected.samples)
         # All ranks replay, or all capture anew: a graph holds their sums, too.
         if any_rank(self._collectives, is_wrong, self._device):
             logger.warning("replayed steps went wrong after a resume: all graphs are made anew")
@@ -187,17 +183,30 @@ def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tenso
     """What a graph holds: all rows that logits are wanted of, and the draws from the first."""
     hidden_LE, routing_TLK = program.forward(host, inputs)
     drawn = program.draw(host, inputs, hidden_LE[: inputs.layout.num_drawn_logits])
-    return Ran(replace(drawn, routing=routing_TLK), hidden_LE)
+    return Ran(replace(drawn, routing_TLK=routing_TLK), hidden_LE)
+
+
+def _without_padding(
+    result: StepOutput[Tensor], layout: StepLayout[HostArray], shape: GraphShape
+) -> StepOutput[Tensor]:
+    """What the step has asked for of what its graph leaves."""
+    samples = first_samples(result.samples, len(layout.draws_S))
+    if not layout.flags.any_logprobs:
+        samples = replace(samples, logprobs_S=None)
+    return StepOutput(
+        samples=samples,
+        routing_TLK=without_padding(result.routing_TLK, layout, shape.num_decode_rows),
+    )
 
 
 def _size(shape: GraphShape) -> tuple[int, int, int]:
     return shape.num_tokens, shape.num_rows, shape.num_samples
 
 
-def _agree(left: StepOutput, right: StepOutput) -> bool:
-    assert left.logprobs is not None
-    assert right.logprobs is not None
-    difference = abs(left.logprobs - right.logprobs)
+def _agree(left: SampleResult, right: SampleResult) -> bool:
+    assert left.logprobs_S is not None
+    assert right.logprobs_S is not None
+    difference_S = abs(left.logprobs_S - right.logprobs_S)
     return bool(
-        (left.token_ids == right.token_ids).all() and (difference <= _LOGPROB_TOLERANCE).all()
+        (left.token_ids_S == right.token_ids_S).all() and (difference_S <= _LOGPROB_TOLERANCE).all()
     )

@@ -6,15 +6,13 @@ Shape letters: S samples of the step, K of them that are drawn once more; L logi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollout.backends.step_tensors import LAYOUT_TYPES, HostArray, StepInputs, StepLayout
-from rollout.step.output import StepOutput
-
-_OF_SCORES = tuple(field.name for field in fields(StepOutput) if field.name.startswith("score_"))
+from rollout.step.output import SampleResult, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,17 @@ def with_more(result: StepOutput, more: StepOutput, samples: HostArray) -> StepO
     Samples that were drawn once more have all of their numbers from there: a token's log-prob is
     that of its entry in the top-n, to the last bit. What only they want is zero for the others.
     """
-    merged: dict[str, Any] = {name: getattr(more, name) for name in _OF_SCORES}
-    if len(samples):
-        for name in ("token_ids", "is_finite", "logprobs", "ranks", "top_ids", "top_logprobs"):
-            drawn = getattr(more, name)
-            if drawn is not None:
-                known = getattr(result, name)
-                shape = (len(result.token_ids), *drawn.shape[1:])
-                merged[name] = np.zeros(shape, drawn.dtype) if known is None else known.copy()
-                merged[name][samples] = drawn
-    return replace(result, **merged)
+    merged = _merged(result.samples, more.samples, samples) if len(samples) else result.samples
+    return replace(result, samples=merged, scores=more.scores)
+
+
+def _merged(samples: SampleResult, drawn: SampleResult, places: HostArray) -> SampleResult:
+    """All samples, with what `drawn` has at these places of them."""
+    merged: dict[str, Any] = {}
+    for name in samples.__slots__:
+        known, new = getattr(samples, name), getattr(drawn, name)
+        if new is not None:
+            shape = (len(samples.token_ids_S), *new.shape[1:])
+            merged[name] = np.zeros(shape, new.dtype) if known is None else known.copy()
+            merged[name][places] = new
+    return replace(samples, **merged)

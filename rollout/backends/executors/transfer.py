@@ -19,11 +19,8 @@ from rollout.backends.step_tensors import (
     StepInputs,
     StepLayout,
 )
-from rollout.step.output import StepOutput
+from rollout.step.output import SampleResult, StepOutput, map_arrays
 
-# The slots never leave the host.
-_RESULTS = tuple(field.name for field in fields(StepOutput) if field.name != "slots")
-_OF_SAMPLES = tuple(n for n in _RESULTS if n != "routing" and not n.startswith("score_"))
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 _ALIGNMENT = 16  # bytes
 
@@ -94,27 +91,26 @@ def sent_together(
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
     """Queue the result's way to the host; the function returned waits for it."""
     if device.type == "cpu":
-        return lambda: _as_arrays(result)
-    pinned: Any = {name: _to_pinned(getattr(result, name)) for name in _RESULTS}
-    on_host: StepOutput[Tensor] = StepOutput(**pinned)
+        return lambda: map_arrays(result, Tensor.numpy)
+    on_host = map_arrays(result, _to_pinned)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
 
     def fetch() -> StepOutput:
         arrived.synchronize()
-        return _as_arrays(on_host)
+        return map_arrays(on_host, Tensor.numpy)
 
     return fetch
 
 
-def first_samples(result: StepOutput[Tensor], count: int) -> StepOutput[Tensor]:
-    """The result without the samples from `count` on."""
-    samples: Any = {
-        name: getattr(result, name)[:count]
-        for name in _OF_SAMPLES
-        if getattr(result, name) is not None
+def first_samples(samples: SampleResult[Tensor], count: int) -> SampleResult[Tensor]:
+    """Those without the ones from `count` on."""
+    arrays: Any = {
+        name: array[:count]
+        for name in samples.__slots__
+        if (array := getattr(samples, name)) is not None
     }
-    return replace(result, **samples)
+    return SampleResult(**arrays)
 
 
 def without_padding(
@@ -132,16 +128,7 @@ def without_padding(
     return torch.cat([routing_TLK[:decoded], prefilled_TLK]) if decoded else prefilled_TLK
 
 
-def _to_pinned(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _to_pinned(tensor: Tensor) -> Tensor:
     # Torch keeps pinned memory for later, so this is no allocation in the long run.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
-
-
-def _as_arrays(result: StepOutput[Tensor]) -> StepOutput:
-    arrays: Any = {
-        name: tensor.numpy() for name in _RESULTS if (tensor := getattr(result, name)) is not None
-    }
-    return StepOutput(**arrays)

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import SamplingBatch
 from rollout.backends.step_tensors import LogitsInputs
+from rollout.step.output import SampleResult
 
 
 def sample_processed(
     ops: Ops[Any],
     logits_SV: Tensor,
     sampling: SamplingBatch,
-    plain: SampleResult,
+    plain: SampleResult[Tensor],
     inputs: LogitsInputs[Tensor],
     history_QP: Tensor,
-) -> SampleResult:
+) -> SampleResult[Tensor]:
     """`plain`, which is `ops.sample(logits, sampling)`, with K samples drawn once more, from their
     processed logits. The others pay nothing.
 
@@ -49,7 +50,7 @@ def sample_processed(
         unprocessed_U = inputs.unprocessed_U
         scaled_UV = logits_KV[unprocessed_U] * inputs.inverse_temperature_U.unsqueeze(1)
         token_ids_U = drawn.token_ids_S[unprocessed_U]
-        logprobs_U, _, _ = ops.score(scaled_UV, token_ids_U, 0)
+        logprobs_U = ops.score(scaled_UV, token_ids_U, 0).logprobs_P
         if plain.top_ids_SN is not None and plain.top_logprobs_SN is not None:
             samples_U = samples_K[unprocessed_U]
             top_UN = plain.top_ids_SN[samples_U], plain.top_logprobs_SN[samples_U]

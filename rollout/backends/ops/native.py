@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
-from rollout.backends.forward_batch import RotaryRounding, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
@@ -24,6 +24,7 @@ from rollout.backends.products.candidates import PLAIN, LinearHandle, bucket_of
 from rollout.backends.products.choice import Choice, Rounds
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
+from rollout.step.output import SampleResult, ScoreResult
 
 _LANES = 8
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +149,7 @@ class NativeOps(CpuOps):
 
         return self._products.choose_for(key_of(experts), seconds)
 
-    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
         num_rows, vocabulary = logits_SV.shape
         if not _is_plain(logits_SV):
@@ -174,9 +175,7 @@ class NativeOps(CpuOps):
         self._kernels.run(self._kernels.sample_rows, args, num_rows, scratch_bytes=num_bytes)
         return result
 
-    def score(
-        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
         """Raw log-probs of the targets and the top-n; as `sampling.score`."""
         num_rows, vocabulary = logits_PV.shape
         logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
@@ -193,7 +192,9 @@ class NativeOps(CpuOps):
         )
         num_bytes = self._kernels.sampling_scratch_bytes(vocabulary)
         self._kernels.run(self._kernels.score_rows, args, num_rows, scratch_bytes=num_bytes)
-        return logprobs_P, top_ids_PN, top_logprobs_PN
+        return ScoreResult(
+            logprobs_P=logprobs_P, top_ids_PN=top_ids_PN, top_logprobs_PN=top_logprobs_PN
+        )
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(hash, number of non-finite values) of x.to(dtype); one pass if there is no cast."""
@@ -271,7 +272,7 @@ def _empty_top(num_rows: int, vocabulary: int, top_n: int) -> tuple[Tensor | Non
     return ids_N, torch.empty(num_rows, top_n, dtype=torch.float32)
 
 
-def _empty_result(num_rows: int, vocabulary: int, sampling: SamplingBatch) -> SampleResult:
+def _empty_result(num_rows: int, vocabulary: int, sampling: SamplingBatch) -> SampleResult[Tensor]:
     top_ids_SN, top_logprobs_SN = _empty_top(num_rows, vocabulary, sampling.top_n)
     return SampleResult(
         token_ids_S=torch.empty(num_rows, dtype=torch.int64),

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, GatedActivation, RepackedWeight
-from rollout.backends.forward_batch import RotaryRounding, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
 from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.routed_experts import clamped_swiglu, routed_experts
+from rollout.step.output import SampleResult, ScoreResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +113,11 @@ class TorchOps:
             return clamped_swiglu(activation, gate_up)
         return self.silu_mul(gate_up) if activation.kind == "silu" else self.gelu_mul(gate_up)
 
-    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row by inverse CDF; see `sampling.sample`."""
         return sampler.sample(logits_SV, sampling)
 
-    def score(
-        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
         """Raw log-probs of the targets and the top-n; see `sampling.score`."""
         return sampler.score(logits_PV, targets_P, top_n)
 

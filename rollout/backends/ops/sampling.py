@@ -9,21 +9,24 @@ Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from rollout.backends.forward_batch import MODE_CODES, SampleResult, SamplingBatch
+from rollout.backends.forward_batch import MODE_CODES, SamplingBatch
 from rollout.backends.ops.truncation import keep_mask
+from rollout.step.output import SampleResult, ScoreResult
+
+Part = TypeVar("Part", SampleResult[Tensor], ScoreResult[Tensor])
 
 _BLOCK = 128
 _CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small enough to stay in cache, few enough calls
 
 
-def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
     """One token per row with its log-prob and top-n in the row's mode, from these very logits.
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A row whose largest
@@ -35,41 +38,40 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         _sample_chunk(logits_SV[start:end].float(), _rows(sampling, start, end))
         for start, end in _chunks(logits_SV)
     ]
+    return joined(parts)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """The results of rows one after the other in one. What the parts lack it lacks, too."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    return SampleResult(
-        token_ids_S=torch.cat([part.token_ids_S for part in parts]),
-        is_finite_S=torch.cat([part.is_finite_S for part in parts]),
-        logprobs_S=_cat([part.logprobs_S for part in parts]),
-        top_ids_SN=_cat([part.top_ids_SN for part in parts]),
-        top_logprobs_SN=_cat([part.top_logprobs_SN for part in parts]),
-    )
+        return first
+    columns = {name: [getattr(part, name) for part in parts] for name in first.__slots__}
+    arrays: Any = {
+        name: torch.cat(column) for name, column in columns.items() if column[0] is not None
+    }
+    return type(first)(**arrays)
 
 
-def _cat(parts: list[Tensor | None]) -> Tensor | None:
-    """The parts in one; None if they are None."""
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
-
-
-def score(
-    logits_PV: Tensor, targets_P: Tensor, top_n: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(log_softmax(logits)[target] [P], top-n ids and log-probs [P, N], None for top_n 0)."""
-    logprobs, top_ids, top_logprobs = [], [], []
+def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
+    """log_softmax(logits)[target] and, unless top_n is 0, the top-n of each row."""
+    parts = []
     for start, end in _chunks(logits_PV):
         logits_RV = logits_PV[start:end].float()
         max_R1 = logits_RV.amax(1, keepdim=True)
         norm_R1 = _log_norm(logits_RV, max_R1).unsqueeze(1)
         target_R1 = logits_RV.gather(1, targets_P[start:end, None])
-        logprobs.append((target_R1 - max_R1 - norm_R1).squeeze(1))
+        logprobs_R = (target_R1 - max_R1 - norm_R1).squeeze(1)
+        top_ids_RN = top_logprobs_RN = None
         if top_n:
-            values_RN, ids_RN = logits_RV.topk(top_n, dim=1)
-            top_ids.append(ids_RN)
-            top_logprobs.append(values_RN - max_R1 - norm_R1)
-    if not top_n:
-        return torch.cat(logprobs), None, None
-    return torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs)
+            values_RN, top_ids_RN = logits_RV.topk(top_n, dim=1)
+            top_logprobs_RN = values_RN - max_R1 - norm_R1
+        parts.append(
+            ScoreResult(
+                logprobs_P=logprobs_R, top_ids_PN=top_ids_RN, top_logprobs_PN=top_logprobs_RN
+            )
+        )
+    return joined(parts)
 
 
 def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
@@ -101,7 +103,7 @@ class _Drawn(NamedTuple):
     kept_logits_RV: Tensor  # -inf where a row that reports processed log-probs dropped a token
 
 
-def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult:
+def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
     max_R1 = logits_RV.amax(1, keepdim=True)
     is_finite_R = max_R1.squeeze(1).isfinite()
     is_greedy_R = sampling.temperature_S == 0
@@ -113,13 +115,7 @@ def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult:
         drawn = _draw_rows(logits_RV, max_R1, inverse_R, is_greedy_R, sampling)
     token_ids_R = torch.where(is_finite_R, drawn.token_ids_R, 0)
     if not (sampling.any_logprobs or sampling.top_n):
-        return SampleResult(
-            token_ids_S=token_ids_R,
-            is_finite_S=is_finite_R,
-            logprobs_S=None,
-            top_ids_SN=None,
-            top_logprobs_SN=None,
-        )
+        return SampleResult(token_ids_S=token_ids_R, is_finite_S=is_finite_R)
 
     is_raw_R = (sampling.mode_S == MODE_CODES["raw"]) | is_greedy_R
     is_processed_R = (sampling.mode_S == MODE_CODES["processed"]) & ~is_greedy_R

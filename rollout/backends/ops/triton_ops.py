@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import SamplingBatch
 from rollout.backends.ops import triton_fingerprint, triton_layers, triton_sampling
 from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.float32_product import float32_product
 from rollout.backends.ops.reference import DenseLinear, ReferenceOps
+from rollout.step.output import SampleResult, ScoreResult
 
 
 class TritonOps(ReferenceOps):
@@ -47,19 +48,17 @@ class TritonOps(ReferenceOps):
         """silu(first half of the last dim) * second half."""
         return triton_layers.silu_mul(gate_up)
 
-    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row; a batch that wants top-n goes to torch."""
         if sampling.top_n:
             return super().sample(logits_SV, sampling)
         return triton_sampling.sample(logits_SV, sampling)
 
-    def score(
-        self, logits_PV: Tensor, targets_P: Tensor, top_n: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
         """Raw log-probs of the targets; the top-n, if wanted, in torch."""
         if top_n:
             return super().score(logits_PV, targets_P, top_n)
-        return triton_sampling.score(logits_PV, targets_P), None, None
+        return ScoreResult(logprobs_P=triton_sampling.score(logits_PV, targets_P))
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """(hash, number of non-finite values) of x.to(dtype).

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rollout.backends.forward_batch import SampleResult, SamplingBatch
+from rollout.backends.forward_batch import SamplingBatch
 from rollout.backends.ops.triton_sampling_kernels import (
     chunk_statistics_kernel,
     draw_kernel,
@@ -25,6 +25,7 @@ from rollout.backends.ops.triton_truncation_kernels import (
     kept_mass_kernel,
     threshold_kernel,
 )
+from rollout.step.output import SampleResult
 
 CHUNK = 2048  # logits per program: one row of 150,000 still fills half an H100
 ROW_CHUNK = 4096  # logits per iteration, where a program reads a whole row
@@ -35,7 +36,7 @@ ROOM = 4096
 LIST_CHUNK = 1024
 
 
-def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
+def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
     """One token per row by inverse CDF, with its log-prob; as `sampling.sample`, without top-n.
 
     The flags on greedy rows are ignored: each row finds out for itself.
@@ -46,15 +47,13 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult:
         token_ids_S=torch.empty(num_rows, dtype=torch.int64, device=device),
         is_finite_S=torch.empty(num_rows, dtype=torch.bool, device=device),
         logprobs_S=torch.empty(num_rows, dtype=torch.float32, device=device),
-        top_ids_SN=None,
-        top_logprobs_SN=None,
     )
     if num_rows:
         _sample_rows(_with_unit_stride(logits_SV), sampling, result)
     return result if sampling.any_logprobs else replace(result, logprobs_S=None)
 
 
-def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResult) -> None:
+def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResult[Tensor]) -> None:
     num_rows, vocabulary = logits_SV.shape
     num_chunks = triton.cdiv(vocabulary, CHUNK)
     max_SC = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits_SV.device)
