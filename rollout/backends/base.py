@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rollout.backends.block_copy import CopyTokens
-from rollout.backends.buffers import HostArena, MemoryBackend
+from rollout.backends.buffers import CopyTokens, HostArena, MemoryBackend
 from rollout.backends.forward_batch import (
     PLAIN,
     AttentionTraits,

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from rollout.backends.base import AttentionBackend, CacheSpec
-from rollout.backends.block_copy import Strips
+from rollout.backends.buffers import Strips
 from rollout.errors import ConfigError
 
 GIB = 2**30

@@ -16,14 +16,13 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch, SamplingBatch
 from rollout.backends.ops.logits_processing import sample_processed
-from rollout.backends.ops.sampling import joined
+from rollout.backends.ops.sampling import joined, token_ranks
 from rollout.backends.step_tensors import HostArray, StepInputs, StepLayout
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.parallel.collectives import any_rank
 from rollout.runner.batch_builder import BatchBuilder
 from rollout.runner.token_histories import TokenHistories
-from rollout.runner.token_ranks import token_ranks
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from rollout.step.plan import StepPlan
 

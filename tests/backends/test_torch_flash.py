@@ -18,7 +18,7 @@ from torch import Tensor
 from rollout import ConfigError, SamplingParams
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_flash import TorchFlashAttention, torch_varlen
-from rollout.backends.block_copy import Strips
+from rollout.backends.buffers import Strips
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.executors.graph_shapes import GraphShape, Ladder
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch

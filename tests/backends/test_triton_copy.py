@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import Backend, CacheSpec
-from rollout.backends.block_copy import Strips
+from rollout.backends.buffers import Strips
 from rollout.backends.cpu import cpu_backend
 from rollout.kv.cache import MAX_COPIED_BYTES, KVCache
 from rollout.kv.layout import strips_of

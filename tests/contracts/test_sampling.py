@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.base import Ops
-from rollout.runner.token_ranks import token_ranks
+from rollout.backends.ops.sampling import token_ranks
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
 

@@ -74,6 +74,14 @@ def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tenso
     return joined(parts)
 
 
+def token_ranks(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
+    """1 + the number of tokens of the row with a larger logit, int32 [S]. Equal logits share a
+    rank, so that every largest one has rank 1.
+    """
+    chosen_S1 = logits_SV.gather(1, token_ids_S.unsqueeze(1))
+    return (logits_SV > chosen_S1).sum(1, dtype=torch.int32) + 1
+
+
 def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
     """Row ranges to work on in turn; one empty range if there are no rows."""
     num_rows, vocabulary = logits_SV.shape

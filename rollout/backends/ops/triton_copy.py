@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.backends.block_copy import Strips
+from rollout.backends.buffers import Strips
 
 WORDS_PER_CHUNK = 1024  # 16-byte loads keep four warps busy
 NUM_WARPS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.runner.token_ranks import token_ranks
+from rollout.backends.ops.sampling import token_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
